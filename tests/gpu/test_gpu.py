@@ -6,11 +6,10 @@ Those with one GPU passed on an H100. Those with two were not tried.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import monotonic
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +17,9 @@ from tests.conftest import Run, Start
 
 from fixture_types import Models
 from patience import patience
-from stretto import Context
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
-from stretto.rl.batch import Batch
-from stretto.training.engine import HFTraining
-from stretto_torch import TorchTrainingConfig
-from training_engines import push_up, random_batch
+from training_engines import batch_of, loaded_engine, push_up, random_batch
 
 GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
@@ -38,11 +33,7 @@ CLOSE = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest difference of a logprob between GPU and CPU, or between engine and trainer."""
 
 
-def engine_of(model: Path, **options: Any) -> HFTraining:
-    config = TorchTrainingConfig(lr=1e-3, **options)
-    engine = HFTraining(config, Context(run="r", name="n", seed=1, model=str(model)))
-    engine.load(None)
-    return engine
+engine_of = partial(loaded_engine, lr=1e-3, warmup_steps=10)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -71,11 +62,9 @@ def test_a_step_of_new_shapes_takes_no_longer_than_one_of_known_shapes(tiny_mode
     """cuDNN's attention in bfloat16 builds a plan for each new shape, which takes up to a second."""
     engine = engine_of(tiny_models("qwen2"), device="cuda", gpus=1, dtype="bfloat16")
 
-    def seconds(lengths: Sequence[int]) -> float:
-        tokens = torch.randint(2, 97, (sum(lengths),))
-        columns = {"tokens": tokens, "loss_mask": torch.ones(len(tokens), dtype=torch.bool)}
-        began = monotonic()
-        engine.train(Batch([*lengths], columns, {}), Loss(push_up, "token"), temperature=1.0)
+    def seconds(lengths: list[int]) -> float:
+        batch, began = batch_of(lengths), monotonic()
+        engine.train(batch, Loss(push_up, "token"), temperature=1.0)
         torch.cuda.synchronize()
         return monotonic() - began
 

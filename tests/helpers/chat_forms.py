@@ -27,31 +27,23 @@ class Form:
 
     template: Any
     eos: str = "<e>"
-    ends: tuple[str, ...] = ("<e>",)
-    """`eos_token_id` of the generation config."""
-    closing: str = "<e>"
-    """What ends the last turn."""
-    call_closing: str = ""
-    """What ends a last turn with calls, if it differs."""
+    ends: tuple[str, ...] = ("<e>",)  # `eos_token_id` of the generation config
+    closing: str = "<e>"  # what ends the last turn
+    call_closing: str = ""  # what ends a last turn with calls, if it differs
     opened: str = ""
-    lead: str = ""
-    """What the policy samples before the content."""
-    tail: str = ""
-    """And after it, before the end."""
-    final: str = ""
-    """What stands behind the last turn only, if no answer is opened."""
+    lead: str = ""  # what the policy samples before the content
+    tail: str = ""  # and after it, before the end
+    final: str = ""  # what stands behind the last turn only, if no answer is opened
     merges: tuple[tuple[str, str], ...] = (("Ċ", "Ċ"), ("s", "Ċ"), ("t", "Ċ"), ("o", "k"))
     """Some cross a boundary that the template makes."""
     bos: bool = False
     sentence_piece: str = ""
     """Metaspace's `prepend_scheme`, or `llama` for a normaliser in its place; empty for a byte-level
     tokenizer."""
-    prefixes: bool = False
-    """Whether a byte-level tokenizer puts a space before a text."""
+    prefixes: bool = False  # whether a byte-level tokenizer puts a space before a text
     unigram: bool = False
     """Whether the tokenizer finds whole pieces in a text, also those of special tokens."""
-    rstrips: bool = False
-    """Whether special tokens take the white space behind them."""
+    rstrips: bool = False  # whether special tokens take the white space behind them
     content: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     """Of the roles whose content is not text alone."""
     arguments: str = "mapping"
@@ -61,14 +53,10 @@ class Form:
     system: str = "shown"
     keeps: bool = True
     """Whether the rendering of a chat begins with those of its beginnings, if no turn has reasoning."""
-    strips: bool = False
-    """Whether the template drops white space at the end of an answer."""
-    think: bool = False
-    """Whether answers have reasoning."""
-    given: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of the template."""
-    sft: str = ""
-    """Why supervised rows of several turns are refused; empty if they are not."""
+    strips: bool = False  # whether the template drops white space at the end of an answer
+    think: bool = False  # whether answers have reasoning
+    given: dict[str, Any] = field(default_factory=dict[str, Any])  # arguments of the template
+    sft: str = ""  # why supervised rows of several turns are refused; empty if they are not
 
 
 def _turns(turn: str, before: str = "", opening: str = "<r>assistant\n") -> str:
@@ -84,7 +72,6 @@ _JOINED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments")
 _XML = _CALLS.replace(
     "CALL", "c.function.name + ':' + (c.function.arguments.items() | map('join', '=') | join(',')) | string"
 )
-_PLAIN = "{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}"
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
 _RAISE = "{% if TEST %}{{ raise_exception('REASON') }}{% endif %}"
 

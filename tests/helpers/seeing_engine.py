@@ -29,7 +29,7 @@ from stretto.testing.tiny_model import END, POSITIONS, VOCABULARY, Reference, Ti
 from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
-from vision_models import save_llava_processor
+from vision_models import llava_options, never_sample, save_llava_processor
 
 PREFIX = 5
 """Tokens before each text: one of text, and the four of the image."""
@@ -123,7 +123,6 @@ def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
     token = fast.convert_tokens_to_ids("<image>")
     assert token == VOCABULARY
     text = {
-        "model_type": "qwen2",
         "vocab_size": VOCABULARY + 1,
         "hidden_size": 64,
         "intermediate_size": 96,
@@ -132,44 +131,17 @@ def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
         "num_key_value_heads": 1,
         "max_position_embeddings": POSITIONS + PREFIX,
         "initializer_range": 0.15,
-        "bos_token_id": None,
         "eos_token_id": END,
-        "pad_token_id": 0,
     }
-    sees = {
-        "model_type": "clip_vision_model",
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 16,
-        "patch_size": 8,
-    }
-    config: Any = AutoConfig.for_model(
-        "llava", image_token_id=token, text_config=text, vision_config=sees, vision_feature_layer=-1
-    )
+    config: Any = AutoConfig.for_model("llava", image_token_id=token, **llava_options(text))
     generator = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model: Any = AutoModelForImageTextToText.from_config(config).float()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     torch.random.set_rng_state(generator)
-    _never_sample(model, token)
+    never_sample(model, model.model.multi_modal_projector.linear_2, token)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
     save_llava_processor(fast, folder)
     return TinyModel(folder, SeeingReference(folder))
-
-
-def _never_sample(model: Any, token: int) -> None:
-    inner = model.model.language_model
-    inner.embed_tokens.weight.data[:, 0] = 2.0
-    projector = model.model.multi_modal_projector.linear_2
-    projector.weight.data[0], projector.bias.data[0] = 0.0, 2.0
-    for layer in inner.layers:
-        layer.self_attn.o_proj.weight.data[0] = 0.0
-        layer.mlp.down_proj.weight.data[0] = 0.0
-    inner.norm.weight.data[0] = 1.0
-    model.lm_head.weight.data[:, 0] = 0.0
-    model.lm_head.weight.data[token] = 0.0
-    model.lm_head.weight.data[token, 0] = -1000.0

@@ -13,6 +13,7 @@ from transformers import AutoModelForImageTextToText
 ARCHITECTURES = ["llava", "qwen2_5_vl"]
 PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
 _IMAGE = {"llava": "<image>", "qwen2_5_vl": "<|image_pad|>"}
+_SEES = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
 TEXTS = 97
 """Ids below are characters, those from here on stand for images."""
 
@@ -48,26 +49,14 @@ def make_vision_model(
         "num_key_value_heads": 1,
         "max_position_embeddings": positions,
     }
-    sees = {"hidden_size": 16, "intermediate_size": 24, "initializer_range": 0.3}
     if architecture == "llava":
-        options: dict[str, Any] = {
-            "text_config": {"model_type": "qwen2", **text},
-            "vision_config": {
-                "model_type": "clip_vision_model",
-                **sees,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "image_size": 16,
-                "patch_size": 8,
-            },
-            "vision_feature_layer": -1,
-        }
+        options = llava_options(text)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
         options = {
             "text_config": {**text, "rope_parameters": rope},
             "vision_config": {
-                **sees,
+                **_SEES,
                 "depth": 2,
                 "num_heads": 2,
                 "out_hidden_size": 32,
@@ -80,6 +69,16 @@ def make_vision_model(
     torch.manual_seed(7)
     config = AutoConfig.for_model(architecture, image_token_id=vocabulary[_IMAGE[architecture]], **options)
     AutoModelForImageTextToText.from_config(config).float().save_pretrained(folder)
+
+
+def llava_options(text: dict[str, Any]) -> dict[str, Any]:
+    """The config of a LLaVA with a text model like Qwen2's, which sees 16 × 16 pixels in patches of 8."""
+    sees = {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    return {
+        "text_config": {"model_type": "qwen2", "bos_token_id": None, "pad_token_id": 0, **text},
+        "vision_config": {"model_type": "clip_vision_model", **_SEES, **sees},
+        "vision_feature_layer": -1,
+    }
 
 
 def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
@@ -114,19 +113,28 @@ def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
 
 
 def never_sample_images(folder: Path) -> None:
-    """Change a Qwen2.5-VL so that it does not sample the token of images, which would fail its ticket: the
-    first number of each hidden state is the same, and counts against that token alone."""
+    """Change a Qwen2.5-VL so that it does not sample the token of images, which would fail its ticket."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder)
-    inner, merger = model.model.language_model, model.model.visual.merger.mlp[2]
+    never_sample(model, model.model.visual.merger.mlp[2], model.config.image_token_id)
+    model.save_pretrained(folder)
+
+
+def never_sample(model: Any, projection: Any, token: int) -> None:
+    """Make the first number of each hidden state the same, and let it count against this token alone.
+
+    Args:
+        projection: what maps images to hidden states.
+    """
+    inner = model.model.language_model
     inner.embed_tokens.weight.data[:, 0] = 2.0
-    merger.weight.data[0], merger.bias.data[0] = 0.0, 2.0
+    projection.weight.data[0], projection.bias.data[0] = 0.0, 2.0
     for layer in inner.layers:
         layer.self_attn.o_proj.weight.data[0] = 0.0
         layer.mlp.down_proj.weight.data[0] = 0.0
+    inner.norm.weight.data[0] = 1.0
     model.lm_head.weight.data[:, 0] = 0.0
-    model.lm_head.weight.data[model.config.image_token_id] = 0.0
-    model.lm_head.weight.data[model.config.image_token_id, 0] = -1000.0
-    model.save_pretrained(folder)
+    model.lm_head.weight.data[token] = 0.0
+    model.lm_head.weight.data[token, 0] = -1000.0
 
 
 def save_llava_processor(tokenizer: Any, folder: Path) -> None:

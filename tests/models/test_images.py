@@ -85,17 +85,21 @@ def test_a_huge_image_costs_no_memory() -> None:
     assert process.memory_info().rss - before < 2**26
 
 
-def test_a_large_file_is_not_read(tmp_path: Path) -> None:
-    with (tmp_path / "large.png").open("wb") as file:
+def test_what_is_no_image_is_one_clear_error(tmp_path: Path) -> None:
+    with (tmp_path / "large.png").open("wb") as file:  # it is not read
         file.truncate(MAX_FILE_BYTES + 1)
-    with pytest.raises(ConfigError, match=r"large.png' has 33554433 bytes; expected at most 33554432"):
-        images_of({"image": str(tmp_path / "large.png")})
-
-
-def test_a_pipe_is_refused_without_a_wait_for_its_writer(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(ConfigError, match=r"pipe.png' is not a regular file"):
-        images_of({"image": str(tmp_path / "pipe.png")})
+    os.mkfifo(tmp_path / "pipe.png")  # it is not waited for
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"images": ["/no/a.png"], "id": "r1"}, "column 'images' of row 'r1': no such file: '/no/a.png'"),
+        ({"images": "a.png"}, "column 'images': expected a list of images, found str 'a.png'"),
+        ({"images": [3]}, r"column 'images': expected a path, or \{'bytes'.*found int '3'"),
+        ({"image": "a", "images": ["b"]}, "and the column 'image' both hold images"),
+        ({"image": str(tmp_path / "large.png")}, "png' has 33554433 bytes; expected at most 33554432"),
+        ({"image": str(tmp_path / "pipe.png")}, r"pipe.png' is not a regular file"),
+    ]
+    for row, message in rows:
+        with pytest.raises(ConfigError, match=message):
+            images_of(row)
 
 
 def test_people_read_the_paths_of_images() -> None:

@@ -8,10 +8,9 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import datasets
 import numpy as np
@@ -19,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
 
 import vision_models as vision_models_module
@@ -39,7 +37,7 @@ from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
 from stretto_torch import TorchTrainingConfig
-from training_engines import NEARLY_LINEAR, loaded_engine
+from training_engines import NEARLY_LINEAR, loaded_engine, off, plain_loss, step_of
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
 TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
@@ -74,10 +72,6 @@ def batch_of(vision: Vision) -> Batch:
 engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
-def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return -batch["advantages"] * logprobs, {}
-
-
 # ------------------------------------------------------------------------------ images and prompts
 
 
@@ -98,21 +92,6 @@ def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
         assert each.pixels.tobytes() == image.tobytes()
     assert {each.digest for each in found[:3]} == {hashlib.sha256(held).hexdigest()}
     assert images_of({"prompt": "x", "images": []}) == []
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"images": ["/no/a.png"], "id": "r1"}, "column 'images' of row 'r1': no such file: '/no/a.png'"),
-        ({"images": "a.png"}, "column 'images': expected a list of images, found str 'a.png'"),
-        ({"images": [3]}, r"column 'images': expected a path, or \{'bytes'.*found int '3'"),
-        ({"image": {"bytes": b"no", "path": ""}}, "column 'image': what its bytes hold is no image"),
-        ({"image": "a", "images": ["b"]}, "and the column 'image' both hold images"),
-    ],
-)
-def test_what_is_no_image_is_one_clear_error(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        images_of(row)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -191,24 +170,7 @@ def test_logprobs_equal_the_model_s_own_with_its_processor(vision_models: Models
 
 
 def gradients_of(engine: HFTraining, batch: Batch) -> dict[str, Tensor]:
-    """The whole gradient of each parameter in a train step on this rank's part of a batch."""
-    inner, found = cast("Any", engine), dict[str, Tensor]()
-
-    def keep(*_: object) -> None:
-        for name, parameter in inner._trained.items():
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found[name] = (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).clone()
-
-    inner._optimizer.register_step_pre_hook(keep)
-    engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
-    return found
-
-
-def difference(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """The largest difference of two gradients over the largest number of the second one."""
-    assert found.keys() == expected.keys()
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    return max(float((found[name] - each).abs().max()) for name, each in expected.items()) / largest
+    return step_of(engine, batch, Loss(plain_loss, "token"))[0]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -223,7 +185,7 @@ def test_micro_batches_and_rows_change_no_gradient(vision_models: Models, archit
     for packing in ("auto", "padded"):
         for tokens in (1, 40, 100):
             engine = engine_of(model, packing=packing, micro_batch_tokens=tokens)
-            assert difference(gradients_of(engine, batch), whole) < 1e-5
+            assert off(gradients_of(engine, batch), whole) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of names that peft uses
@@ -336,7 +298,7 @@ def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_
     assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):
         found = load_file(tmp_path / f"gradients-{number}.safetensors")
-        assert difference(found, whole) < 1e-5, SPLITS[number]
+        assert off(found, whole) < 1e-5, SPLITS[number]
 
 
 # ---------------------------------------------------------------------------------------- datasets

@@ -50,10 +50,6 @@ THINKS = PLAIN.replace(
 )
 # As DeepSeek-R1's: a thought is opened, and left out of the history.
 OPENS = PLAIN.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-# As Phi-3's: the conversation ends with another token than its turns.
-ENDS = PLAIN.replace("<|im_end|>\n", "</s>\n").replace(
-    "{% endif %}", "{% else %}{{ '<|im_end|>' }}{% endif %}"
-)
 FORGETS = PLAIN.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' else '' }}")
 
 
@@ -97,12 +93,9 @@ def test_the_assistants_turns_are_trained_as_the_template_writes_them(
         pytest.param(
             TEXT, [TRL, RESULT, LAST], '⟦[add{"a": 1, "b": "é"}]<|im_end|>⟧ ⟦two<|im_end|>⟧', id="text"
         ),
-        pytest.param(THINKS, [LAST], "⟦<think></think>two<|im_end|>⟧", id="last"),
         pytest.param(
             THINKS, [LAST, ASK, LAST], "⟦two<|im_end|>⟧ ⟦<think></think>two<|im_end|>⟧", id="earlier"
         ),
-        pytest.param(ENDS, [LAST, ASK, LAST], "⟦two</s>⟧ ⟦two</s>\n<|im_end|>⟧", id="another end"),
-        pytest.param(PLAIN, [LAST, RESULT], "⟦two<|im_end|>⟧", id="context at the end"),
         pytest.param(PLAIN, "two", "⟦two<|im_end|>⟧", id="an answer as text"),
     ],
 )

@@ -31,16 +31,13 @@ from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
 from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
+from training_engines import off
 
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
 
 
-def _program() -> Any:
-    """The program of a rank as a module, to measure a single process with."""
-    return load_module(str(PROGRAM))
-
-
-layout_ranks = _program()
+layout_ranks: Any = load_module(str(PROGRAM))
+"""The program of a rank as a module, to measure a single process with."""
 SGD = {"optimizer": "sgd", "lr": 0.1}
 ADAM = {"lr": 1e-3, "eps": 1e-6}
 SIZES = {
@@ -233,13 +230,6 @@ def measured(single: Measured, models: dict[str, Path], work: Path) -> dict[str,
             runs.append({**common, "name": "uncompressed", "options": ADAM, "seeds": [0, 1, 2, 3, 4, 5]})
         layouts[layout] = options, runs
     return run_layouts(work / "ranks", layouts, f"tcp://127.0.0.1:{free_port()}")
-
-
-def off(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Norm of the difference of two updates, relative to the expected one's."""
-    assert found.keys() == expected.keys()
-    difference = torch.cat([(found[name] - expected[name]).flatten() for name in expected])
-    return float(difference.norm() / torch.cat([each.flatten() for each in expected.values()]).norm())
 
 
 # ------------------------------------------------------------------------------------------ tests
@@ -463,6 +453,15 @@ def test_layouts_that_the_processes_do_not_fill_are_refused() -> None:
         ({"use": "pipeline", "processes": 3}, r"processes \(3\) must be a multiple of stages \(2\)"),
         ({"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "lora": {}}, "lora and tensor_parallel"),
         ({"use": "fsdp2", "shard": False, "cpu_offload": True}, "cpu_offload needs shard"),
+        ({"use": "fsdp2", "power_sgd": {}}, "power_sgd needs shard: false"),
+        (
+            {"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "shard": False, "power_sgd": {}},
+            "power_sgd needs shard: false, tensor_parallel: 1",
+        ),
+        (
+            {"use": "fsdp2", "shard": False, "power_sgd": {}, "reduce_dtype": "bfloat16"},
+            "power_sgd needs .* reduce_dtype: float32",
+        ),
     ):
         with pytest.raises(msgspec.ValidationError, match=message):
             layout_ranks.config_of(options)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stretto.errors import EngineError
-from stretto_fsdp2 import Fsdp2TrainingConfig, PowerSgdConfig
+from stretto_fsdp2 import PowerSgdConfig
 from stretto_fsdp2.power_sgd import PowerSgd
 
 CONFIG = PowerSgdConfig(rank=2, after_steps=2)
@@ -89,16 +89,3 @@ def test_it_goes_on_from_what_it_carried(group: dist.ProcessGroup) -> None:
     assert int(torch.linalg.matrix_rank(reduced(other, gradients(5))[0])) == CONFIG.rank
     with pytest.raises(EngineError, match="errors of 400 numbers"):
         other.restore(carried, 99, torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({}, "needs shard: false"),
-        ({"shard": False, "processes": 2, "tensor_parallel": 2}, "needs shard: false, tensor_parallel: 1"),
-        ({"shard": False, "reduce_dtype": "bfloat16"}, "reduce_dtype: float32"),
-    ],
-)
-def test_sections_that_cannot_be_combined_are_refused(options: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Fsdp2TrainingConfig(use="fsdp2", power_sgd=PowerSgdConfig(), **options)  # pyright: ignore[reportArgumentType]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from torch import Tensor
 
 from fixture_types import Models
-from stretto.algorithm import Loss
 from stretto.component import Head
+from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
 from stretto.training.prefix_tree import PrefixTree, split_batch
-from training_engines import loaded_engine
+from training_engines import assert_equal_steps, batch_of, loaded_engine
 
 # Few different tokens, so that sequences often begin with the same ones.
 SEQUENCES = st.lists(st.lists(st.integers(2, 4), min_size=1, max_size=12), min_size=1, max_size=10)
@@ -32,20 +32,12 @@ def arrays(sequences: list[list[int]]) -> list[Any]:
     return [np.array(sequence, dtype=np.int64) for sequence in sequences]
 
 
-def batch_of(sequences: list[list[int]], groups: list[int] | None = None) -> Batch:
-    """Random advantages; about half of the tokens are trained on."""
-    generator = torch.Generator().manual_seed(len(sequences))
-    lengths = [len(sequence) for sequence in sequences]
-    total = sum(lengths)
-    return Batch(
-        lengths,
-        {
-            "tokens": torch.tensor([token for sequence in sequences for token in sequence]),
-            "loss_mask": torch.rand(total, generator=generator) < 0.5,
-            "advantages": torch.randn(total, generator=generator),
-        },
-        {"group": torch.tensor(groups if groups is not None else [0] * len(sequences))},
-    )
+def batch_from(sequences: list[list[int]], groups: list[int] | None = None) -> Batch:
+    """About half of the tokens are trained on."""
+    tokens = torch.tensor([*chain(*sequences)])
+    mask = torch.rand(len(tokens), generator=torch.Generator().manual_seed(len(tokens))) < 0.5
+    batch = batch_of([*map(len, sequences)], len(sequences), tokens=tokens, loss_mask=mask)
+    return batch.with_columns({"group": torch.tensor(groups or [0] * len(sequences))})
 
 
 # ---------------------------------------------------------------------------------------- the tree
@@ -104,7 +96,7 @@ def test_nodes_are_the_distinct_prefixes_and_read_their_ancestors(
 def test_micro_batches_hold_a_budget_of_nodes(
     sequences: list[list[int]], groups: list[int], budget: int
 ) -> None:
-    whole = batch_of(sequences, groups[: len(sequences)])
+    whole = batch_from(sequences, groups[: len(sequences)])
 
     def size(batch: Batch) -> int:
         return len(PrefixTree(np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])).tokens)
@@ -129,36 +121,6 @@ def test_micro_batches_hold_a_budget_of_nodes(
 
 
 engine_of = partial(loaded_engine, lr=1e-6, optimizer="sgd", clip_norm=None)
-
-
-def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return (said - batch["advantages"]) ** 2, {"said": said}
-
-
-def trained(engine: HFTraining, batch: Batch) -> tuple[Tensor, dict[str, float]]:
-    """The gradient of a step, and its statistics without the number of micro-batches."""
-    gradients: list[Tensor] = [torch.zeros(1)]
-
-    def keep(optimizer: torch.optim.Optimizer, arguments: Any, named: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients.extend(part.grad.flatten() for part in parameters if part.grad is not None)
-
-    optimizer = engine._optimizer  # pyright: ignore[reportPrivateUsage]
-    policy = engine._head == "policy"  # pyright: ignore[reportPrivateUsage]
-    handle = optimizer.register_step_pre_hook(keep)
-    loss = Loss(squared, "sequence", entropy_coef=0.1 if policy else 0.0)
-    statistics = dict(engine.train(batch, loss, temperature=0.7))
-    handle.remove()
-    statistics.pop("micro_batches")
-    return torch.cat(gradients), statistics
-
-
-def assert_equal_steps(one: HFTraining, other: HFTraining, batch: Batch) -> None:
-    said = [engine.forward(batch, temperature=0.7) for engine in (one, other)]
-    torch.testing.assert_close(said[0], said[1], atol=2e-5, rtol=1e-5)
-    (gradient, statistics), (expected, expected_statistics) = trained(one, batch), trained(other, batch)
-    assert float((gradient - expected).norm()) <= 1e-5 * float(expected.norm())
-    assert statistics == pytest.approx(expected_statistics, rel=1e-4, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -190,11 +152,11 @@ def test_any_sequences_in_any_split_give_the_numbers_of_each_alone(
     budget: int,
     architecture: str,
 ) -> None:
-    batch = batch_of(sequences)
+    batch = batch_from(sequences)
     if not batch["loss_mask"][batch.positions() > 0].any():
         batch["loss_mask"].fill_(True)
     shared, plain = sides(architecture, budget)
-    assert_equal_steps(shared, plain, batch)
+    assert_equal_steps(shared, plain, batch, 0.1)
 
 
 GROUPS = [[*range(5, 25), end, *range(end, end + 9)] for end in (30, 31, 31, 40)]
@@ -215,9 +177,9 @@ def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, optio
         engine_of(tiny_models("llama"), head=head, shared_prefixes=shared, **options)
         for shared in (True, False)
     ]
-    computed = [_count_nodes(side, batch_of(GROUPS)) for side in sides]
+    computed = [_count_nodes(side, batch_from(GROUPS)) for side in sides]
     assert computed[0] < 0.5 * computed[1]
-    assert_equal_steps(sides[0], sides[1], batch_of(GROUPS))
+    assert_equal_steps(*sides, batch_from(GROUPS), 0.1 if head == "policy" else 0.0)
 
 
 def _count_nodes(engine: HFTraining, batch: Batch) -> int:
@@ -233,12 +195,13 @@ def _count_nodes(engine: HFTraining, batch: Batch) -> int:
     return sum(counts)
 
 
-def test_models_that_cannot_share_say_so(tiny_models: Models) -> None:
+def test_rows_are_as_the_model_and_the_section_allow(tiny_models: Models) -> None:
     with capture_logs() as logs:
-        engine = engine_of(tiny_models("gemma2"))
-    assert isinstance(engine._packing, PaddedRows)  # pyright: ignore[reportPrivateUsage]
+        padded = engine_of(tiny_models("gemma2"))
     assert [line["event"] for line in logs] == ["rows are padded, and each sequence computes its prefix"]
-    off = engine_of(tiny_models("qwen2"), shared_prefixes=False)
-    assert isinstance(off._packing, PackedRows)  # pyright: ignore[reportPrivateUsage]
-    on = engine_of(tiny_models("qwen2"))
-    assert isinstance(on._packing, PrefixRows)  # pyright: ignore[reportPrivateUsage]
+    packed = engine_of(tiny_models("qwen2"), shared_prefixes=False)
+    shared = [engine_of(tiny_models(architecture)) for architecture in ("qwen2", "gpt2")]
+    found = [type(engine._packing) for engine in (padded, packed, *shared)]  # pyright: ignore[reportPrivateUsage]
+    assert found == [PaddedRows, PackedRows, PrefixRows, PrefixRows]
+    with pytest.raises(EngineError, match="does not allow it"):
+        engine_of(tiny_models("gemma2"), packing="packed")

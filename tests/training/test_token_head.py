@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from stretto.array import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
-from training_engines import loaded_engine
+from training_engines import assert_equal_steps, batch_of, loaded_engine, off, squared, step_of
 
 VOCABULARY = 97
 SIZES = {
@@ -75,30 +74,12 @@ engine_of = partial(loaded_engine, lr=1.0, optimizer="sgd", clip_norm=None)
 
 
 def batch() -> Batch:
-    generator = torch.Generator().manual_seed(5)
-    lengths = [9, 14, 6]
-    tokens = torch.randint(2, VOCABULARY, (sum(lengths),), generator=generator)
-    targets = torch.randn(sum(lengths), generator=generator)
-    mask = torch.rand(sum(lengths), generator=generator) < 0.8
-    return Batch(lengths, {"tokens": tokens, "targets": targets, "loss_mask": mask}, {})
+    return batch_of([9, 14, 6], 5, loss_mask=torch.arange(29) % 5 > 0)
 
 
-def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return (said - batch["targets"]) ** 2, {"said": said}
-
-
-def assert_equal_steps(model: Path, entropy_coef: float, **options: Any) -> None:
-    said, updates, statistics = list[Tensor](), list[Tensor](), list[dict[str, float]]()
-    for chunked in (True, False):
-        engine = engine_of(model, chunked_logits=chunked, **options)
-        before = {name: tensor.clone() for name, tensor in engine.weights()}
-        said.append(engine.forward(batch(), temperature=0.7))
-        loss = Loss(squared, "token", entropy_coef=entropy_coef)
-        statistics.append(dict(engine.train(batch(), loss, temperature=0.7)))
-        updates.append(torch.cat([(value - before[name]).flatten() for name, value in engine.weights()]))
-    torch.testing.assert_close(said[0], said[1], atol=1e-5, rtol=1e-5)
-    assert statistics[0] == pytest.approx(statistics[1], rel=1e-5)
-    assert float((updates[0] - updates[1]).norm()) <= 1e-5 * float(updates[1].norm())
+def chunks_are_exact(model: Path, entropy_coef: float, **options: Any) -> None:
+    sides = [engine_of(model, chunked_logits=chunked, **options) for chunked in (True, False)]
+    assert_equal_steps(*sides, batch(), entropy_coef)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -108,7 +89,7 @@ def test_chunks_give_the_numbers_of_the_whole_logits(
     architecture: str, entropy_coef: float, model_of: Callable[..., Path]
 ) -> None:
     with capture_logs() as logs:
-        assert_equal_steps(model_of(architecture), entropy_coef)
+        chunks_are_exact(model_of(architecture), entropy_coef)
     assert not [line for line in logs if "logits" in line["event"]]
 
 
@@ -134,16 +115,15 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     drawn = Batch(lengths, {**plain.tokens, "loss_mask": mask}, {}, drawn=Drawn(bias, kept))
 
     def function(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        targets = batch["targets"]
+        targets = batch["advantages"]
         more = 0.5 * (batch[WHOLE] + targets) ** 2 if whole else 0.0
         return (said - targets) ** 2 + more, {}
 
     folder = model_of(architecture)
     engine = engine_of(folder, chunked_logits=chunked)
-    before = {name: tensor.clone() for name, tensor in engine.weights()}
     found = engine.forward(drawn, temperature=temperature)
     loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=whole)
-    engine.train(drawn, loss, temperature=temperature)
+    gradients, _ = step_of(engine, drawn, loss, temperature)
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).float()
     model.train(False)
@@ -156,18 +136,12 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     at = tokens[:, None]
     said = inside.gather(1, at)[:, 0]
     said_whole = (logits / temperature).log_softmax(-1).gather(1, at)[:, 0]
-    targets = plain["targets"]
+    targets = plain["advantages"]
     entropy = -(inside.exp() * inside.masked_fill(~dense, 0.0)).sum(-1)
     losses = (said - targets) ** 2 + 0.5 * whole * (said_whole + targets) ** 2 - entropy_coef * entropy
     losses[mask].mean().backward()
     torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
-    gradients = dict(model.named_parameters())
-    updates = {name: value - before[name] for name, value in engine.weights()}  # SGD with the rate 1
-    off = sum(
-        float((updates[name] + gradients[name].grad).norm() ** 2) for name in updates if name in gradients
-    )
-    size = sum(float(each.grad.norm() ** 2) for each in gradients.values())
-    assert math.sqrt(off / size) < 1e-6
+    assert off(gradients, {name: each.grad for name, each in model.named_parameters()}) < 1e-6
 
 
 def _logits(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -181,7 +155,7 @@ def test_heads_with_an_adapter_and_frozen_heads_are_computed_in_chunks(
     targets: tuple[str, ...], model_of: Callable[..., Path]
 ) -> None:
     lora = LoraConfig(rank=4, targets=targets, send="merged")
-    assert_equal_steps(model_of("llama"), 0.3, lora=lora)
+    chunks_are_exact(model_of("llama"), 0.3, lora=lora)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -207,7 +181,7 @@ def test_a_head_of_an_unknown_form_is_computed_whole(model_of: Callable[..., Pat
     [line] = [line for line in logs if "logits" in line["event"]]
     assert line["event"] == "the logits of a micro-batch are computed together"
     assert "another form" in line["reason"]
-    assert_equal_steps(folder, 0.3)
+    chunks_are_exact(folder, 0.3)
     assert engine.forward(batch(), temperature=1.0).any()
 
 

@@ -26,33 +26,9 @@ from stretto.training.checkpoint import Copies, write_tensors
 from stretto.training.config import LoraConfig
 from stretto.training.device import compute_device
 from stretto.training.engine import HFTraining
-from stretto.training.packing import PaddedRows, PrefixRows
-from training_engines import NEARLY_LINEAR, loaded_engine
+from training_engines import NEARLY_LINEAR, batch_of, loaded_engine, plain_loss, squared
 
 engine_of = partial(loaded_engine, **NEARLY_LINEAR)
-
-
-def batch_of(lengths: list[int], seed: int = 0) -> Batch:
-    """Random tokens; in each sequence the second half is trained on."""
-    generator = torch.Generator().manual_seed(seed)
-    total = sum(lengths)
-    tokens = torch.randint(2, 97, (total,), generator=generator)
-    positions = torch.cat([torch.arange(length) for length in lengths])
-    halves = torch.cat([torch.full((length,), length // 2) for length in lengths])
-    return Batch(
-        lengths,
-        {
-            "tokens": tokens,
-            "loss_mask": positions >= halves,
-            "advantages": torch.randn(total, generator=generator),
-        },
-        {"group": torch.arange(len(lengths)) // 2},
-    )
-
-
-def plain_loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """-A log π: linear, so that its gradient is easily had by other means."""
-    return -batch["advantages"] * logprobs, {"advantage": batch["advantages"]}
 
 
 def parameters(engine: HFTraining) -> dict[str, Tensor]:
@@ -83,13 +59,6 @@ def test_forward_equals_the_model_on_each_sequence_alone(
     found = engine.forward(batch, temperature=temperature)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
-
-
-def test_a_model_that_cannot_be_packed_is_padded_or_refused(tiny_models: Models) -> None:
-    for architecture, rows in (("gemma2", PaddedRows), ("qwen2", PrefixRows), ("gpt2", PrefixRows)):
-        assert isinstance(engine_of(tiny_models(architecture))._packing, rows)  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(EngineError, match="does not allow it"):
-        engine_of(tiny_models("gemma2"), packing="packed")
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum"])
@@ -195,24 +164,18 @@ def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: Models, tmp_path: Path) -
         "decay_steps": 9,
         "warmup_steps": 2,
     }
-    engine = engine_of(tiny_models("qwen2"), **options)
+    engine, again = (engine_of(tiny_models("qwen2"), **options) for _ in range(2))
+
+    def train(engine: HFTraining, seed: int) -> Mapping[str, float]:
+        return engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
+
     for seed in range(2):
-        engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
+        train(engine, seed)
     engine.save(tmp_path)
-    last = {}
-    for seed in range(2, 4):
-        last = engine.train(batch_of([6, 13], seed), loss, temperature=1.0)
-    again = engine_of(tiny_models("qwen2"), **options)
     again.load(tmp_path)
-    repeated = {}
-    for seed in range(2, 4):
-        repeated = again.train(batch_of([6, 13], seed), loss, temperature=1.0)
-    assert repeated == last
+    assert [train(again, seed) for seed in (2, 3)] == [train(engine, seed) for seed in (2, 3)]
     for name, value in parameters(engine).items():
         assert torch.equal(value, parameters(again)[name]), name
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert loaded.config.model_type == "qwen2"
-    assert not list(tmp_path.rglob("*.bin")) + list(tmp_path.rglob("*.pt"))  # nothing pickled
 
 
 def test_schedules_warm_up_and_come_down(tiny_models: Models) -> None:
@@ -270,11 +233,6 @@ def test_tied_weights_are_published_once(tiny_models: Models) -> None:
     assert "lm_head.weight" in [name for name, _ in engine_of(tiny_models("llama")).weights()]
 
 
-def test_a_missing_model_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="cannot be loaded"):
-        engine_of(tmp_path / "nowhere")
-
-
 # ------------------------------------------------------------------------------------------ heads
 
 
@@ -298,10 +256,6 @@ def test_heads_say_one_number_of_every_token(
     found = engine.forward(batch, temperature=0.5)
     assert found.any()
     torch.testing.assert_close(found, torch.cat(expected), atol=2e-5, rtol=1e-5)
-
-
-def squared(said: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    return (said - batch["advantages"]) ** 2, {"said": said, "said_max": said}
 
 
 def test_figures_of_a_head(tiny_models: Models) -> None:

@@ -99,12 +99,7 @@ class ChatForm:
         return any(not answer[found.end() :].strip() for found in self.ends_of(answer))
 
     def content_of(self, answer: str, *, has_ended: bool) -> str:
-        """Return the content of an answer to a prompt that opens a turn.
-
-        Args:
-            answer: its text without the token that ended it.
-            has_ended: whether there was such a token.
-        """
+        """Return the content of an answer to a prompt that opens a turn, without the token that ended it."""
         return (answer.removesuffix(self.tail) if has_ended else answer).removeprefix(self.lead)
 
     def end_at(self, text: str, place: int) -> str:
@@ -117,14 +112,8 @@ class ChatForm:
         return any_of(self.ends)
 
     def prepared(self, messages: Sequence[Message], special: re.Pattern[str] | None) -> list[dict[str, Any]]:
-        """Return messages in the form that the template wants.
-
-        Args:
-            special: the texts of special tokens; None to leave them in every message.
-
-        Raises:
-            ConfigError: if a content has parts that the template does not write.
-        """
+        """Return messages in the form that the template wants. `special`: the texts of special tokens, which
+        become text; None to leave them. Raise ConfigError for parts that the template does not write."""
         return [self._prepared(message, number, special) for number, message in enumerate(messages, 1)]
 
     def _prepared(self, message: Message, number: int, special: re.Pattern[str] | None) -> dict[str, Any]:
@@ -209,8 +198,6 @@ def form_of(
             return None
 
     def find_forms(message: Message, before: Sequence[Message] = (), after: Sequence[Message] = ()) -> None:
-        """Find in which forms the template writes the content of a message."""
-
         def writes(content: Any, *words: str) -> bool:
             text = probe([*before, {**message, "content": content}, *after]) or ""
             return all(word in text.lower() for word in words) and not _DATA.search(text)
@@ -243,8 +230,7 @@ def form_of(
         )
 
     def end_in(text: str) -> tuple[str, str]:
-        """Return what comes before the end of the turn whose content a text follows, and this token: of
-        several in a row the one at which engines end."""
+        """Return what comes before the end token of a turn, and this token: of several, the engines'."""
         place, first = 0, ("", "")
         while token := token_at(text[place:]):
             start = text.index(token, place)
@@ -358,14 +344,12 @@ def _calling(arguments: Any, content: str | None) -> Message:
 
 
 def _shows(text: str | None) -> bool:
-    """Whether a text has the arguments of the probe's call, and neither as Python writes them nor quoted a
-    second time."""
+    """Whether a text has the probe call's arguments: not as Python writes them, and not quoted twice."""
     return text is not None and _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
 
 
 def _opened(prompt: str, answered: Sequence[str]) -> str:
-    """Return what the generation prompt writes and the turns of a history do not have: the part from its
-    first tag on."""
+    """Return what only the generation prompt writes, from its first tag on."""
     heads = [text.partition(_REPLY)[0] for text in answered if _REPLY in text]
     place = min((_same(prompt, head) for head in heads), default=len(prompt))
     place -= prompt[:place].endswith(("<", "["))  # the history has another tag, such as the closing one
@@ -374,7 +358,6 @@ def _opened(prompt: str, answered: Sequence[str]) -> str:
 
 
 def _same(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
@@ -397,7 +380,6 @@ def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
 
 
 def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, whose keys are all different."""
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]

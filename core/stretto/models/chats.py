@@ -1,12 +1,9 @@
 """Conversations as tokens to train on: those that the assistant writes, and the context of others.
 
 The chat template writes the whole conversation. A turn of the assistant begins where the template opens an
-answer, and ends with the token that ends the turn, as a sampled answer does. Everything else is context.
-Prompt, turns and the text between them are tokenised separately, as in a conversation with the policy
-(`stretto.agents.conversation`).
-
-A template may drop or change messages: some write no tool calls, some leave out the reasoning of earlier
-turns. `encode_chat` refuses this, because the row would train something else than it says.
+answer, and ends with the token that ends the turn, as a sampled answer does. Prompt, turns and the text
+between them are tokenised separately, as in a conversation with the policy (`stretto.agents.conversation`).
+If a template drops or changes messages, the row would train something else than it says, and is refused.
 """
 
 from __future__ import annotations
@@ -73,18 +70,14 @@ def encode_chat(
 
 
 class _Chat:
-    """A conversation with turns of the assistant, and its text."""
-
     def __init__(self, messages: Sequence[Message], start: int, tokenizer: Tokenizer, tools: Tools) -> None:
         self._messages = messages
-        self._start = start
-        """Number of messages of the prompt."""
+        self._start = start  # number of messages of the prompt
         self._tokenizer = tokenizer
         self._tools = tools
         self._text = self._render(len(messages), opens_answer=False)
 
     def pieces(self, *, complete: bool) -> Iterator[ChatPiece]:
-        """Yield the pieces; see `encode_chat`."""
         tokenizer, end = self._tokenizer, 0
         numbers = range(self._start, len(self._messages))
         turns = [number for number in numbers if self._messages[number]["role"] == "assistant"]
@@ -108,8 +101,7 @@ class _Chat:
             yield ChatPiece(ids, trained=self._is_trained(number))
 
     def _is_trained(self, number: int) -> bool:
-        """Return whether a turn of the assistant is trained: others have OpenAI's `weight: 0`, or `train:
-        false`."""
+        """Whether a turn is trained: others have OpenAI's `weight: 0`, or `train: false`."""
         turn = self._messages[number]
         said = [value for key in ("weight", "train") if (value := turn.get(key)) is not None]
         if any(value not in (0, 1) for value in said):
@@ -117,7 +109,6 @@ class _Chat:
         return all(said)
 
     def _opening(self, number: int) -> int:
-        """Return the place in the text where the template opens a turn of the assistant."""
         opened = self._render(number, opens_answer=True)
         if self._text.startswith(opened):
             return len(opened)
@@ -132,12 +123,7 @@ class _Chat:
         )
 
     def _turn(self, number: int, begin: int, limit: int) -> str:
-        """Return the text of a turn of the assistant, up to the token that ends it.
-
-        Args:
-            begin: where it begins in the text.
-            limit: where the next turn of the assistant begins.
-        """
+        """Return the text of a turn, up to the token that ends it; the next turn begins at `limit`."""
         form = self._tokenizer.form
         own = self._render(number + 1, opens_answer=False)
         ends = [found for found in form.ends_of(own) if found.start() >= begin]
@@ -169,7 +155,6 @@ class _Chat:
         return body + space if turn.startswith(space, len(body)) else body
 
     def _check(self, first: int, last: int, text: str) -> None:
-        """Check that a part of the conversation's text shows the messages from `first` to `last` - 1."""
         packed, write = _pack(text), partial(self._tokenizer.render, add_generation_prompt=False)
         if first == 0:
             for name in hidden_tools(self._tools, text, lambda: write(self._messages)):
@@ -212,12 +197,8 @@ class _Chat:
 
 
 def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[str]:
-    """Return the names of the tools that a chat template does not show. They may stand in a message.
-
-    Args:
-        text: what it writes, or the beginning of it.
-        without: returns what it writes without tools.
-    """
+    """Return the names of the tools that a chat template does not show in `text`, or in its beginning. They
+    may stand in a message. `without`: returns the text without tools."""
     try:
         hides_all = bool(tools) and without().startswith(text)
     except ConfigError:
@@ -240,13 +221,8 @@ def is_data(content: Any, text: str) -> bool:
 def is_shown(
     messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
-    """Return whether what the chat template writes depends on the text, or the tool calls, under a key of a
-    message. What stands there may also stand elsewhere.
-
-    Args:
-        text: what the template writes of the messages.
-        write: returns what it writes of others.
-    """
+    """Return whether what the chat template writes, `text`, depends on the text or the tool calls under a key
+    of a message: what stands there may also stand elsewhere."""
     value = messages[number].get(key)
     if key == "tool_calls" and value:
         other: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
@@ -266,11 +242,7 @@ def is_shown(
 
 
 def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the arguments of a tool call.
-
-    Raises:
-        ConfigError: if it is no tool call.
-    """
+    """Return the name and the arguments of a tool call; raise ConfigError if it is none."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
         raise ConfigError(
@@ -291,8 +263,7 @@ def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
-    """Return whether a text without white space has the name and the arguments of a tool call, and these not
-    as Python writes them."""
+    """Whether a text without white space has a tool call, whose arguments are not written as Python's."""
     name, arguments = _arguments_of(call)
     written, python = call.get("function", call).get("arguments"), _pack(str(arguments))
     if not (isinstance(written, str) and written and _pack(written) in packed):
@@ -315,12 +286,8 @@ def _has(packed: str, value: Any) -> bool:
 
 
 def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
-    """Return the texts in a value of a message. They are cut at the marks of reasoning and at the places of
-    images, where a template may write something else.
-
-    Args:
-        all_of_it: False leaves out the reasoning.
-    """
+    """Return the texts in a value, cut at the marks of reasoning and at the places of images, where a
+    template may write something else. `all_of_it`: with the reasoning."""
     parts = cast("list[Any]", value) if isinstance(value, list) else [value]
     keys = ("text", "thinking") if all_of_it else ("text",)
     texts = [

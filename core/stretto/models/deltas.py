@@ -25,10 +25,8 @@ _HEAD = struct.Struct("<BQQ")
 _FEWEST = 4
 """A delta is made if at most a quarter of the words has changed: then it is smaller than half of the file."""
 _MOST_WORDS = 2**32
-_CHUNK = 2**20
-"""Words that are compared at once: they stay in the processor's cache."""
-_LEVEL = 1
-"""Of zlib: higher ones take several times as long for a few per cent of the bytes."""
+_CHUNK = 2**20  # words that are compared at once: they stay in the processor's cache
+_LEVEL = 1  # of zlib: higher ones take several times as long for a few per cent of the bytes
 
 _Words = NDArray[np.unsignedinteger[Any]]
 
@@ -55,11 +53,7 @@ class FileBytes:
         return self._words.view(np.uint8).data
 
     def begin(self, *, is_new: bool) -> None:
-        """Begin a version.
-
-        Args:
-            is_new: make no delta.
-        """
+        """Begin a version; a new one has no delta."""
         self._changed, self._xor, self._number, self._is_new = [], [], 0, is_new
 
     def put(self, start: int, data: NDArray[np.uint8]) -> None:
@@ -78,8 +72,7 @@ class FileBytes:
             old[places] = new[places]
 
     def delta(self) -> bytes | None:
-        """Return what `put` has changed since `begin`, once; None if too much has changed, or the file is
-        new."""
+        """Return what `put` has changed since `begin`, once; None if it is too much, or the file new."""
         changed, xors, self._changed, self._xor = self._changed, self._xor, [], []  # large, and used once
         words = len(self._words)
         if self._is_new or self._number * _FEWEST > words or words >= _MOST_WORDS:
@@ -92,11 +85,8 @@ class FileBytes:
 
 
 def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
-    """Change the bytes of a file's tensors, in place, to those of the next version.
-
-    Raises:
-        ValueError: if the data is no delta, or one of another file.
-    """
+    """Change the bytes of a file's tensors, in place, to those of the next version. Raise ValueError if the
+    data is no delta, or one of another file."""
     width, size, number = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
     if width not in (1, 2) or size * width != len(tensors) or number > size:
         raise ValueError(f"a delta of {number} of {size} words, for a file with {len(tensors)} bytes")

@@ -29,14 +29,8 @@ def tensor_hash(tensor: Tensor) -> str:
 
 
 def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> str:
-    """Return the hash in hex of a tensor from its little-endian bytes.
-
-    Args:
-        dtype: the name that torch and numpy use, such as `bfloat16`.
-
-    Raises:
-        ValueError: if a tensor of this shape cannot have this number of bytes.
-    """
+    """Return the hash in hex of a tensor from its little-endian bytes. `dtype`: the name that torch and numpy
+    use, such as `bfloat16`. Raise ValueError if a tensor of this shape cannot have this number of bytes."""
     flat, elements = np.frombuffer(data, np.uint8), math.prod(shape)
     if len(flat) % elements if elements else len(flat):
         raise ValueError(f"a tensor of shape {tuple(shape)} cannot have {len(flat)} bytes")

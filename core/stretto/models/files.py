@@ -47,12 +47,7 @@ def cached_file(model: str, name: str) -> Path | None:
 
 
 def fetch_config(model: str | None) -> Mapping[str, Any]:
-    """Return a model's `config.json`. It is downloaded if this machine does not have it; empty without a
-    model.
-
-    Raises:
-        ConfigError: if the file cannot be downloaded or read.
-    """
+    """Return a model's `config.json`, or download it; ConfigError if that fails. Empty without a model."""
     known = known_config(model)
     if known or model is None:
         return known
@@ -78,16 +73,14 @@ def positions_of(model: str | None) -> int | None:
 
 
 def modelling_imports(model: str | None) -> tuple[str, ...]:
-    """Return the modules that take long to import and that an engine needs to load a model with transformers,
-    without its own code if this machine does not have the model's `config.json`."""
+    """Return the slow imports with which transformers loads a model, as far as its `config.json` is known."""
     kind = str(known_config(model).get("model_type", "")).replace("-", "_")
     code = (f"transformers.models.{kind}.modeling_{kind}",) if kind.isidentifier() else ()
     return ("torch", "transformers", *code)
 
 
 def folder_of_model(model: str | None) -> str | None:
-    """Return the folder that holds a model's files on this machine: its own folder, or one in the hub's
-    cache. None without a model, or if the machine does not have the files."""
+    """Return the folder with a model's files, its own or in the hub's cache; None if they are not here."""
     if model is None or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download

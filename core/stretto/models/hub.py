@@ -11,15 +11,12 @@ __all__ = ["download"]
 
 _BESIDE = (".json", ".txt", ".model", ".jinja")
 """Suffixes of the files beside the weights: configs, tokenizer, template."""
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # protects a start without a network from a long wait for the hub
 
 
 def download(model: str, say: Callable[[str, str], None]) -> None:
-    """Download what this machine lacks of a hub id's model, with a progress bar on the terminal.
-
-    Args:
-        say: called with (`note` or `warning`, text): what is downloaded, or why it is left to the workers.
-    """
+    """Download what this machine lacks of a hub id's model, with a progress bar on the terminal. `say` gets
+    (`note` or `warning`, text): what is downloaded, or why it is left to the workers."""
     if _is_cached(model):
         return
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -43,7 +40,6 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
 
 
 def _is_cached(model: str) -> bool:
-    """Whether this machine has the weights of a model: one file, or all that an index names."""
     if cached_file(model, "model.safetensors"):
         return True
     index = cached_file(model, "model.safetensors.index.json")

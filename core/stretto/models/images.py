@@ -1,10 +1,8 @@
 """Images: their files, and their pixels.
 
 A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
-`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image.
-
-Every process decodes an image with `decode`, so all of them have the same pixels. An image that could be read
-in several ways is refused: one with several frames, and one in colours other than grey and RGB.
+`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. One
+that could be read in several ways is refused: with several frames, or in colours other than grey and RGB.
 """
 
 from __future__ import annotations
@@ -80,12 +78,8 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
-    """Read the images of a row. A decoded Pillow image gets a PNG file.
-
-    Raises:
-        ConfigError: if both columns hold images, if a column holds something else, or if an image is missing,
-            too large, or cannot be read.
-    """
+    """Read the images of a row. A decoded Pillow image gets a PNG file. Raise ConfigError if both columns
+    hold images, if a column holds something else, or if an image is missing, too large, or cannot be read."""
     images: list[OpenImage] = []
     for column, value in _values(row):
         try:
@@ -121,11 +115,8 @@ def names_in(row: Any) -> list[Any]:
 
 def decode(data: bytes) -> Image:
     """Return the image of a file, in RGB and rotated according to its EXIF data. Nothing is decoded before
-    the size is known.
-
-    Raises:
-        ImageError: if it cannot be read in one way, has too many pixels, or if Pillow is not installed.
-    """
+    the size is known. Raise ImageError if it cannot be read in one way, has too many pixels, or if Pillow is
+    not installed."""
     module, ops = _pillow()
     try:
         with module.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -169,11 +160,8 @@ def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def file_of(value: Any) -> bytes:
     """Return the file of an image: a path, the file's bytes, `{"bytes": ..., "path": ...}`, or a Pillow
-    image, which gets a PNG file. The file is not decoded.
-
-    Raises:
-        ImageError: if it is something else, is too large, or cannot be read.
-    """
+    image, which gets a PNG file. The file is not decoded. Raise ImageError if it is something else, is too
+    large, or cannot be read."""
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
@@ -192,11 +180,8 @@ def file_of(value: Any) -> bytes:
 
 
 def files_of(values: Any) -> tuple[bytes, ...]:
-    """Return the files of several images that travel in one message.
-
-    Raises:
-        ImageError: as `file_of`, if the value is no sequence, or if the files are too large together.
-    """
+    """Return the files of several images that travel in one message. Raise ImageError as `file_of`, if the
+    value is no sequence, or if the files are too large together."""
     if not isinstance(values, list | tuple):
         raise ImageError(f"expected a list of images, found {_describe(values)}")
     files = tuple(map(file_of, cast("Sequence[Any]", values)))
@@ -207,7 +192,8 @@ def files_of(values: Any) -> tuple[bytes, ...]:
 
 def _read(path: str) -> bytes:
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # A pipe is opened too, without a wait for its writer.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             about = os.fstat(file.fileno())
             if not stat.S_ISREG(about.st_mode):
                 raise ImageError(f"{path!r} is not a regular file")
@@ -221,13 +207,7 @@ def _read(path: str) -> bytes:
         raise ImageError(f"{path!r} cannot be read: {error}") from error
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. A pipe is opened too, without a wait for its writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _path_of(value: Any) -> str | None:
-    """Return the path of an image; None if the row has the image itself."""
     if isinstance(value, Mapping):
         mapping = cast("Mapping[str, Any]", value)
         value = None if mapping.get("bytes") else mapping.get("path")

@@ -1,9 +1,8 @@
 """Versions that contain only an adapter, and their merge into the model that the adapter was trained on.
 
 A training engine publishes two factors for each matrix W that it adapts: A as `<name>.lora_A.weight` and B as
-`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Tensors that it does not
-publish are unchanged. Any weight transport can send such a version. Beside each engine, the adapter is merged
-into the model's own files.
+`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Beside each engine, the
+adapter is merged into the model's own files, whose other tensors are unchanged.
 """
 
 from __future__ import annotations
@@ -120,14 +119,12 @@ def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place],
 
 
 def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] | None:
-    """Return the factors B and A of a matrix; None if it is not adapted."""
     owner = matrix.removesuffix(".weight")
     b, a = adapter.get(owner + FACTOR_B), adapter.get(owner + FACTOR_A)
     return (b, a) if b is not None and a is not None else None
 
 
 def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dict[str, str]:
-    """Write one file of the merged model. Return tensor name -> hash."""
     hashes: dict[str, str] = {}
     with file.open("wb") as output:
         merged_places = [_merged_place(place, adapter) for place in places]
@@ -140,7 +137,6 @@ def _write(file: Path, places: list[Place], adapter: Mapping[str, Place]) -> dic
 
 
 def _merged_place(place: Place, adapter: Mapping[str, Place]) -> Place:
-    """Return a tensor as it is in the merged model: an adapted matrix gets the dtype of its factors."""
     factors = _factors(place.name, adapter)
     if factors is None:
         return place

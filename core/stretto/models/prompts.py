@@ -45,13 +45,9 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         list(_parts(self.prompt_template))
 
     def with_prompt(self, row: Row) -> Row:
-        """Return the row with its prompt in the column `prompt`.
-
-        Raises:
-            ConfigError: if the row lacks a column that the prompt needs, if a column in the template holds
-                neither text nor a number, or if `system_prompt` is given and the prompt already has a system
-                message.
-        """
+        """Return the row with its prompt in the column `prompt`. Raise ConfigError if the row lacks a column
+        that the prompt needs, if a column in the template holds neither text nor a number, or if
+        `system_prompt` is given and the prompt already has a system message."""
         if self.prompt_template is None:
             if self.prompt_column not in row:
                 raise ConfigError(_no_column(self.prompt_column, row))
@@ -75,11 +71,7 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the texts of a template, each with the column that follows it; None if no column follows.
-
-    Raises:
-        ValueError: for a single brace without its partner, or braces that hold no column name.
-    """
+    """Yield the texts of a template, each with the column that follows it, or None."""
     hint = "expected columns such as {question}; a brace itself is written {{ or }}"
     try:
         found = list(Formatter().parse(template))
@@ -106,11 +98,7 @@ def _no_column(column: str, row: Row) -> str:
 
 
 def tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
-    """Return the JSON schemas in the column `tools`; none if it is empty.
-
-    Raises:
-        ConfigError: if the column holds something else.
-    """
+    """Return the JSON schemas in the column `tools`; ConfigError if it holds something else."""
     tools = row.get("tools") or []
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -133,11 +121,7 @@ def name_of_tool(tool: Mapping[str, Any]) -> str:
 def both_tools(
     of_row: Sequence[Mapping[str, Any]], of_run: Sequence[Mapping[str, Any]]
 ) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of a row and of the run.
-
-    Raises:
-        ConfigError: if two have the same name.
-    """
+    """Return the tools of a row and of the run. Raise ConfigError if two have the same name."""
     names = [*map(name_of_tool, of_row)]
     if twice := [name for name in map(name_of_tool, of_run) if name in names]:
         raise ConfigError(
@@ -154,9 +138,5 @@ def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
 
 
 def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return (P,) ids of a row's prompt, with its tools.
-
-    Raises:
-        ConfigError: if the chat template refuses it, or the column `tools` holds something else.
-    """
+    """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses it."""
     return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))

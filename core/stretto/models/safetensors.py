@@ -83,16 +83,13 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _HeaderEntry(msgspec.Struct, frozen=True):
-    """The description of one tensor in a header."""
-
     dtype: str
     shape: Annotated[tuple[_Count, ...], msgspec.Meta(max_length=64)]
     data_offsets: tuple[_Count, _Count]
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
-    """Return the places of tensors in a file that has no header yet, in their order. `start` counts from the
-    first tensor."""
+    """Return the places of tensors in a file without a header: `start` counts from the first tensor."""
     found: list[Place] = []
     start = 0
     for name, tensor in tensors.items():
@@ -103,12 +100,8 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
 
 
 def places(file: Path) -> list[Place]:
-    """Return the tensors of a file, in the order of their bytes.
-
-    Raises:
-        OSError: if the file cannot be read.
-        WeightsError: if it is damaged, or not a safetensors file. The error names the file and the tensor.
-    """
+    """Return the tensors of a file, in the order of their bytes. Raise OSError if it cannot be read, and
+    WeightsError, which names file and tensor, if it is damaged."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
@@ -130,12 +123,7 @@ def places(file: Path) -> list[Place]:
 
 
 def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Return tensor name -> its place, for the matching files in a folder; empty if no file matches.
-
-    Raises:
-        OSError: if a file cannot be read.
-        WeightsError: as `places`.
-    """
+    """Return tensor name -> its place, for the matching files in a folder. It raises what `places` does."""
     return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
 
 
@@ -153,11 +141,7 @@ def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
 
 
 def _place(name: str, description: msgspec.Raw, file: Path, begin: int) -> Place:
-    """Return the place of a tensor.
-
-    Args:
-        begin: position in the file that offsets count from.
-    """
+    """Return the place of a tensor, whose offsets count from `begin`."""
     entry = _decode(description, _HeaderEntry, file, f"the header of tensor {name!r}")
     start, end = entry.data_offsets
     if entry.dtype not in _DTYPES:
@@ -184,11 +168,7 @@ def _damaged(file: Path, why: str) -> WeightsError:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a file, with torch.
-
-    Raises:
-        OSError: if the file cannot be written. The message names it, which that of safetensors does not.
-    """
+    """Write tensors to a file, with torch. An OSError names the file, which safetensors' does not."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

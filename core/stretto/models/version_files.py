@@ -8,9 +8,8 @@ Tensors that training does not change are in files `frozen-00000.safetensors`. T
 hard links in the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
 
 A publisher may also write what has changed since its version before, in files `model-00000.delta` and so on
-(`stretto.models.deltas`), and the files themselves for one version in many only. A subscriber that follows
-keeps the files of the newest version and brings them up to date; one that comes later begins with the files
-of an older version (`stretto.models.version_receiver`). Both compare every tensor with the announcement.
+(`stretto.models.deltas`), and the files themselves for one version in many only, with which subscribers begin
+(`stretto.models.version_receiver`). Every tensor is compared with the announcement.
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -62,18 +62,13 @@ __all__ = [
 ]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
-_MOST_LINKS = 16
-"""Whole files are written again after this number of deltas."""
+_MOST_LINKS = 16  # whole files are written again after this number of deltas
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class RunFolders:
-    """The folders of versions that the processes of a run have on a machine; each process has its own.
-
-    Args:
-        folder: parent of all these folders. Default: shared memory if this machine has it, else `otherwise`,
-            else the machine's folder for temporary files.
-    """
+    """The folders of versions that the processes of a run have on a machine, each its own, below `folder`: by
+    default shared memory, else `otherwise`, else the machine's folder for temporary files."""
 
     def __init__(self, context: Context, folder: str | None, otherwise: Path | None = None) -> None:
         self._prefix = f"stretto-{context.run}-"
@@ -87,16 +82,9 @@ class RunFolders:
 
     def own(self, purpose: str = "") -> Path:
         """Make a folder for this process, which only this user can enter. The name contains the process id,
-        so that a process that is ending does not remove the folder of its successor. Folders that earlier
-        processes of this worker left here are removed.
-
-        Args:
-            purpose: name of one of several folders of a worker. Call without a purpose first: that call
-                removes all folders of the worker's earlier processes.
-
-        Raises:
-            WeightsError: if the folder cannot be made.
-        """
+        so that a process that is ending does not remove its successor's. Folders that earlier processes of
+        this worker left here are removed: call first without a `purpose`, the name of one of several. Raise
+        WeightsError if the folder cannot be made."""
         own_prefix = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(own_prefix)
         try:
@@ -231,11 +219,8 @@ class FolderPublisher:
 
     def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Write and hash the tensors that every later version has (see `stretto.weights.FreezingPublisher`).
-
-        Raises:
-            WeightsError: if they cannot be written, or if `root` is not private.
-        """
-        folder, self._newest = self._frozen_folder, None
+        Raise WeightsError if they cannot be written, or if `root` is not private."""
+        folder, self._newest = self._root / "frozen", None
         try:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             expect_private(self._root)
@@ -249,11 +234,7 @@ class FolderPublisher:
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
         """Write a version to a temporary folder, rename the folder, and remove the oldest versions that are
-        not in `needed`.
-
-        Raises:
-            WeightsError: if the version cannot be written, or if `root` is not private.
-        """
+        not in `needed`. Raise WeightsError if the version cannot be written, or if `root` is not private."""
         final = self._root / folder_name(version)
         temporary = self._root / f".v{version:08d}-{os.getpid()}"
         try:
@@ -277,10 +258,7 @@ class FolderPublisher:
 
     def find(self, version: int) -> StoredVersion:
         """Find a version. It may be removed before the caller opens its files. Any thread may call this.
-
-        Raises:
-            WeightsError: if the version was never here or has been removed.
-        """
+        Raise WeightsError if the version was never here or has been removed."""
         entry = self._versions.get(version)
         if entry is None:
             newest = max(self._versions, default="none")
@@ -289,12 +267,7 @@ class FolderPublisher:
         return entry
 
     def copy(self, version: int, folder: Path) -> None:
-        """Copy a version to a folder that does not exist yet.
-
-        Raises:
-            WeightsError: if the version was never here or has been removed.
-            OSError: if the folder cannot be written.
-        """
+        """Copy a version to a new folder. Raise WeightsError if it is not here, OSError if that fails."""
         stored = self.find(version)
         *links, last = _chain(self._versions, stored)
         if not last.manifest.whole:
@@ -308,12 +281,7 @@ class FolderPublisher:
         """Remove all versions and `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
-    @property
-    def _frozen_folder(self) -> Path:
-        return self._root / "frozen"
-
     def _in_use(self, versions: Mapping[int, StoredVersion], needed: Collection[int]) -> set[int]:
-        """Return the versions to keep: the newest, those that are needed, and those with which they begin."""
         kept = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
         return {link.manifest.version for each in kept for link in _chain(versions, versions[each])}
 
@@ -329,13 +297,12 @@ class FolderPublisher:
             manifest = Manifest.of(version, files | self._frozen, self._frozen)
         if manifest.whole:
             for name in self._frozen:
-                (folder / name).hardlink_to(self._frozen_folder / name)
+                (folder / name).hardlink_to(self._root / "frozen" / name)
         manifest.write(folder)
         return manifest
 
     def _write_followed(self, folder: Path, version: int, shards: Iterator[dict[str, Tensor]]) -> Manifest:
-        """Write what has changed, or the files, or both: the files again if the way from the last ones has
-        become long."""
+        """Write what has changed; the files too, or alone, if the way from the last ones has become long."""
         base, self._newest = self._newest, None  # half of it is overwritten if this fails
         if base is not None and base.version >= version:
             base = None  # the steps since then were lost
@@ -374,7 +341,6 @@ class FolderPublisher:
     def _write_files(
         self, folder: Path, stem: str, shards: Iterable[dict[str, Tensor]]
     ) -> dict[str, dict[str, str]]:
-        """Write tensors to files. Return file name -> tensor name -> its hash."""
         files: dict[str, dict[str, str]] = {}
         for index, shard in enumerate(shards):
             name = f"{stem}-{index:05d}.safetensors"
@@ -396,7 +362,6 @@ class _InMemory:
         """Name of each file of which the version before had a similar one -> its delta."""
 
     def put(self, name: str, shard: Mapping[str, Tensor], base: _InMemory | None) -> None:
-        """Put a file's tensors, over those of the version before."""
         import torch
 
         layout = layout_of(shard)
@@ -412,7 +377,6 @@ class _InMemory:
             self.deltas[name] = delta
 
     def write(self, folder: Path) -> None:
-        """Write the files."""
         for name, (layout, content) in self.files.items():
             with (folder / name).open("wb") as file:
                 write_header(file, layout)
@@ -420,7 +384,6 @@ class _InMemory:
 
     @property
     def bytes(self) -> int:
-        """Size of the tensors."""
         return sum(content.data.nbytes for _, content in self.files.values())
 
 
@@ -429,14 +392,12 @@ def _hashes_of(shard: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _has_16_bits(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether most bytes are of values of 16 bits."""
     halves = sum(tensor.nbytes for tensor in tensors.values() if tensor.element_size() == 2)
     return 2 * halves > sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list[StoredVersion]:
-    """Return a version, the one that its delta begins with, and so on, to one with whole files; or to one
-    whose beginning is not here any more."""
+    """Return a version, the one that its delta begins with, and so on, as far as they are here."""
     links = [stored]
     while not links[-1].manifest.whole:
         before = versions.get(links[-1].manifest.base_version)
@@ -447,16 +408,9 @@ def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list
 
 
 def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
-    """Change the files in a folder, which are those of `manifest.base`, to those of the manifest's version.
-
-    Args:
-        deltas: folder that has the version's deltas.
-
-    Raises:
-        OSError: if a file cannot be read or written.
-        ValueError: if a delta is damaged, or of another file. Some files may have changed.
-        WeightsError: if a file in the folder is damaged.
-    """
+    """Change the files in a folder, which are those of `manifest.base`, by the deltas in another one to those
+    of the manifest's version. Raise OSError if a file cannot be read or written, WeightsError if one is
+    damaged, and ValueError if a delta is, or is of another file: some files may have changed."""
     for name, delta in manifest.deltas.items():
         file = folder / name
         if file.stat().st_nlink > 1:  # an engine keeps the version before, for a restart of its server
@@ -469,11 +423,7 @@ def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
 
 
 class FolderUpdate:
-    """One checked version.
-
-    Args:
-        temporary: the folder belongs to this update; `close` removes it.
-    """
+    """One checked version. `temporary`: `close` removes the folder."""
 
     def __init__(self, note: WeightsNote, folder: Path, manifest: Manifest, *, temporary: bool) -> None:
         self.note = note
@@ -487,11 +437,7 @@ class FolderUpdate:
         return self._hashes
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return all tensors, memory-mapped from their files.
-
-        Raises:
-            WeightsError: if the safetensors library refuses a file.
-        """
+        """Return all tensors, memory-mapped; WeightsError if the safetensors library refuses a file."""
         from safetensors import SafetensorError, safe_open
 
         tensors: dict[str, Tensor] = {}
@@ -511,10 +457,7 @@ class FolderUpdate:
 
 class FrozenFiles:
     """The files of frozen tensors that one subscriber has checked: it neither hashes nor receives them again.
-
-    Args:
-        folder: where the subscriber keeps the files that it has received; None if it reads the publisher's.
-    """
+    `folder`: where the subscriber keeps the files that it has received; None if it reads the publisher's."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -533,11 +476,7 @@ class FrozenFiles:
         return (path, hashes) if hashes is not None else None
 
     def keep(self, version: Path, manifest: Manifest) -> None:
-        """Keep the frozen files of a version that has just been checked.
-
-        Raises:
-            OSError: if a file cannot be kept.
-        """
+        """Keep the frozen files of a version that has just been checked; OSError if that fails."""
         if not manifest.frozen:
             return
         self._checked = {_identity(version / name): manifest.files[name] for name in manifest.frozen}
@@ -560,12 +499,8 @@ def folder_name(version: int) -> str:
 
 
 def expect_private(folder: Path) -> None:
-    """Check that a folder is this user's own, and that nobody else can enter it.
-
-    Raises:
-        OSError: if the folder does not exist.
-        WeightsError: if it is another user's, has a mode beyond 700, or is a link.
-    """
+    """Check that a folder is this user's own, and that nobody else can enter it. Raise OSError if the folder
+    does not exist. Raise WeightsError if it is another user's, has a mode beyond 700, or is a link."""
     status, user = folder.lstat(), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
@@ -585,16 +520,10 @@ def expect_private(folder: Path) -> None:
 def lay_out(
     outline: Outline, note: WeightsNote, folder: Path, frozen: FrozenFiles | None = None
 ) -> dict[Path, int]:
-    """Make the folder of a version whose whole files this process will receive. Return the path of each file
-    that the caller must fill, with its size in bytes.
-
-    Args:
-        frozen: files that this process has; those that are in the version need not be filled.
-
-    Raises:
-        WeightsError: if the outline does not describe the announced version, or the folder cannot be written
-            or has no room for it.
-    """
+    """Make the folder of a version whose whole files this process will receive. Return path -> size in bytes
+    of each file that the caller must fill: all but those in `frozen`, which this process has. Raise
+    WeightsError if the outline does not describe the announced version, or the folder cannot be written or
+    has no room for it."""
     manifest, sizes = read_outline(outline, note)
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -620,10 +549,7 @@ def lay_out(
 
 def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[str, int]]:
     """Return the manifest of an announced version, and the size in bytes of each file that its sender has.
-
-    Raises:
-        WeightsError: if the outline does not describe the announced version.
-    """
+    Raise WeightsError if the outline does not describe the announced version."""
     manifest = _read_manifest(outline.manifest, note)
     if len(manifest.stored) != len(outline.sizes):
         raise WeightsError(
@@ -637,16 +563,10 @@ def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[st
 def open_version(
     note: WeightsNote, folder: Path, *, temporary: bool = False, frozen: FrozenFiles | None = None
 ) -> FolderUpdate:
-    """Open a version's folder and check that every tensor matches the announcement.
-
-    Args:
-        temporary: remove the folder when the update is closed.
-        frozen: files that were checked before and are not hashed again. The version's are added.
-
-    Raises:
-        WeightsError: if the folder is missing or damaged, or is not the announced version. The error names
-            tensors that differ.
-    """
+    """Open a version's folder and check that every tensor matches the announcement; those in `frozen` were
+    checked before, and the version's are added there. `temporary`: remove the folder when the update is
+    closed. Raise WeightsError if the folder is missing or damaged, or is not the announced version; it names
+    tensors that differ."""
     label = f"version {note.version} at {note.address}"
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
@@ -667,53 +587,35 @@ def open_version(
 
 
 def open_shared_version(note: WeightsNote, frozen: FrozenFiles | None = None) -> FolderUpdate:
-    """Open the version in the folder `note.address`, which another process of this user made.
-
-    Args:
-        frozen: as for `open_version`.
-
-    Raises:
-        WeightsError: as `open_version`, or if others can enter the folder or its parent.
-    """
+    """Open the version that `stored_version` finds; see `open_version`."""
     return open_version(note, stored_version(note).folder, frozen=frozen)
 
 
 def stored_version(note: WeightsNote) -> StoredVersion:
-    """Find a version that another process of this user has made, in the folder `note.address`.
-
-    Raises:
-        WeightsError: if it cannot be read, or if others can enter its folder or the parent.
-    """
+    """Find a version that another process of this user has made, in the folder `note.address`. Raise
+    WeightsError if it cannot be read, or if others can enter its folder or the parent."""
     folder = Path(note.address)
-    try:
+    with _unreadable(note):
         # The files are read to hash them, and later to load them. Nobody else may change them in between.
         expect_private(folder.parent)
         expect_private(folder)
         data = (folder / "manifest.json").read_bytes()
-    except (OSError, WeightsError) as error:
-        reason = (
-            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
-            "weights: bus"
-        )
-        raise WeightsError(reason, version=note.version) from error
     manifest = _read_manifest(data, note)
-    try:
+    with _unreadable(note):
         return StoredVersion.of(folder, manifest)
-    except OSError as error:
-        reason = (
-            f"version {note.version} at {folder} cannot be read: {error}; without a shared folder, "
-            "weights: bus"
-        )
-        raise WeightsError(reason, version=note.version) from error
+
+
+@contextmanager
+def _unreadable(note: WeightsNote) -> Generator[None]:
+    try:
+        yield
+    except (OSError, WeightsError) as error:
+        reason = f"version {note.version} at {Path(note.address)} cannot be read: {error}"
+        hint = "without a shared folder, weights: bus"
+        raise WeightsError(f"{reason}; {hint}", version=note.version) from error
 
 
 def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
-    """Read the manifest of a version.
-
-    Raises:
-        WeightsError: if it cannot be read, names a file in another folder, or is not the manifest of the
-            announced version.
-    """
     label = f"version {note.version} at {note.address}"
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
@@ -721,26 +623,19 @@ def _read_manifest(data: bytes, note: WeightsNote) -> Manifest:
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise WeightsError(f"{label} cannot be read: {error}", version=note.version) from error
     if bad_names := [name for name in manifest.files if not _FILE_NAME.fullmatch(name)]:
-        raise WeightsError(
-            f"{label} has a file {bad_names[0]!r}; expected plain names that end in .safetensors",
-            version=note.version,
-        )
-    if not {*manifest.frozen} <= manifest.files.keys():
-        raise WeightsError(f"{label} has frozen files that it does not name", version=note.version)
-    if manifest.version != note.version:
-        raise WeightsError(
-            f"{label} is not the announced one: its manifest is of version {manifest.version}",
-            version=note.version,
-        )
-    if digest != note.digest:
-        raise WeightsError(
-            f"{label} is not the announced one: its manifest is of other tensors", version=note.version
-        )
-    return manifest
+        fault = f"has a file {bad_names[0]!r}; expected plain names that end in .safetensors"
+    elif not {*manifest.frozen} <= manifest.files.keys():
+        fault = "has frozen files that it does not name"
+    elif manifest.version != note.version:
+        fault = f"is not the announced one: its manifest is of version {manifest.version}"
+    elif digest != note.digest:
+        fault = "is not the announced one: its manifest is of other tensors"
+    else:
+        return manifest
+    raise WeightsError(f"{label} {fault}", version=note.version)
 
 
 def _file_hashes(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (tensor name, hash) for every tensor of a safetensors file."""
     tensors = places(path)
     data = np.memmap(path, np.uint8, "r")
     for place in tensors:

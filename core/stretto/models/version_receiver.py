@@ -37,20 +37,13 @@ class Source(Protocol):
     """Where a subscriber gets versions."""
 
     async def outline(self, note: WeightsNote) -> Outline:
-        """Return the outline of a version.
-
-        Raises:
-            WeightsError: if the version is gone, or cannot be had.
-        """
+        """Return the outline of a version. Raise WeightsError if the version is gone, or cannot be had."""
         ...
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
         """Fill files of a version, given with their sizes in bytes. Their names are those of the outline. If
-        it was interrupted, the next call with the same files may continue.
-
-        Raises:
-            WeightsError: if the version is gone, or cannot be had.
-        """
+        it was interrupted, the next call with the same files may continue. Raise WeightsError if the version
+        is gone, or cannot be had."""
         ...
 
 
@@ -70,11 +63,8 @@ class VersionReceiver:
         """The version whose whole files are on their way, its folder, and those that are not here yet."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Receive a version, and compare every tensor's hash with the announcement.
-
-        Raises:
-            WeightsError: if the version is gone, damaged, or not the announced one.
-        """
+        """Receive a version, and compare every tensor's hash with the announcement. Raise WeightsError if the
+        version is gone, damaged, or not the announced one."""
         links = await self._links(note)
         takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:
@@ -115,16 +105,14 @@ class VersionReceiver:
             shutil.rmtree(deltas, ignore_errors=True)
 
     def _deltas(self, note: WeightsNote) -> Path:
-        """Make a folder for deltas. It has another name each time: what an interrupted fetch has brought is
-        gone, and the source must not continue it."""
+        """Make a folder for deltas, with a new name: the source must not continue an interrupted fetch."""
         try:
             return Path(tempfile.mkdtemp(prefix="deltas-", dir=self._root))
         except OSError as error:
             raise WeightsError(f"{self._root} cannot be written: {error}", version=note.version) from error
 
     async def _links(self, note: WeightsNote) -> list[tuple[Manifest, Outline]]:
-        """Return the version, and those before it, to one whose deltas begin with what is here, or to one
-        with whole files."""
+        """Return the version and those before it, to one with whole files, or that continues what is here."""
         outline = await self._source.outline(note)
         links = [(read_outline(outline, note)[0], outline)]
         while not (links[-1][0].whole or self.begins_here(links[-1][0])):
@@ -140,7 +128,6 @@ class VersionReceiver:
         return links
 
     async def _fetch_whole(self, note: WeightsNote, outline: Outline) -> Path:
-        """Fetch the files of a version, or those that an interrupted fetch lacks, and return their folder."""
         if self._begun is None or self._begun[0] != note:
             self.drop()
             folder = self._root / folder_name(note.version)

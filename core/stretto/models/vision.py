@@ -2,11 +2,7 @@
 
 The model's own processor decides how many tokens of the prompt represent each image, and which arrays the
 model reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same
-result for an image.
-
-The arrays are never sent between workers: rollout workers make the ids, engines and trainers the arrays.
-Engines get the files from the rollout worker that asks them. Trainers have the images of rows from the
-dataset, and those that workflows add from the log.
+result for an image: rollout workers make the ids, engines and trainers the arrays from the images' files.
 """
 
 from __future__ import annotations
@@ -100,13 +96,9 @@ def newest_name(name: str) -> str:
 
 
 def keep_torch_out() -> None:
-    """Import transformers as if torch were not installed, in a process that must not import torch.
-
-    The image processors of transformers import torch if it is installed, and work without it if not.
-    transformers looks for torch only once, at its own import, so call this function before that. Afterwards
-    the parts of transformers that need torch are not available in this process. If torch is already
-    imported, this function does nothing.
-    """
+    """Import transformers as if torch were not installed, in a process that must not import torch: its image
+    processors import torch if they can. Do this before anything else imports transformers, which looks for
+    torch only once. Its parts that need torch are then missing in this process."""
     if "torch" in sys.modules:
         return
     modules, advice = cast("dict[str, Any]", sys.modules), os.environ.get(_ADVICE)
@@ -133,11 +125,8 @@ class VisionPrompt:
 class Vision:
     """The processor of a vision-language model: its tokenizer and its image processor, used together.
 
-    Any thread may call the methods, but only one thread at a time.
-
-    Raises:
-        ConfigError: if the model has no processor that can be loaded, or its config names no image token.
-    """
+    Any thread may call the methods, but only one thread at a time. Raise ConfigError if the model has no
+    processor that can be loaded, or its config names no image token."""
 
     def __init__(self, model: str, rows: DatasetConfig | None = None) -> None:
         self._model = model
@@ -157,11 +146,7 @@ class Vision:
         return self.alone(Image.new("RGB", (32, 32)))
 
     def alone(self, *images: Image) -> VisionPrompt:
-        """Return the smallest prompt with these images.
-
-        Raises:
-            ConfigError: if the images do not suit the model.
-        """
+        """Return the smallest prompt with these images; ConfigError if they do not suit the model."""
         return self.see(self.place * len(images), images)
 
     def shown(self, image: Image) -> VisionPrompt:
@@ -176,14 +161,8 @@ class Vision:
         return int(np.count_nonzero(ids == self.image_token))
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays that the model reads for images given as files; see `VisionPrompt`.
-
-        Args:
-            tokens: the number of image tokens in the prompt.
-
-        Raises:
-            ConfigError: if an image cannot be read, or the images have another number of tokens.
-        """
+        """Return the arrays that the model reads for images given as files; see `VisionPrompt`. Raise
+        ConfigError if one cannot be read, or they have not the prompt's number of image tokens."""
         seen = self.alone(*map(decode, files))
         found = self.count(seen.ids)
         if found != tokens:
@@ -200,11 +179,7 @@ class Vision:
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
     def of(self, row: Row) -> RowTokenizer:
-        """Return the tokenizer for the texts of one row.
-
-        Raises:
-            ConfigError: as `images_of`.
-        """
+        """Return the tokenizer for the texts of one row. Raise ConfigError as `images_of` does."""
         return RowTokenizer(self, images_of(row))
 
     def see(
@@ -215,23 +190,16 @@ class Vision:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> VisionPrompt:
         """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
-        own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text.
-
-        Raises:
-            ConfigError: if the number of placeholders is not the number of images, if the images do not suit
-                the model, or if the prompt is chat messages and the model has no chat template.
-        """
+        own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text. Raise
+        ConfigError if the number of placeholders is not the number of images, if the images do not suit the
+        model, or if the prompt is chat messages and the model has no chat template."""
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, tools=tools, with_images=bool(images))
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
         """Process a part of a text with its images, each at the model's own placeholder. No token is added
-        before or after it.
-
-        Raises:
-            ConfigError: as `see`.
-        """
+        before or after it. Raise ConfigError as `see` does."""
         places = text.count(self.place)
         if places != len(images):
             raise ConfigError(
@@ -343,11 +311,8 @@ class RowTokenizer:
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
     """Return chat messages with images at their places. A place is the string `<image>` in a text, or a part
-    `{"type": "image"}`. It becomes a part `{"type": "image", "sha256": digest}`.
-
-    Raises:
-        ConfigError: if the number of places is not the number of images.
-    """
+    `{"type": "image"}`. It becomes a part `{"type": "image", "sha256": digest}`. Raise ConfigError if the
+    number of places is not the number of images."""
     placed: list[Message] = []
     places = 0
     for message in messages:
@@ -386,8 +351,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _parts(content: Any, *, with_images: bool) -> Any:
-    """Return a message's content as a list of parts: the only form that all chat templates of vision-language
-    models read."""
+    """Return a content as parts: the only form that all templates of vision-language models read."""
     if not isinstance(content, str):
         return content
     texts = content.split("<image>") if with_images else [content]
@@ -398,11 +362,8 @@ def _parts(content: Any, *, with_images: bool) -> Any:
 
 
 def _load_processor(model: str) -> Any:
-    """Load the model's processor with the Pillow backend of its image processor.
-
-    AutoProcessor would choose the torchvision backend if torchvision is installed. It also needs torchvision
-    for the video processor. Rows have no videos, so the video processor is left out.
-    """
+    """Load the model's processor with the Pillow backend of its image processor. AutoProcessor would choose
+    torchvision's if it is installed, and needs it for the video processor, which rows do not need."""
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

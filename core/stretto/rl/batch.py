@@ -40,8 +40,7 @@ class Drawn:
         return cls(parts[0].logit_bias, None if parts[0].kept is None else kept)
 
     def kept_at(self, places: Tensor) -> KeptTokens | None:
-        """Return the ids from which the tokens at these places of the batch were drawn, which ascend; None
-        for the whole vocabulary."""
+        """Return the ids that the tokens at these ascending places came from; None: the whole vocabulary."""
         return None if self.kept is None else KeptTokens.concat(self.kept).at(places.numpy())
 
 
@@ -113,11 +112,8 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         """Return the batch with more columns. A column of size (T,) becomes a token column, one of size (S,)
-        a sequence column. A column whose name exists already is replaced and keeps its kind.
-
-        Raises:
-            ValueError: if a column has neither size.
-        """
+        a sequence column. A column whose name exists already is replaced and keeps its kind. Raise ValueError
+        if a column has neither size."""
         tokens, sequences = dict(self.tokens), dict(self.sequences)
         for name, column in columns.items():
             if name in tokens or (len(column) == self.num_tokens and name not in sequences):
@@ -141,14 +137,7 @@ class Batch:
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split into consecutive batches.
-
-        Args:
-            sizes: number of sequences in each batch; their sum is S.
-
-        Raises:
-            ValueError: if the sum of the sizes is not S.
-        """
+        """Split into consecutive batches of these numbers of sequences; ValueError if they are not S."""
         if sum(sizes) != len(self):
             raise ValueError(f"sizes {list(sizes)} do not add up to {len(self)} sequences")
         batches: list[Batch] = []
@@ -182,12 +171,7 @@ class Batch:
 
     def micro_batches(self, max_tokens: int, *, whole_groups: bool = False) -> list[Batch]:
         """Split into consecutive batches of at most `max_tokens` tokens each. A longer sequence gets its own
-        batch.
-
-        Args:
-            whole_groups: keep consecutive sequences with the same `group` together. A group longer than
-                `max_tokens` then gets its own batch.
-        """
+        batch; with `whole_groups`, a longer run of sequences with the same `group` does, too."""
         sizes: list[int] = []
         room = 0
         for count, length in self.groups() if whole_groups else ((1, length) for length in self.lengths):

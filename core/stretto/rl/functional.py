@@ -50,14 +50,11 @@ __all__ = [
 
 
 def logprobs_of(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Log-probability of each target under softmax(logits / temperature).
+    """Log-probability of each target under softmax(logits / temperature): (N,) float32.
 
     Args:
         logits: (N, V), any floating dtype; computed in float32.
         targets: (N,) int64.
-
-    Returns:
-        (N,) float32.
     """
     scaled = logits.float() / temperature if temperature != 1.0 else logits.float()
     target_logits = scaled.gather(-1, targets[:, None]).squeeze(-1)
@@ -96,8 +93,8 @@ def group_normalise(
 ) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
-    Computed in float64. A group of one sample has no other sample to compare with, and rewards that
-    `stretto.algorithm.are_equal` leave no difference but rounding: all advantages of such a group are 0.
+    Computed in float64, returned as (S,) float32. A group of one sample has no other one to compare with, and
+    rewards that `stretto.algorithm.are_equal` leave no difference but rounding: its advantages are 0.
 
     Args:
         rewards: (S,), any floating dtype.
@@ -108,9 +105,6 @@ def group_normalise(
         std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
         leave_one_out: subtract the mean of the other samples, as in RLOO (2402.14740). This multiplies
             R - mean_G by G / (G - 1), with G samples in the group.
-
-    Returns:
-        (S,) float32.
     """
     groups, members = torch.unique(group, return_inverse=True)  # (G,), (S,) 0..G-1
     rewards = rewards.double()
@@ -136,8 +130,7 @@ def _is_equal(values: Tensor, members: Tensor, num_groups: int) -> Tensor:
 
 
 def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean reward and group of each of N samples, (N,) and (N,), from the rewards and groups of the
-    sequences, (S,)."""
+    """Mean reward and group of each of N samples, (N,) and (N,), from those of the sequences, (S,)."""
     numbers, places = torch.unique(sample, return_inverse=True)
     keys, pieces = torch.unique(members * len(numbers) + places, return_inverse=True)  # (N,), (S,) 0..N-1
     everywhere = torch.ones_like(rewards, dtype=torch.bool)
@@ -158,15 +151,8 @@ def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """Soft overlong punishment, DAPO eq. 13: 0 up to limit - buffer tokens, then down to -factor at the
-    limit.
-
-    Args:
-        lengths: (S,) number of sampled tokens of each sequence.
-
-    Returns:
-        (S,) float32; the caller adds it to the rewards.
-    """
+    """Soft overlong punishment, DAPO eq. 13: 0 up to limit - buffer sampled tokens, then down to -factor at
+    the limit. From the lengths, (S,), (S,) float32, which the caller adds to the rewards."""
     return factor * ((limit - buffer - lengths.float()) / buffer).clamp(min=-1.0, max=0.0)
 
 
@@ -218,15 +204,12 @@ def gae(
 
 def masked_whiten(values: Tensor, mask: Tensor, group: Tensor | None = None, *, eps: float = 1e-6) -> Tensor:
     """Scale values to mean 0 and standard deviation 1 over the tokens where `mask` is True, in the batch or
-    in each group.
+    in each group: (T,) float32, 0 where `mask` is False.
 
     Args:
         values: (T,), any floating dtype.
         mask: (T,) bool.
         group: (T,) int64, the group of each token; None puts all tokens into one group.
-
-    Returns:
-        (T,) float32, 0 where `mask` is False.
     """
     chosen = values[mask]
     members = torch.zeros_like(chosen, dtype=torch.long) if group is None else group[mask]
@@ -287,14 +270,11 @@ def soft_gate(
 
 def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
     """M2PO's trust region (2510.01161): drop the trained tokens with the largest delta^2, one by one, until
-    the mean of delta^2 over the other trained tokens is at most tau.
+    the mean of delta^2 over the other trained tokens is at most tau. Return those that are kept, (T,) bool.
 
     Args:
         delta: (T,) behaviour logprobs minus proximal logprobs, of the whole batch.
         mask: (T,) bool, trained tokens.
-
-    Returns:
-        (T,) bool, the trained tokens that are kept.
     """
     ascending, order = delta[mask].square().sort()
     means = ascending.cumsum(0) / torch.arange(1, len(ascending) + 1, device=delta.device)
@@ -312,7 +292,8 @@ def importance_weight(
     cap: float | None,
     over_cap: Literal["mask", "truncate"] = "mask",
 ) -> Tensor:
-    """Weight that corrects for tokens that older weights sampled: pi_prox / pi_behav, AReaL eq. 5.
+    """Weight that corrects for tokens that older weights sampled: pi_prox / pi_behav, AReaL eq. 5: (T,)
+    without gradient.
 
     Args:
         proximal_logprobs: (T,), of the policy at the start of the step, without gradient.
@@ -320,9 +301,6 @@ def importance_weight(
         cap: largest weight that is allowed; None for no bound.
         over_cap: "mask" gives a token above the cap the weight 0 (AReaL); "truncate" gives it the weight
             `cap` (truncated importance sampling).
-
-    Returns:
-        (T,), without gradient.
     """
     weight = torch.exp(proximal_logprobs - behaviour_logprobs).detach()
     if cap is None:
@@ -333,12 +311,8 @@ def importance_weight(
 
 
 def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> int:
-    """The denominator of a batch's loss: the number of trained tokens, or of sequences with a trained token.
-
-    Args:
-        mask: (T,) bool, trained tokens.
-        index: (T,) int64, each token's sequence.
-    """
+    """The denominator of a batch's loss: the number of trained tokens, `mask` (T,) bool, or of sequences with
+    a trained token, `index` (T,) int64."""
     if reduction == "token":
         return int(mask.sum())
     return int((sequence_sum(mask.float(), index, num_sequences) > 0).sum())
@@ -347,7 +321,8 @@ def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduc
 def loss_weights(
     mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction, *, count: int | None = None
 ) -> Tensor:
-    """The weight of each token's loss in the loss of the whole batch; see `stretto.algorithm.Reduction`.
+    """The weight of each token's loss in that of the whole batch, (T,) float32, 0 where `mask` is False; see
+    `stretto.algorithm.Reduction`.
 
     The sum of `weights * losses` over any partition of the batch is the batch's loss, so micro-batches,
     accumulation and packing do not change the gradient. A token whose loss is set to 0 still counts in the
@@ -358,9 +333,6 @@ def loss_weights(
         index: (T,) int64, each token's sequence.
         count: the denominator. If these tokens are one of several parts of the batch, pass the sum of
             `loss_count` over all parts; None if they are the whole batch.
-
-    Returns:
-        (T,) float32, 0 where `mask` is False.
     """
     if count is None:
         count = loss_count(mask, index, num_sequences, reduction)
@@ -397,8 +369,9 @@ def clipped_value_loss(
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """Estimate of KL(policy || reference) at tokens that the policy sampled (Schulman 2020, "Approximating KL
-    divergence"), with d = log policy - log reference: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """Estimate of KL(policy || reference), (T,), at tokens that the policy sampled (Schulman 2020,
+    "Approximating KL divergence"): with d = log policy - log reference, k1 = d, k2 = d^2 / 2, and
+    k3 = exp(-d) - 1 + d.
 
     k1 and k3 are unbiased; k2 and k3 are never negative. No estimate is clamped. As a loss at tokens that the
     current policy sampled, they have these gradients:
@@ -406,9 +379,6 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: Literal
     - k1: grad log policy, whose mean is 0, so it has no effect on average.
     - k2: d grad log policy, the gradient of KL(policy || reference).
     - k3: (1 - exp(-d)) grad log policy, the gradient of KL(reference || policy).
-
-    Returns:
-        (T,), with the gradient of `logprobs`.
     """
     d = logprobs - reference_logprobs
     if estimator == "k1":
@@ -462,13 +432,9 @@ def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1
 
 def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
     """Return the KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if
-    the KL is above `target` and shrinks if the KL is below.
-
-    Args:
-        kl: KL per answer from the step's samples to the reference, in nats.
-        horizon: number of samples over which the coefficient changes by at most a fifth. A step with more
-            samples counts as `horizon` samples, so that the coefficient cannot become negative.
-    """
+    the KL per answer from the step's samples to the reference, in nats, is above `target`, and shrinks if it
+    is below, by at most a fifth over `horizon` samples. A step with more samples counts as `horizon`, so that
+    the coefficient cannot become negative."""
     error = min(0.2, max(-0.2, kl / target - 1))
     return coef * (1 + error * min(1.0, samples / horizon))
 
@@ -499,21 +465,14 @@ def preference_loss(
     beta: float = 1.0,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Loss of each pair, computed from h: the score of the chosen answer minus that of the rejected one.
+    """Loss of each pair, (P,), from h (P,): the score of the chosen answer minus that of the rejected one.
 
     - `sigmoid`, DPO eq. 7 and Bradley-Terry: -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h), where
       e, `label_smoothing`, is the share of wrong labels (conservative DPO).
     - `ipo`, IPO eq. 17: (h - 1 / (2 beta))^2.
     - `hinge`, RSO's hinge-norm: max(0, 1 - beta h).
 
-    `ipo` and `hinge` ignore `label_smoothing`.
-
-    Args:
-        difference: h (P,), with gradient.
-
-    Returns:
-        (P,).
-    """
+    `ipo` and `hinge` ignore `label_smoothing`."""
     if variant == "ipo":
         return (difference - 1 / (2 * beta)).square()
     if variant == "hinge":

@@ -150,15 +150,13 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         ]
 
     def forwards(self) -> Sequence[Call]:
-        """Return the calls that compute the logprobs of the proximal policy and of the reference, where
-        needed."""
+        """Return the calls for logprobs of the proximal policy and of the reference, where needed."""
         proximal = [forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
         reference = [forward("reference", writes="reference_logprobs")] if self._has_reference else []
         return [*proximal, *reference]
 
     def more_calls(self) -> Sequence[Call]:
-        """Return the calls after the advantages, which write the columns of `objective_reads`; none by
-        default."""
+        """Return the calls after the advantages, which write `objective_reads`; none by default."""
         return ()
 
     def train_actor(self) -> Call:
@@ -209,8 +207,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """Return the penalty that a KL in the reward subtracts at each sampled token, (T,) float32; 0 without
-        one."""
+        """Return what a KL in the reward subtracts at each sampled token, (T,) float32; 0 without one."""
         return self.kl_coef * self.sampled_kl(batch)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -281,8 +278,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         }
 
     def lr_scale(self, statistics: Mapping[str, float], former: float) -> float:
-        """Return the factor for the learning rate of an optimizer step on a batch with these statistics; see
-        `CorrectionConfig.lr_scale`."""
+        """Return the factor for the learning rate of a step; see `CorrectionConfig.lr_scale`."""
         return self.config.correction.lr_scale(statistics, former)
 
 
@@ -304,8 +300,6 @@ def with_sample_sizes(means: Mapping[str, float]) -> dict[str, float]:
 
 
 class _Clip(Protocol):
-    """The fields that `ClippedConfig` adds to `PolicyConfig`."""
-
     @property
     def eps_clip(self) -> float: ...
     @property

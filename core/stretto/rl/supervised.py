@@ -45,17 +45,12 @@ def check_pair(config: PairConfig) -> Iterator[Problem]:
 def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     """Encode the row's prompt followed by the answer in a column.
 
-    A text answer is trained on as a whole. Of chat messages, the assistant's turns in the answer are trained
-    on, as the chat template writes them; the others are context. The template shows the tools in the column
-    `tools`.
+    A text answer is trained on as a whole. Of chat messages, which begin with a turn of the assistant, all
+    the assistant's turns are trained on, as the chat template writes them, with the tools in the column
+    `tools`; the others are context.
 
-    Args:
-        column: name of a column that holds text, or messages that begin with a turn of the assistant.
-
-    Raises:
-        ConfigError: if the row lacks a column, holds something else there, or leaves nothing to train on; or
-            if the chat template drops or changes messages.
-    """
+    Raise ConfigError if the row lacks a column, holds something else there, or leaves nothing to train on; or
+    if the chat template drops or changes messages."""
     prompt, answer = _text_of(row, "prompt"), _text_of(row, column)
     if not isinstance(answer, str) and answer[0]["role"] != "assistant":
         role = answer[0]["role"]
@@ -87,14 +82,8 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
-    """Return a sequence of a row that fits into the model's positions, cut at `dataset.max_tokens`.
-
-    Args:
-        positions: number of the model's positions; None if it is not known.
-
-    Raises:
-        ConfigError: if it does not fit, or if no token to train on is left.
-    """
+    """Return a sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it does not fit into the
+    model's `positions` (None: not known), or if no token to train on is left."""
     tokens, mask = encoded
     length = len(tokens)
     if rows.max_tokens is not None and length > rows.max_tokens:
@@ -111,13 +100,7 @@ def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Enco
 
 def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
     """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if it lacks one of them.
-
-    Args:
-        column: column with the answer that the tokens stand for.
-
-    Raises:
-        ConfigError: if the columns are no sequence, or if it is not the answer in this model's tokens.
-    """
+    Raise ConfigError if they are no sequence, or not the answer in `column` in this model's tokens."""
     tokens, mask = row.get("tokens"), row.get("loss_mask")
     if tokens is None or mask is None:
         return None
@@ -143,8 +126,7 @@ def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
 
 
 def check_temperature(run: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `sampling.temperature` is not 1: training computes logprobs at that temperature,
-    but the algorithm needs the model's own likelihoods."""
+    """Yield a problem if `sampling.temperature` is not 1: the model's own likelihoods are needed."""
     if run.sampling.temperature != 1:
         yield Problem(
             "sampling.temperature",

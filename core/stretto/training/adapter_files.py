@@ -44,8 +44,7 @@ def base_of(folder: Path) -> str | None:
 
 
 def _is_of(base: str, model: str) -> bool | None:
-    """Whether an adapter of `base` is one of `model`: the same folder or hub id, or another place of that
-    name. None if the name does not tell."""
+    """Whether `base` is `model`: the same folder or id, or of that name; None if its name does not tell."""
     one, other = (_SNAPSHOT.sub(r"\1/\2", each) for each in map(_place, (base, model)))
     if one == other:
         return True
@@ -57,12 +56,7 @@ def _place(name: str) -> str:
 
 
 def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Problem]:
-    """Refuse an adapter that the run cannot continue.
-
-    Args:
-        model: the model that the adapter is put on.
-        path: dotted key of the section `lora`.
-    """
+    """Refuse an adapter that the run cannot continue on this model. `path`: dotted key of the section."""
     if lora.adapter is None:
         return
     folder, key = Path(lora.adapter), f"{path}.adapter"
@@ -105,7 +99,6 @@ def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Proble
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The config of an adapter; empty if there is none that can be read."""
     try:
         return msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):

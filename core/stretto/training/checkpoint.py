@@ -45,12 +45,8 @@ _FILE_BYTES = 2**30
 
 
 class Copies:
-    """Copies of tensors in memory, and what writes them into files. At the first tensor that finds no room,
-    all are written, and those that follow are written at once.
-
-    Args:
-        room: size of all copies, in bytes.
-    """
+    """Copies of tensors in memory, of `room` bytes together, and what writes them into files. At the first
+    tensor that finds no room, all are written, and those that follow are written at once."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -69,11 +65,7 @@ class Copies:
             self.write()
 
     def write(self) -> None:
-        """Call the functions that wait.
-
-        Raises:
-            OSError: if a file cannot be written.
-        """
+        """Call the functions that wait. Raise OSError if a file cannot be written."""
         while self._writes:
             self._writes.pop(0)()
 
@@ -184,11 +176,7 @@ class _Files:
 
 
 class _CheckpointFile(Mapping[str, Tensor]):
-    """The tensors that `write_tensors` wrote, read one by one.
-
-    Raises:
-        EngineError: if the folder has no such file.
-    """
+    """The tensors that `write_tensors` wrote, read one by one; EngineError if there are none."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._files: dict[str, Any] = {}
@@ -203,7 +191,6 @@ class _CheckpointFile(Mapping[str, Tensor]):
             self._files |= dict.fromkeys(file.keys(), file)
 
     def keys_of(self, name: str) -> list[str]:
-        """Return the keys stored for a parameter: the last part of each tensor's name."""
         return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
 
     def __getitem__(self, key: str) -> Tensor:
@@ -228,11 +215,7 @@ def tensor_names(folder: Path, stem: str) -> list[str]:
 def restore_parameters(
     folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
 ) -> None:
-    """Fill parameters from full tensors named `<prefix><name>`.
-
-    Raises:
-        EngineError: if a tensor is missing or has another shape.
-    """
+    """Fill parameters from full tensors named `<prefix><name>`; EngineError if one is missing or differs."""
     file = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
         if f"{prefix}{name}" not in file:

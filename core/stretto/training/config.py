@@ -222,7 +222,6 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
 
 
 def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
-    """Warn of a schedule that does not do what its keys say."""
     per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
     updates, warmup, decay = run.steps * per_step, config.warmup_steps, config.decay_steps
     if run.steps and warmup >= updates and warmup > _WARMUP:
@@ -249,7 +248,6 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
 
 
 def _target_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
-    """Refuse a target that is no matrix of the model's files, if the model is on this machine."""
     if model is None or not Path(model, "config.json").is_file():
         return
     matrices = [

@@ -35,12 +35,8 @@ _users = 0
 
 
 class RankLayout(Layout):
-    """A model over `processes` ranks: `parts` rows of `width` consecutive ranks.
-
-    Args:
-        width: number of ranks that compute a part together.
-        inner: name of the mesh dimension of these ranks.
-    """
+    """A model over `processes` ranks: `parts` rows of `width` consecutive ranks, which compute a part
+    together; `inner` is the name of their mesh dimension."""
 
     def __init__(self, config: GroupTrainingConfig, context: Context, *, width: int, inner: str) -> None:
         super().__init__(config, context)
@@ -64,13 +60,9 @@ class RankLayout(Layout):
         return self._mesh
 
     def connect(self) -> None:
-        """Join the process group, or create it. The engines of one process share the group.
-
-        Raises:
-            EngineError: if the existing group has another number of ranks, or several ranks have no place to
-                meet.
-            OSError: if rank 0 cannot be reached, or cannot listen.
-        """
+        """Join the process group, or create it. The engines of one process share the group. Raise EngineError
+        if the existing group has another number of ranks, or several ranks have no place to meet. Raise
+        OSError if rank 0 cannot be reached, or cannot listen."""
         global _users
         if self._mesh is not None:
             return
@@ -151,17 +143,12 @@ class RankLayout(Layout):
 
     @abstractmethod
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether a sum over all ranks includes this rank's shard of a parameter. It does not where another
-        rank already counts the same numbers."""
+        """Whether a sum over all ranks includes this shard: another rank may count the same numbers."""
 
     def add_up(
         self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
     ) -> None:
-        """Sum the tensors over a group's ranks, in place, in one flat reduction.
-
-        Args:
-            dtype: dtype in which the ranks send and add the tensors.
-        """
+        """Sum tensors over a group's ranks, in place, in one flat reduction in this dtype."""
         flat = torch.cat([tensor.flatten().to(dtype) for tensor in tensors])
         dist.all_reduce(flat, group=group)
         pieces = flat.split([tensor.numel() for tensor in tensors])

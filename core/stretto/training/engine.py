@@ -80,8 +80,7 @@ _ALIGNMENT = 64
 
 
 class HFTraining:
-    """A training engine: a model, its optimizer and its learning rate schedule, in a layout. By default, one
-    process has the whole model."""
+    """A training engine: a model, its optimizer and its learning rate schedule, in a layout."""
 
     def __init__(self, config: ModelTrainingConfig, context: Context, layout: Layout | None = None) -> None:
         self._config = config
@@ -191,8 +190,7 @@ class HFTraining:
         self._layout.close()
 
     def _build_model(self, folder: Path | None) -> PreTrainedModel:
-        """Load the model and keep this rank's share of it. With adapters, load the initial model and add
-        them."""
+        """Load the model and keep this rank's share. With adapters, load the initial model and add them."""
         config, lora = self._config, self._config.lora
         has_adapters = lora is not None and (self._trainable or self._continued is not None)
         source = str(folder / "model") if folder is not None and not has_adapters else self._initial
@@ -223,7 +221,6 @@ class HFTraining:
         return model
 
     def _forget(self) -> None:
-        """Free the memory of the current model before another one is loaded."""
         if "_model" in self.__dict__:
             for name in ("_model", "_trained", "_optimizer"):
                 self.__dict__.pop(name, None)
@@ -274,20 +271,17 @@ class HFTraining:
         return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
 
     def _factor_in_files(self, name: str) -> str:
-        """Return the name of an adapter's factor, from its name in the model."""
         owner = matrix_of(name).removesuffix(".weight")
         in_files = self._names_in_files.get(f"{owner}.weight", f"{owner}.weight").removesuffix(".weight")
         return f"{in_files}{name.removeprefix(owner)}"
 
     @property
     def _continued(self) -> Path | None:
-        """The adapter with which a policy begins."""
         lora = self._config.lora
         adapter = lora.adapter if lora is not None and self._head == "policy" else None
         return None if adapter is None else Path(adapter)
 
     def _expect_all(self, adapter: Path, own: Mapping[str, nn.Parameter]) -> None:
-        """Refuse an adapter with tensors that no rank of the run has a place for."""
         places = {name for each in self._layout.gather_ranks([*own]) for name in each}
         names = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
         if unused := sorted(names - places):
@@ -298,12 +292,10 @@ class HFTraining:
 
     @property
     def _adapter_only(self) -> LoraConfig | None:
-        """The config of the adapters if the engine publishes only them, else None."""
         lora, policy = self._config.lora, self._trainable and self._head == "policy"
         return lora if lora is not None and lora.send == "adapter" and policy else None
 
     def _check_adapter_files(self) -> None:
-        """Raise EngineError if the model's files lack an adapted matrix: its adapter could not be merged."""
         folder = folder_of_model(self._initial)
         own = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
@@ -314,7 +306,6 @@ class HFTraining:
                 )
 
     def _describe(self, folder: Path, state: Mapping[str, float]) -> None:
-        """Write the files beside the tensors: configs, tokenizer, processor, numbers of the engine."""
         model, config = self._model, self._config
         model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
         model.config.dtype = "float32"
@@ -340,8 +331,7 @@ class HFTraining:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return the head's figure for every token, (T,) float32: its logprob, value or reward. It is 0 for
-        tokens without one."""
+        """Return the head's figure for every token, (T,) float32; 0 for tokens without one."""
         micro_batches = self._packing.split(batch, self._config.micro_batch_tokens, whole_groups=False)
         work = [self._work(micro, self._figure_mask(micro), temperature) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
@@ -406,12 +396,8 @@ class HFTraining:
         self._steps += 1
 
     def _loss(self, work: _Work, output: Tensor, loss: Loss, count: int, statistics: _Statistics) -> Tensor:
-        """One micro-batch's part of the loss, a scalar with gradient.
-
-        Args:
-            output: the figures of the selected tokens (see `stretto.training.token_head`).
-            count: the denominator of the loss, for the whole batch.
-        """
+        """One micro-batch's part of the loss, a scalar with gradient, from the figures of its selected tokens
+        (`stretto.training.token_head`). `count`: denominator of the loss of the whole batch."""
         head_figures = _spread(output[:, 0], work)
         batch = work.batch
         if work.rows.wanted.whole:
@@ -440,8 +426,7 @@ class HFTraining:
         return batch.positions() > 0
 
     def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
-        """Prepare a micro-batch; `mask` selects the tokens whose figures are wanted, (T,) bool. `loss` is to
-        be computed from them."""
+        """Prepare a micro-batch; `mask`, (T,) bool, selects the tokens whose figures are wanted."""
         places = mask.nonzero().squeeze(1)
         # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
         at = places if self._head == "reward" else places - 1
@@ -460,11 +445,8 @@ class HFTraining:
     def _with_blank_image(self, micro: Batch) -> Batch:
         """Return the micro-batch as the model reads it. If the model reads images and the layout has several
         parts, a micro-batch without an image gets a blank image at its end, whose output is not used: if only
-        some ranks ran the vision tower, the ranks would wait for each other forever.
-
-        Raises:
-            EngineError: if the batch has images and the model reads none.
-        """
+        some ranks ran the vision tower, the ranks would wait for each other forever. Raise EngineError if the
+        batch has images and the model reads none."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -475,11 +457,7 @@ class HFTraining:
         return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """Return the rows of each micro-batch.
-
-        Args:
-            max_count: the largest number of micro-batches in any part; blank ones fill the list up to it.
-        """
+        """Return the rows of each micro-batch, filled up with blank ones to the number of any part."""
         rows = [item.rows for item in work]
         if max_count > len(work):
             blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
@@ -492,8 +470,7 @@ class _Work:
     """One micro-batch on its way through the model."""
 
     batch: Batch
-    places: Tensor
-    """(N,) int64, indices of the tokens for which the head's figures are computed."""
+    places: Tensor  # (N,) int64, indices of the tokens for which the head's figures are computed
     rows: ModelInputs
 
 
@@ -503,11 +480,7 @@ def _spread(values: Tensor, work: _Work) -> Tensor:
 
 
 class _Statistics:
-    """Means and maxima over the trained tokens of a whole batch, collected micro-batch by micro-batch.
-
-    Args:
-        tokens: number of trained tokens in all parts.
-    """
+    """Means and maxima over the trained `tokens` of a whole batch, collected micro-batch by micro-batch."""
 
     def __init__(self, tokens: int) -> None:
         self._tokens = max(1, tokens)
@@ -515,10 +488,7 @@ class _Statistics:
         self._maxima: dict[str, float] = {}
 
     def add(self, mask: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
-        """Add the (T,) figures of a micro-batch; `loss` is its part of the loss of the whole batch, a scalar.
-
-        All figures are reduced together: they leave the device once for each micro-batch.
-        """
+        """Add (T,) figures and the part of the loss. They leave the device together, for speed."""
         if not figures:
             self._add_sum("loss", loss.item())
             return
@@ -582,8 +552,7 @@ def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """Return the factor of the learning rate: warm-up to 1, then constant, or decay to `final_lr_ratio` at
-    `decay_steps`."""
+    """Return the factor of the rate: warm-up to 1, then constant, or decay until `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or config.decay_steps is None:

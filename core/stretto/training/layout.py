@@ -58,30 +58,20 @@ class Layout:
         return self.device
 
     def connect(self) -> None:
-        """Connect to the other ranks. The engine calls it before all other methods; a second call does
-        nothing."""
+        """Connect to the other ranks, before all other calls; a second call does nothing."""
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Reduce a whole model to the parts that this rank holds, in place.
-
-        Raises:
-            EngineError: if the model cannot be distributed in this layout.
-        """
+        """Reduce a whole model to this rank's parts, in place; EngineError if that is not possible."""
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
 
     def name(self, own: str) -> str:
-        """Return the name that a tensor has in the model's files.
-
-        Args:
-            own: its name among this rank's parameters.
-        """
+        """Return the name in the model's files of one of this rank's parameters."""
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors, assembled from those of all ranks, one after the other; the same in all
-        ranks."""
+        """Yield the full tensors, assembled from those of all ranks one by one; the same in all ranks."""
         yield from tensors
 
     def take(self, into: Tensor, full: Tensor) -> None:
@@ -89,33 +79,21 @@ class Layout:
         into.copy_(full)
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the layout carries from one optimizer step to the next; the same in all
-        ranks."""
+        """Yield what the layout carries from one optimizer step to the next; the same in all ranks."""
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Continue with the tensors that `carried` yielded when the checkpoint was written.
-
-        Args:
-            trained: the trained parameters.
-
-        Raises:
-            EngineError: if they belong to other parameters.
-        """
+        """Continue with what `carried` yielded when the checkpoint was written. Raise EngineError if it
+        belongs to other parameters than those that are trained."""
 
     # ------------------------------------------------------------------------------ the numbers
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the value of every rank, in the order of the ranks; all ranks get the same list.
-
-        Args:
-            value: made of JSON types.
-        """
+        """Return the values, of JSON types, of all ranks in order; the same in all of them."""
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the value of every part, taken from the last rank of the part: that rank computes the
-        model's output."""
+        """Return the value of every part, from its last rank, which computes the model's output."""
         return self.gather_ranks(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
@@ -132,8 +110,7 @@ class Layout:
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Call `take` with the number and the figures of each micro-batch, in the ranks that compute the
-        figures."""
+        """Call `take` with number and figures of each micro-batch, in the ranks that compute figures."""
         for index, row in enumerate(rows):
             take(index, self.compute(model, row))
 
@@ -141,10 +118,7 @@ class Layout:
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Compute the gradient of the sum of the losses of all parts, and keep it in the parameters.
-
-        Args:
-            loss_of: called with a micro-batch's number and figures; returns its part of the loss, a scalar.
-        """
+        `loss_of`: called with a micro-batch's number and figures; returns its part of the loss, a scalar."""
         for index, row in enumerate(rows):
             loss_of(index, self.compute(model, row)).backward()
 

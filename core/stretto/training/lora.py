@@ -10,9 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from stretto.errors import EngineError
 from stretto.models.lora_files import FACTOR_A, FACTOR_B
@@ -32,14 +30,8 @@ __all__ = [
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without: str = "") -> None:
-    """Freeze the model and put adapters into it, in place. A value or reward head is trained in full.
-
-    Args:
-        without: name of a module that gets no adapters.
-
-    Raises:
-        EngineError: if a target matches no linear module.
-    """
+    """Freeze the model and put adapters into it, in place, but not into the module `without`. A value or
+    reward head is trained in full. Raise EngineError if a target matches no linear module."""
     from peft import inject_adapter_in_model
 
     # A head with tied weights gets no adapter: the adapter would not change the embeddings.
@@ -104,8 +96,7 @@ def file_name(name: str) -> str:
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and the buffers that the model's files contain, under the names in the module. Tied
-    parameters appear once."""
+    """Yield parameters, tied ones once, and buffers that files contain, under the module's names."""
     saved_names = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in saved_names:
@@ -115,13 +106,9 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with their adapters merged, under the names of the files.
-
-    Args:
-        tensors: full tensors in the order of `published_tensors`: a module's weight comes before the two
-            factors of its adapter.
-        model: the model as this rank holds it; it may have only some of the tensors.
-    """
+    """Yield the model's own tensors with their adapters merged, under the names of the files. The full
+    tensors come in the order of `published_tensors`: a module's weight before the two factors of its adapter.
+    This rank's model may have only some of them."""
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -142,12 +129,8 @@ def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds
-    their product to the matrix.
-
-    Args:
-        tensors: full tensors of the adapters under the names of the files, A of a module before B.
-        model: the model as this rank holds it; it may have only some of the tensors.
-    """
+    their product to the matrix. The full tensors come under the names of the files, A of a module before B.
+    This rank's model may have only some of them."""
     transposed = _transposed(model)
     a: Tensor | None = None
     for name, tensor in tensors:
@@ -162,6 +145,4 @@ def adapter_factors(
 
 
 def _transposed(model: nn.Module) -> set[str]:
-    """Return the names of the modules whose weights are transposed; the product of their adapter's factors
-    must be transposed too."""
     return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}

@@ -57,11 +57,8 @@ def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
     """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed, and
-    prefixes are shared, if that gives exact results and the config allows it.
-
-    Raises:
-        EngineError: if the model cannot be loaded, or `packing` is 'packed' and the model cannot be packed.
-    """
+    prefixes are shared, if that gives exact results and the config allows it. Raise EngineError if the model
+    cannot be loaded, or `packing` is 'packed' and the model cannot be packed."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -96,11 +93,7 @@ def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.
 
 def load_policy(source: str) -> PreTrainedModel:
     """Load a model unchanged from its files, in the dtype of the files and on the CPU. It is for publishing
-    and not for training.
-
-    Raises:
-        EngineError: if the model cannot be loaded, or is not a language model.
-    """
+    and not for training. Raise EngineError if the model cannot be loaded, or is not a language model."""
     try:
         model_config = AutoConfig.from_pretrained(source)
         kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM
@@ -136,11 +129,7 @@ def reads_images(config: Any) -> bool:
 
 
 def vision_tower(model: PreTrainedModel) -> str:
-    """Return the name of the module that encodes the images of a vision-language model.
-
-    Raises:
-        EngineError: if the model has no such module.
-    """
+    """Return the name of the module that encodes images; EngineError if the model has none."""
     tower: Any = model.get_encoder(modality="image")
     if tower is model or tower is model.base_model:
         raise EngineError(
@@ -152,8 +141,7 @@ def vision_tower(model: PreTrainedModel) -> str:
 def _vision_language(
     source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
-    """Load a vision-language model. Its rows are padded: images have their own attention, and often their
-    own positions, which packed rows do not support."""
+    """Load a vision-language model, with padded rows: packed ones do not support its attention."""
     if head != "policy":
         raise EngineError(
             f"{source!r} is a vision-language model, and a {head} head on one is not supported; give a text "
@@ -166,8 +154,7 @@ def _vision_language(
 
 
 def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
-    """Return a function of a batch and its (R, T) padded ids, which makes the arguments of a vision-language
-    model for the batch's images."""
+    """Return what makes a vision-language model's arguments of a batch's images and (R, T) padded ids."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
     # Some models need an argument that marks the image tokens; without it, they would treat the positions of
@@ -201,10 +188,7 @@ def _load(
     **options: Any,
 ) -> PreTrainedModel:
     """Load the model of a folder or of the hub on a device. Nothing is unpickled, and no weight is random.
-
-    Args:
-        new_head: a head that the source lacks starts at 0. If False, the source must have all tensors.
-    """
+    `new_head`: a head that the source lacks starts at 0. If False, the source must have all tensors."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
     try:
@@ -252,8 +236,7 @@ def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; empty if the model
-    declares none."""
+    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; perhaps none."""
     names: set[str] = {*(getattr(model, "_no_split_modules", None) or ())}
     # Look at base classes too: FSDP2 replaces the class of every module by a subclass.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
@@ -268,11 +251,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Apply torch.compile to the feed-forward part of every layer, for any number of tokens.
-
-    Raises:
-        EngineError: if the layers have no module `mlp`.
-    """
+    """Apply torch.compile to each layer's `mlp`, for any number of tokens; EngineError if there is none."""
     parts = [layer.mlp for layer in layers_of(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not parts:
         raise EngineError(

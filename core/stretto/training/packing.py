@@ -104,21 +104,13 @@ class InputRows(Protocol):
     """How batches become inputs: `PackedRows`, `PrefixRows` or `PaddedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """Split a batch into consecutive micro-batches, each of at most `max_tokens` computed tokens, without
-        padding. A longer sequence gets its own micro-batch.
-
-        Args:
-            whole_groups: keep consecutive sequences with the same `group` together in any case.
-        """
+        """Split into consecutive micro-batches of at most `max_tokens` computed tokens, or one sequence.
+        `whole_groups`: keep consecutive sequences with the same `group` together in any case."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """Return the inputs of a micro-batch, on a device.
-
-        Args:
-            batch: on the CPU.
-            wanted: on the CPU; `at` are indices into the batch's tokens, in ascending order.
-        """
+        """Return the inputs of a micro-batch on a device. `wanted.at` are indices into the batch's tokens, in
+        ascending order; both are on the CPU."""
         ...
 
 
@@ -133,11 +125,8 @@ class PackedRows(InputRows):
 
 class PrefixRows(InputRows):
     """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
-    output depends on, such as the last one of each answer, are left out.
-
-    Args:
-        width: number of channels of the model's attention, over all heads.
-    """
+    output depends on, such as the last one of each answer, are left out. `width`: number of channels of the
+    model's attention, over all heads."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -176,12 +165,8 @@ def _one_row(ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Wanted
 
 
 class PaddedRows(InputRows):
-    """Each sequence in its own row, padded on the right.
-
-    Args:
-        image_arguments: makes the arguments for the images of a batch from its ids, (S, L); None for a model
-            that reads text only.
-    """
+    """Each sequence in its own row, padded on the right. `image_arguments`: makes the arguments for the
+    images of a batch from its ids, (S, L); None for a model that reads text only."""
 
     def __init__(self, image_arguments: Callable[[Batch, Tensor], dict[str, Tensor]] | None = None) -> None:
         self._image_arguments = image_arguments
@@ -211,14 +196,8 @@ def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> Mode
 def differs_from_plain(
     rows: InputRows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
 ) -> str:
-    """Try whether a model computes packed or shared rows exactly. Return how it fails, or an empty string.
-
-    The test compares a row of three sequences with each sequence alone. The last sequence begins with tokens
-    of the first one.
-
-    Args:
-        compute: computes the model's hidden states, (1, T, H), from the arguments of a row.
-    """
+    """Compare a row of three sequences, of which the last begins like the first, with each alone. Return how
+    a model's hidden states, (1, T, H), which `compute` returns, differ; empty if they do not."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)

@@ -54,10 +54,7 @@ class AttentionPlan:
 
 class PrefixTree:
     """The tree of some sequences. Its nodes are tokens in depth-first order, so each subtree is consecutive.
-
-    Args:
-        sequences: the tokens of each sequence. A sequence may be empty, but not all of them.
-    """
+    `sequences`: the tokens of each sequence. A sequence may be empty, but not all of them."""
 
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
@@ -87,10 +84,7 @@ class PrefixTree:
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
         """Divide the nodes into blocks. Branches are joined where that takes less time than two calls.
-
-        Args:
-            width: number of channels of the attention, over all heads.
-        """
+        `width`: number of channels of the attention, over all heads."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
         for branches in self._join_branches(_CALL_PRODUCTS // width):
@@ -108,11 +102,7 @@ class PrefixTree:
         return np.where(reads, np.float32(0), np.float32(-np.inf))
 
     def _join_branches(self, call_pairs: int) -> Iterator[list[_Branch]]:
-        """Yield the branches of each block.
-
-        Args:
-            call_pairs: number of pairs of a query and a key that take as long as a call.
-        """
+        """Yield the branches of each block; a call takes as long as `call_pairs` pairs of query and key."""
         branches: list[_Branch] = []
         queries = 0
         for branch in self._branches:
@@ -133,15 +123,13 @@ class _Branch:
 
     start: int
     size: int
-    before: Integers
-    """The ancestors of the first node."""
+    before: Integers  # the ancestors of the first node
 
     def depths(self) -> Integers:
         return np.arange(len(self.before), len(self.before) + self.size)
 
 
 def _common_length(one: Integers, other: Integers) -> int:
-    """Return the number of tokens that both sequences begin with."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter
@@ -151,14 +139,9 @@ def _common_length(one: Integers, other: Integers) -> int:
 
 
 def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Batch]:
-    """Split into consecutive batches whose trees have at most `max_nodes` nodes each.
-
-    Consecutive sequences with the same `group` stay together if their own tree is not larger than that. A
-    longer sequence gets its own batch.
-
-    Args:
-        whole_groups: keep groups together in any case.
-    """
+    """Split into consecutive batches whose trees have at most `max_nodes` nodes each. A longer sequence gets
+    its own batch. Consecutive sequences of a `group` stay together if their own tree is not larger than that;
+    with `whole_groups` in any case."""
     if batch.num_tokens <= max_nodes:
         return [batch]
     sequences = np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])
@@ -179,14 +162,11 @@ def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Bat
 
 
 class _GrowingTree:
-    """The number of nodes of a tree that grows sequence by sequence."""
-
     def __init__(self) -> None:
         self._size = 0
         self._sequences: list[tuple[bytes, Integers]] = []  # in the order of their bytes
 
     def add(self, sequences: Sequence[Integers]) -> int:
-        """Add sequences, and return the number of nodes of the tree."""
         for sequence in sequences:
             entry = sequence.tobytes()
             place = bisect_left(self._sequences, entry, key=itemgetter(0))

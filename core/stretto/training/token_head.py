@@ -99,8 +99,7 @@ class Support:
         return (ids[:, None] == self.bias_ids).float() @ self.bias
 
     def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
-        """Return logits, divided by the temperature, with the bias, and with `_OUT` for the tokens that were
-        not kept: (N, V) float32."""
+        """Return logits, (N, V) float32, with bias, over temperature; `_OUT` for tokens not kept."""
         if len(self.bias_ids):
             bias = (self.bias / temperature).expand(len(scaled), -1)
             scaled = scaled.index_add(-1, self.bias_ids, bias)
@@ -144,12 +143,9 @@ class Wanted:
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
     """Replace the model's `forward`, in place. It then takes one more argument, `wanted`, and returns the
     figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also
-    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
-
-    Args:
-        trial: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
-            the log says so, and all logits of a micro-batch are computed together. None to do so at once.
-    """
+    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1). `trial`: inputs on which a
+    policy's logits in chunks are compared with the model's own. If they differ, the log says so, and all
+    logits of a micro-batch are computed together. None to do so at once."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
     if head == "policy" and trial is not None:
         if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
@@ -160,8 +156,6 @@ def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None
 
 
 class _OtherHead:
-    """Values or rewards: one number for each wanted token."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward: Any = model.forward
 
@@ -188,11 +182,8 @@ class _ChunkedLogits:
     """Logprobs and entropies from the hidden states, in chunks of tokens.
 
     A plain head is a matrix: its backward pass is written by hand. Any other head, such as one that is split
-    over ranks or has an adapter, is called as a module, under activation checkpointing.
-
-    Args:
-        chunk: number of tokens of a chunk; None for as many as the device's budget of bytes allows.
-    """
+    over ranks or has an adapter, is called as a module, under activation checkpointing. `chunk`: number of
+    tokens of a chunk; None for as many as the device's budget of bytes allows."""
 
     def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
         config: Any = model.config.get_text_config()
@@ -221,7 +212,6 @@ class _ChunkedLogits:
         return _in_chunks(self._by_module, head, hidden, wanted, size)
 
     def _chunk_size(self, device: str, floats: int) -> int:
-        """Return the number of tokens of a chunk, if each takes so many float32."""
         budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
         return self._chunk or max(1, budget // (4 * floats))
 
@@ -256,7 +246,6 @@ class _ChunkedLogits:
             return torch.stack([said, entropy], -1)
 
     def _formed(self, logits: Tensor) -> Tensor:
-        """Return the head's output with the model's scale and cap."""
         logits = logits * self._scale
         return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
@@ -277,8 +266,7 @@ def _in_chunks(
 
 
 def _figures(logits: Tensor, wanted: Wanted) -> Tensor:
-    """Return logprob and entropy from logits, (N, V) -> (N, 2) float32, and the logprob over the whole
-    vocabulary as a third column if it is wanted."""
+    """Return logprob and entropy from logits, (N, V) -> (N, 2) float32; with `whole` a third column."""
     whole = [logprobs_of(logits, wanted.targets, wanted.temperature)] if wanted.whole else []
     temperature = wanted.temperature
     if wanted.support is not None:
@@ -297,8 +285,7 @@ class _Form:
     scale: float
     cap: float | None
     temperature: float
-    chunk: int
-    """Number of tokens of a chunk, C."""
+    chunk: int  # number of tokens of a chunk, C
     entropy_gradient: bool
     whole: bool
 
@@ -400,8 +387,7 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _scaled_logits(
     states: Tensor, matrix: Tensor, bias: Tensor | None, form: _Form
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the logits divided by the temperature, (C, V) float32, and their slope with respect to the
-    head's output; the slope is None where it is 1."""
+    """Return (C, V) float32 logits over temperature, and their slope by the head's output; None for 1."""
     logits = F.linear(states, matrix, None if bias is None else bias.to(matrix.dtype)).float()
     factor = form.scale
     slope: Tensor | None = None
@@ -431,7 +417,6 @@ def _gradient_of_logits(
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add a matrix product to `total`, which is float32."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     else:
@@ -443,7 +428,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 @torch.no_grad()
 def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
-    """Compare logprobs and entropies. Return how they differ, or an empty string."""
     try:
         found = chunked(**trial.arguments, wanted=trial.wanted)
         expected = whole(**trial.arguments, wanted=trial.wanted)

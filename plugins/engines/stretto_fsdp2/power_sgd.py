@@ -29,11 +29,7 @@ _BUCKET = 0
 
 
 class PowerSgd:
-    """The reduction of the ranks' gradients, and what it carries from step to step.
-
-    Args:
-        group: the ranks whose gradients are added.
-    """
+    """The reduction of the gradients of a group's ranks, and what it carries from step to step."""
 
     def __init__(self, config: PowerSgdConfig, group: dist.ProcessGroup) -> None:
         self._config = config
@@ -59,8 +55,7 @@ class PowerSgd:
         return float(self._state.compression_stats()[0])
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the next step needs: the number of steps, the matrices, and each rank's error. All ranks
-        get the same tensors."""
+        """Yield the number of steps, the matrices, and each rank's error; the same in all ranks."""
         state = self._state
         yield "steps", torch.tensor(state.iter)
         yield "rank", torch.tensor(self._config.rank)
@@ -120,17 +115,13 @@ class _Bucket:
         ]
 
     def buffer(self) -> Tensor:
-        """Return all gradients, flat."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients as views of the buffer."""
         return self._gradients
 
     def index(self) -> int:
-        """Return the number of this bucket."""
         return _BUCKET
 
     def is_last(self) -> bool:
-        """Return whether no bucket of the step follows."""
         return True

@@ -154,8 +154,7 @@ class ShardedLayout(RankLayout):
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 
     def _own_gradient(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a parameter's gradient. Autograd may leave the gradient split in another
-        way than the parameter, so redistribute it first."""
+        """Return this rank's part of a gradient, which autograd may have split unlike its parameter."""
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         assert parameter.grad is not None
@@ -171,7 +170,6 @@ def _return_freed_memory() -> None:
 
 
 def _piece(full: Tensor, dim: int, count: int, index: int) -> Tensor:
-    """Return the piece that torch.chunk would give, empty if there are fewer pieces."""
     size = -(-full.shape[dim] // count)
     start = min(index * size, full.shape[dim])
     return full.narrow(dim, start, min(size, full.shape[dim] - start))

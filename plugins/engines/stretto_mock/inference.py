@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from stretto.weights import WeightUpdate
     from stretto_mock import MockInferenceConfig
 
-_TICK_S = 0.01
-_MOST_STEPS = 8
-"""Steps that are computed at once, if no sample ends before."""
+_TICK_S = 0.01  # protects the event loop from an engine of many tokens per second
+_MOST_STEPS = 8  # steps that are computed at once, if no sample ends before
 _EMIT_S = 0.02
 """Time between two messages of an engine that decodes in steps, unless it has no more to do."""
 _REFILL = 8
@@ -38,11 +37,9 @@ _NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every
 class _MockSample(OpenSample):
     """One answer. Its tokens are drawn at the start and emitted as time passes."""
 
-    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
-    """The whole answer."""
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # the whole answer
     finish: Finish = "stop"
-    credit: float = 0.0
-    """Number of tokens that are due by now, with a fraction."""
+    credit: float = 0.0  # number of tokens that are due by now, with a fraction
 
 
 async def pass_time(seconds: float) -> None:
@@ -64,8 +61,7 @@ class MockInference:
         self._busy_s = 0.0
         self._pauses: list[float] = []
         self._paused = anyio.Lock()
-        self._work = anyio.Event()
-        """Set when samples come."""
+        self._work = anyio.Event()  # set when samples come
         self._emit: Emit | None = None
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
@@ -192,7 +188,6 @@ class MockInference:
                     chunks, emitted_at = [], time.monotonic()
 
     def _admit(self, now: float) -> None:
-        """End the samples whose deadline has passed. Then fill the free slots."""
         for request in self._intake.late(now):
             self._end(self._intake.samples(request.id), "error", request.late)
         while self._intake.ready and len(self._running) < self._config.slots:

@@ -36,8 +36,7 @@ class MockTraining:
         self._steps, self._checksum = state.get("steps", 0), state.get("checksum", 0)
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return the behaviour policy's own logprobs, as if nothing had been learned since; 0 if the batch
-        has none."""
+        """Return the behaviour policy's own logprobs, as if nothing had been learned since, or 0."""
         del temperature
         time.sleep(self._config.seconds_per_forward)
         known = "behaviour_logprobs" in batch

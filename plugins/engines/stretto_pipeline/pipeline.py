@@ -65,8 +65,7 @@ class PipelineLayout(RankLayout):
         return self._aliases.get(own, own)
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Broadcast each tensor to the whole pipeline and yield it: the first stage's tensors, then the
-        second's, and so on."""
+        """Broadcast each tensor to the whole pipeline and yield it, stage after stage."""
         own = {name: tensor.detach() for name, tensor in tensors}
         own_types = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
         sent: set[str] = set()

@@ -48,8 +48,7 @@ class Neighbours:
     """The stages before and after this one, if there are any."""
 
     def __init__(self, line: Sequence[int], index: int, forwards: Any, backwards: Any) -> None:
-        self.after = len(line) - index - 1
-        """Stages after this one."""
+        self.after = len(line) - index - 1  # stages after this one
         has_previous, has_next = index > 0, self.after > 0
         self.hidden_in = _Channel(line[index - 1], forwards) if has_previous else None
         self.gradient_out = _Channel(line[index - 1], backwards) if has_previous else None
@@ -74,12 +73,8 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """Run all micro-batches through this stage, without gradients.
-
-    Args:
-        shapes: shape of each micro-batch's hidden states.
-        take: called in the last stage with each output.
-    """
+    """Run all micro-batches, whose hidden states have these shapes, through this stage, without gradients.
+    `take` gets each output of the last stage."""
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
         output = compute(index, hidden)
@@ -97,12 +92,8 @@ def run_backward(
     compute: Compute,
     loss_of: Callable[[int, Tensor], Tensor],
 ) -> None:
-    """Run all micro-batches forwards and backwards; gradients add up in the parameters.
-
-    Args:
-        shapes: shape of each micro-batch's hidden states.
-        loss_of: computes a scalar loss from the last stage's output.
-    """
+    """Run all micro-batches, whose hidden states have these shapes, forwards and backwards; gradients add up
+    in the parameters. `loss_of` computes a scalar loss from the last stage's output."""
     in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def go_forward(index: int) -> None:

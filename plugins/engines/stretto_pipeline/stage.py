@@ -23,16 +23,11 @@ class _Elsewhere(nn.Module):
     """A layer that another stage holds."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the input unchanged."""
         return hidden_states
 
 
 class Stage:
-    """Stage `index` of `count`: the modules that it holds and computes.
-
-    Args:
-        model: the whole model; the other stages' modules are removed from it in place.
-    """
+    """Stage `index` of `count`: the modules that it computes. It removes the others from the model."""
 
     def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:
         self.is_first = index == 0
@@ -78,8 +73,7 @@ class Stage:
         return (*arguments["input_ids"].shape, self.hidden_size)
 
     def compute(self, inputs: ModelInputs, hidden: Tensor | None) -> Tensor:
-        """Return the hidden states for the next stage, or the figures of the wanted tokens in the last stage;
-        `hidden` comes from the stage before."""
+        """Return the hidden states for the next stage; in the last one, the wanted tokens' figures."""
         own = dict(inputs.arguments)
         if hidden is not None:
             del own["input_ids"]
@@ -96,8 +90,7 @@ def _tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
 
 @torch.no_grad()
 def _check_nothing_else(model: Any) -> None:
-    """Check that without layers and norm the model returns its embeddings unchanged. Otherwise every stage
-    would repeat the additional computation."""
+    """Check that the model computes nothing besides layers and norm: every stage would repeat it."""
     base = model.base_model
     ids = torch.arange(4, device=model.device)[None]
     embedded = base.embed_tokens(ids)

@@ -88,13 +88,7 @@ _ITEM = {"float32": 4, "bfloat16": 2}
 def slots_within(
     config: TorchInferenceConfig, samples_in_flight: int, sample_bytes: int, memory: float
 ) -> int:
-    """Return the number of slots of a run file without one.
-
-    Args:
-        samples_in_flight: see `Context`.
-        sample_bytes: size of the keys and values of the longest sample.
-        memory: bytes of the device.
-    """
+    """Return the number of slots if the run file has none. Sizes are in bytes."""
     slots = slots_for(samples_in_flight, deterministic=config.deterministic)
     if config.cache_gb is None:
         while slots > FEW_SLOTS and slots * sample_bytes > memory * _CACHE_SHARE:
@@ -123,7 +117,6 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
 
 
 def _bytes_of_a_token(config: TorchInferenceConfig, model: str | None) -> int:
-    """Return the size of the keys and values of a token; 0 if the model's config does not say."""
     text = text_config(model)
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads

@@ -26,12 +26,9 @@ Attend = Callable[[int, Tensor], Tensor]
 class Heads:
     """Number and dimension of a model's attention heads."""
 
-    query: int
-    """K * G."""
-    kv: int
-    """K."""
-    dim: int
-    """D."""
+    query: int  # K * G
+    kv: int  # K
+    dim: int  # D
 
     def keys_and_values(self, qkv: Tensor) -> Tensor:
         """Return the keys and values of each token, which the cache keeps: (N * 2 * K, D)."""
@@ -42,12 +39,9 @@ class Heads:
 class Prompts:
     """Texts that are computed at once, each padded to P columns for attention. n: number of texts."""
 
-    rows: Tensor
-    """(n,) the slot of each text."""
-    positions: Tensor
-    """(n, P) int64, the position of each column in its slot."""
-    real: Tensor
-    """(N,) index of each token among the n * P columns."""
+    rows: Tensor  # (n,) the slot of each text
+    positions: Tensor  # (n, P) int64, the position of each column in its slot
+    real: Tensor  # (N,) index of each token among the n * P columns
 
     def pad_columns(self, x: Tensor) -> Tensor:
         """Return x (N, width) as (n, P, width), with zeros for the padding."""
@@ -61,8 +55,7 @@ class Prompts:
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
-    """Return causal attention within each prompt. If there is a cache, it stores keys and values in the
-    prompt's slot."""
+    """Return causal attention within each prompt. If there is a cache, it stores keys and values there."""
     targets = None if cache is None else prompts.cache_indices(cache)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -79,13 +72,7 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
 
 
 def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
-    """Return causal attention for texts that continue after the tokens in their slots.
-
-    Args:
-        heads: the model's attention heads.
-        prompts: the new part of each text.
-        ends: (n,) length of each whole text, including the part in its slot.
-    """
+    """Return causal attention for texts, of `ends` (n,) tokens each, that continue those in their slots."""
     targets = prompts.cache_indices(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
     # A text has no block beyond its end.
@@ -146,7 +133,6 @@ class SlotAttention:
         return attend
 
     def _rows(self, x: Tensor, span: TokenSpan) -> Tensor:
-        """Return the part of x (R * K, ...) that belongs to the rows of a span."""
         return x[span.start * self._heads.kv : span.stop * self._heads.kv]
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:

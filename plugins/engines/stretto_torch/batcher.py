@@ -40,11 +40,7 @@ class Figures:
 
 
 class Batcher:
-    """Serves one model.
-
-    Args:
-        tokenizer: returns the model's tokenizer; called only for requests with stop strings.
-    """
+    """Serves one model. `tokenizer` is called only for requests with stop strings."""
 
     def __init__(
         self,
@@ -78,11 +74,7 @@ class Batcher:
     # ------------------------------------------------------------------------ calls that change the work
 
     def take(self, request: GenerateRequest, arrived: float, images: PromptImages | None = None) -> None:
-        """Take a request. A request whose id is already running is ignored.
-
-        Args:
-            arrived: time of its arrival, on the clock of `time.monotonic`.
-        """
+        """Take a request, which came at `arrived`. Ignore it if its id is running."""
         try:
             if self._deterministic and any(len(tokens) for tokens in request.begun):
                 raise RequestError(
@@ -101,11 +93,12 @@ class Batcher:
             return
         for sample in samples:
             sample.stops, sample.images = stops, images
-            if finish := _finish_on_arrival(sample):
+            is_complete = stops is not None and len(sample.begun) and stops.end(sample.begun)
+            finish: Finish = "stop" if is_complete else sample.finish_on_arrival
+            if finish:
                 self._end(sample, finish)
 
     def _check_images(self, request: GenerateRequest, images: PromptImages | None) -> None:
-        """Raise RequestError if a text has a token of images, and the request no image for it."""
         if self.model.reader is None:
             return
         texts = [*request.begun, *([request.prompt_ids] if images is None else [])]
@@ -117,13 +110,11 @@ class Batcher:
         self._end_all(self.intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
-        """Return the last chunks of a batcher that cannot continue: every unfinished sample ends with
-        `abort`. Another engine may finish these samples."""
+        """Return the last chunks, with `abort`: another engine may finish these samples."""
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self.intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Use these checked weights from the next token on, and continue with the others as they are. Return
-        how many seconds the swap took."""
+        """Use these checked weights from the next token on. Return the seconds that this took."""
         start, self._decoding_since = monotonic(), None
         self.model.targets.load(tensors)
         self.version = version
@@ -166,9 +157,7 @@ class Batcher:
     def logprobs(
         self, sequence: NDArray[np.int32], images: PromptImages | None = None
     ) -> NDArray[np.float32]:
-        """Return the logprobs (L - 1,) of a text's tokens under the current weights. The text is (L,),
-        with L >= 2.
-        """
+        """Return a text's logprobs (L - 1,) under the current weights, L >= 2."""
         self._decoding_since = None
         context, vocabulary = self.model.shapes.context, self.model.decoder.vocabulary
         if self.version < 0:
@@ -191,8 +180,7 @@ class Batcher:
         return chunks
 
     def _refill(self) -> int:
-        """Give free slots to waiting samples, in the order of the line, and sample the first token of each.
-        Return the number of these samples."""
+        """Give free slots to waiting samples, and draw the first token of each; return their number."""
         free, ready = self.slots.free, self.intake.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0
@@ -206,8 +194,7 @@ class Batcher:
         return len(samples)
 
     def _make_room(self) -> None:
-        """Put samples back into the waiting line, with their tokens so far, if the cache is too small for the
-        next step of all running samples."""
+        """Put samples back into the waiting line if the cache is too small for the next step of all."""
         preempted = self.slots.surplus()
         for sample in preempted:
             answer = self.slots.answer(sample, sample.sent)
@@ -224,7 +211,6 @@ class Batcher:
     # ------------------------------------------------------------------------------------ endings
 
     def _take_out(self, endings: Iterable[SampleEnding]) -> None:
-        """Emit the last chunks of samples that ended and have left their slots."""
         for ending in endings:
             self._end(ending.sample, ending.finish, ending.error, ending.unsent)
 
@@ -242,13 +228,6 @@ class Batcher:
     ) -> None:
         self._chunks.append(_chunk(sample, unsent, finish, error))
         self.intake.close(sample)
-
-
-def _finish_on_arrival(sample: SlotSample) -> Finish:
-    """Return the finish of an answer that was already complete when it arrived; empty if it was not."""
-    if sample.stops is not None and len(sample.begun) and sample.stops.end(sample.begun):
-        return "stop"
-    return sample.finish_on_arrival
 
 
 def _chunk(sample: SlotSample, answer: SlotOutput, finish: Finish = "", error: str = "") -> Chunk:

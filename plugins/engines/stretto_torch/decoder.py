@@ -24,35 +24,15 @@ class Decoder(Protocol):
     of a row's slot in the cache with `SlotCache.place`, before the row is computed.
     """
 
-    @property
-    def name(self) -> str:
-        """The decoder and the model's architecture, for logs."""
-        ...
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        ...
-
-    @property
-    def cache(self) -> SlotCache:
-        """The slots."""
-        ...
-
-    @property
-    def targets(self) -> Targets:
-        """The tensors that new weights are copied into."""
-        ...
-
-    @property
-    def one_size_class(self) -> bool:
-        """Whether all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
-        ...
-
-    @property
-    def cheap_padding(self) -> int:
-        """Padding tokens in one prefill up to which padding costs less than a second prefill."""
-        ...
+    name: str
+    """The decoder and the model's architecture, for logs."""
+    vocabulary: int  # V
+    cache: SlotCache  # the slots
+    targets: Targets  # the tensors that new weights are copied into
+    one_size_class: bool
+    """Whether all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
+    cheap_padding: int
+    """Padding tokens in one prefill up to which padding costs less than a second prefill."""
 
     def prefill(
         self,

@@ -40,19 +40,9 @@ class UnsuitableError(Exception):
 
 
 class FastDecoder:
-    """Keeps `stretto_torch.decoder.Decoder`, with fused weights of its own.
-
-    Args:
-        model: a causal language model of transformers; not kept.
-        rows: number of rows of the largest step.
-        length: largest number of tokens of a slot.
-        tokens: number of tokens of all slots together.
-        onednn: use oneDNN for large products.
-
-    Raises:
-        UnsuitableError: if the model has another architecture. `model.py` tests whether an accepted model
-            computes the same as transformers.
-    """
+    """Keeps `stretto_torch.decoder.Decoder`, with fused weights of its own: for `rows` of the largest step,
+    slots of `length` tokens, and `tokens` of all slots together. Raise UnsuitableError if the model has
+    another architecture; `model.py` tests whether an accepted one computes the same as transformers."""
 
     one_size_class = False
     cheap_padding = 512  # only attention computes padding
@@ -190,8 +180,7 @@ class _DecoderWeights:
         self._onednn = onednn
 
     def find(self, *names: str, factor: float = 1.0) -> Tensor | None:
-        """Allocate one tensor for these tensors, stacked by rows and multiplied by a factor; None if the
-        model lacks one of them."""
+        """Allocate one tensor for these, stacked by rows, times a factor; None if the model lacks one."""
         if any(name not in self._state for name in names):
             return None
         tensors = [self._state[name] for name in names]
@@ -209,7 +198,6 @@ class _DecoderWeights:
         return stacked
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
-        """Return the product with several weights at once."""
         weights = [f"{name}.weight" for name in names]
         weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
         bias = self.find(*(f"{name}.bias" for name in names))
@@ -217,7 +205,6 @@ class _DecoderWeights:
         return self._products[-1]
 
     def find_norm(self, name: str) -> Norm | None:
-        """Return a normalisation; None if the model lacks it."""
         state = self._state.get(f"{name}.weight")
         if state is None:
             return None
@@ -226,15 +213,12 @@ class _DecoderWeights:
         return Norm(weight, self._eps)
 
     def norm(self, name: str) -> Norm:
-        """Like `find_norm`, for normalisations that the decoder needs; raise `UnsuitableError` if one is
-        missing."""
         norm = self.find_norm(name)
         if norm is None:
             raise UnsuitableError(f"it lacks the tensor {name}.weight")
         return norm
 
     def load(self) -> Targets:
-        """Copy all weights from the model, and return the targets for later swaps."""
         unknown = sorted(self._state.keys() - self._targets.keys() - self._tied)
         if unknown:
             raise UnsuitableError(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
@@ -243,8 +227,7 @@ class _DecoderWeights:
         return targets
 
     def _order(self, name: str, height: int) -> Tensor | None:
-        """Return the row order of tensors that get rotated: row 2i of a head takes row i, row 2i + 1 takes
-        row i + D/2. None for all others."""
+        """Return the order of rows that get rotated, or None: 2i and 2i + 1 are i and i + D/2."""
         if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
             return None
         return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()

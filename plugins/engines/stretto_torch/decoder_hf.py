@@ -25,15 +25,8 @@ from stretto_torch.swap import Target, Targets, tied_names
 
 
 class HFDecoder:
-    """Keeps `stretto_torch.decoder.Decoder` with a model of transformers.
-
-    Args:
-        model: the model; used unchanged.
-        rows: number of rows of the largest step.
-        length: largest number of tokens of a slot.
-        tokens: number of tokens of all slots together.
-        reader: makes the images of prompts; None for a model of text.
-    """
+    """Keeps `stretto_torch.decoder.Decoder` with an unchanged model of transformers: for `rows` of the
+    largest step, slots of `length` tokens, and `tokens` of all slots together."""
 
     one_size_class = True
     cheap_padding = 64
@@ -102,7 +95,6 @@ class HFDecoder:
         return logprobs_of(logits[:-1], tokens[1:])
 
     def _arguments(self, tokens: Tensor, images: PromptImages | None) -> dict[str, Tensor]:
-        """Return the arguments of the model for the images of a text; none without images."""
         if images is None:
             return {}
         assert self._reader is not None, "images come from a reader"
@@ -123,13 +115,8 @@ class HFDecoder:
 
 
 class _PromptCache(Cache):
-    """A cache that looks empty to the model and stores keys and values in the slots of given rows.
-
-    Args:
-        rows: (N,) the slot of each text.
-        positions: (N, P) the position of each column in its slot.
-        real: indices of the columns that are not padding, among the N * P.
-    """
+    """A cache that looks empty to the model and stores keys and values in the slots of `rows` (N,), at
+    `positions` (N, P). `real`: indices of the columns that are not padding, among the N * P."""
 
     def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
         super().__init__(layers=[])
@@ -217,18 +204,12 @@ class _Masks:
         self._chunk: int | None = getattr(config, "attention_chunk_size", None)
         layer_types: Sequence[str] | None = getattr(config, "layer_types", None)
         self._by_layer_type = layer_types is not None
-        if layer_types is not None:
-            self._kinds = sorted(set(layer_types))
-        elif self._window is not None:
-            self._kinds = ["sliding_attention"]
-        elif self._chunk is not None:
-            self._kinds = ["chunked_attention"]
-        else:
-            self._kinds = ["full_attention"]
+        kind = "chunked_attention" if self._chunk is not None else "full_attention"
+        kind = kind if self._window is None else "sliding_attention"
+        self._kinds = [kind] if layer_types is None else sorted(set(layer_types))
 
     def at(self, positions: Tensor, length: int) -> Tensor | dict[str, Tensor]:
-        """Return masks (N, 1, P, T) for new tokens at `positions` (N, P) of their slots, by layer type if the
-        model has layer types."""
+        """Return masks (N, 1, P, T) for tokens at `positions` (N, P), perhaps by layer type."""
         masks = {kind: self._mask(kind, positions.unsqueeze(2), length) for kind in self._kinds}
         return masks if self._by_layer_type else masks[self._kinds[0]]
 

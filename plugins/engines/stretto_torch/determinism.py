@@ -1,8 +1,8 @@
 """The test, at the start of a deterministic engine, that a row's bits do not depend on the other rows.
 
-No library promises this; on the machines tested so far it holds for shapes padded as in `shapes.py`. The
-prompts of the test are computed in prefills like those of the engine. It takes up to some minutes, so its
-result is kept for the model, the processor, the libraries and the engine's values.
+No library promises this; on the machines tested so far it holds for shapes padded as in `shapes.py`. If it
+fails, every prompt is computed separately; if that does not suffice, the number of rows is fixed at its
+largest, and last the lengths too. It takes up to some minutes, so its result is kept.
 """
 
 from __future__ import annotations
@@ -45,12 +45,8 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Say) -> Shapes:
-    """Return `stable_shapes`: from this user's cache, or else by the test.
-
-    Args:
-        values: texts that say which model it is, and which values the engine has.
-        say: told what the test does, and how long it still takes.
-    """
+    """Return `stable_shapes`: from this user's cache, or else by the test. `values` say which model it is,
+    and which values the engine has; `say` is told what the test does, and how long it still takes."""
     facts = (*values, *_machine(decoder), repr(shapes))
     name = sha256("\n".join(facts).encode()).hexdigest()[:32]
     file = cache_folder("deterministic") / f"{name}.json"
@@ -81,7 +77,6 @@ def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
 
 
 def _machine(decoder: Decoder) -> tuple[str, ...]:
-    """Return what bits depend on besides the model and the engine's values."""
     device = decoder.cache.device
     if device.type == "cuda":
         processor = torch.cuda.get_device_name(device)
@@ -101,23 +96,17 @@ def what_was_found(shapes: Shapes) -> str:
 
 def stable_shapes(decoder: Decoder, shapes: Shapes, say: Say = lambda text: None) -> Shapes:
     """Return shapes with which a row gives the same bits alone, among other rows, and at another position."""
-    if _same_bits(decoder, shapes, say):
-        return shapes
-    shapes = dataclasses.replace(shapes, solo_prompts=True)
-    if _same_bits(decoder, shapes, say):
-        return shapes
-    shapes = dataclasses.replace(shapes, fixed=True, trimmed=True)
-    if _same_bits(decoder, shapes, say):
-        return shapes
-    shapes = dataclasses.replace(shapes, trimmed=False)
-    max_tokens = shapes.most_rows * shapes.length
-    if max_tokens > decoder.cache.tokens:
-        raise EngineError(
-            f"inference.deterministic: here all slots must be computed at full length, {max_tokens} tokens;"
-            f" inference.cache_gb holds {decoder.cache.tokens}: raise it, or lower inference.slots"
-        )
-    if _same_bits(decoder, shapes, say):
-        return shapes
+    for change in ({}, {"solo_prompts": True}, {"fixed": True, "trimmed": True}, {"trimmed": False}):
+        shapes = dataclasses.replace(shapes, **change)
+        max_tokens = shapes.most_rows * shapes.length
+        if shapes.full and max_tokens > decoder.cache.tokens:
+            raise EngineError(
+                f"inference.deterministic: here all slots must be computed at full length,"
+                f" {max_tokens} tokens; inference.cache_gb holds {decoder.cache.tokens}: raise it, or lower"
+                " inference.slots"
+            )
+        if _same_bits(decoder, shapes, say):
+            return shapes
     threads = torch.get_num_threads()
     hint = f" with inference.threads={threads}; try 1" if threads > 1 else ""
     raise EngineError(f"inference.deterministic: here a row's bits depend on the other rows{hint}")
@@ -147,16 +136,10 @@ def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Company:
-    """One sample among others, for the test."""
-
-    live: int
-    """Number of rows of the step."""
-    row: int
-    """Row of the sample."""
-    prompt: int
-    """Tokens of the sample before the first step."""
-    other_tokens: int
-    """Tokens of each other row before the first step."""
+    live: int  # number of rows of the step
+    row: int  # row of the sample
+    prompt: int  # tokens of the sample before the first step
+    other_tokens: int  # tokens of each other row before the first step
 
 
 def _logprobs(decoder: Decoder, shapes: Shapes, company: _Company) -> Tensor | None:

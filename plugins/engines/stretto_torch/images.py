@@ -26,10 +26,8 @@ _KEPT = 32
 class PromptImages:
     """The images of one prompt. P: tokens of the prompt."""
 
-    media: Mapping[str, Tensor]
-    """Arguments of the model, such as `pixel_values`."""
-    places: NDArray[np.int64]
-    """Positions of the image tokens, ascending, at least one."""
+    media: Mapping[str, Tensor]  # arguments of the model, such as `pixel_values`
+    places: NDArray[np.int64]  # positions of the image tokens, ascending, at least one
     salt: NDArray[np.int32]
     """What stands for the image tokens in the texts of the prefix cache: negative, and other numbers for
     other images."""
@@ -46,11 +44,7 @@ class PromptImages:
 
 
 class ImageReader:
-    """Makes the images of prompts for one model. One thread calls it.
-
-    Args:
-        model: a vision-language model of transformers.
-    """
+    """Makes the images of prompts for one vision-language model of transformers. One thread calls it."""
 
     def __init__(self, folder: str, model: Any) -> None:
         self.vision = Vision(folder)
@@ -61,12 +55,7 @@ class ImageReader:
     def read(
         self, prompt: NDArray[np.int32], digests: Sequence[Digest], files: Sequence[bytes]
     ) -> PromptImages:
-        """Return the images of a prompt.
-
-        Args:
-            prompt: (P,) the tokens, with those of the images.
-            digests: SHA-256 of each file; none for a text that is in no cache.
-        """
+        """Return the images of a prompt (P,). `digests`: SHA-256 of each file, if they are known."""
         places = np.flatnonzero(prompt == self.vision.image_token)
         try:
             media = self._media_of(tuple(digests), files, len(places))

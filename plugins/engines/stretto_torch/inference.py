@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-_EMIT_EVERY_S = 0.02
+_EMIT_EVERY_S = 0.02  # protects the event loop from a message for each decode step
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,7 @@ class _SwapCommand:
     order: int
     """Number of the `swap` call; if several swaps are due, the one with the highest number is loaded."""
     version: int
-    hashes: Mapping[str, str]
-    """Of all tensors."""
+    hashes: Mapping[str, str]  # of all tensors
     tensors: Mapping[str, Tensor]
     assumed: Collection[str]
     """Names of the tensors that the engine held with the published hash, so that nobody read them."""
@@ -77,8 +76,7 @@ class _SwapCommand:
 
 @dataclass(frozen=True, slots=True)
 class _ScoreCommand:
-    images: Sequence[PromptImages | None]
-    """Of each sequence."""
+    images: Sequence[PromptImages | None]  # of each sequence
     sequences: Sequence[NDArray[np.int32]]
     scores: Future[list[NDArray[np.float32]]] = field(default_factory=Future[list[NDArray[np.float32]]])
 
@@ -111,8 +109,7 @@ class TorchInferenceEngine:
         self._batcher: Batcher | None = None
         self._ended = asyncio.Event()
         self._failure: EngineError | None = None
-        self._reading: dict[str, GenerateRequest] = {}
-        """Requests whose images are being read."""
+        self._reading: dict[str, GenerateRequest] = {}  # requests whose images are being read
         self._reads = anyio.CapacityLimiter(1)
         self._samples_posted = 0
         self._swaps_called = 0
@@ -174,12 +171,7 @@ class TorchInferenceEngine:
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
     ) -> list[NDArray[np.float32]]:
-        """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights.
-
-        Raises:
-            EngineError: if a sequence cannot be scored, no weights are served yet, or the engine broke or was
-                stopped.
-        """
+        """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights."""
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
         seen: Sequence[PromptImages | None] = [None] * len(sequences)
@@ -220,7 +212,6 @@ class TorchInferenceEngine:
         self._ended.set()
 
     async def _read(self, request: GenerateRequest, files: Sequence[bytes], arrived: float) -> None:
-        """Read the images of a request, and pass it to the compute thread."""
         finish: Finish = "abort"
         images, error = None, ""
         try:
@@ -243,12 +234,10 @@ class TorchInferenceEngine:
         return await anyio.to_thread.run_sync(reader.read, text, digests, files, limiter=self._reads)
 
     def _drop(self, request: GenerateRequest, finish: Finish, error: str = "") -> None:
-        """End a request that the compute thread has not seen."""
         self._samples_posted -= len(request.seeds)
         self._deliver(final_chunks(request, finish, error))
 
     async def _watch(self) -> None:
-        """Return when the engine is stopped; raise as soon as it breaks."""
         await self._ended.wait()
         if self._failure is not None:
             raise self._failure
@@ -266,14 +255,12 @@ class TorchInferenceEngine:
             self._emit(chunks)
 
     def _break(self, failure: EngineError, chunks: list[Chunk]) -> None:
-        """Record that an exception ended the compute thread, and answer everything that is open."""
         self._failure = failure
         self._deliver(chunks)
         self._reject_commands(failure)
         self._ended.set()
 
     def _reject_commands(self, error: EngineError) -> None:
-        """Answer the commands that the compute thread did not process before it ended."""
         while not self._commands.empty():
             command = self._commands.get_nowait()
             if isinstance(command, _GenerateCommand):
@@ -294,19 +281,15 @@ class TorchInferenceEngine:
                 self._loaded.set_exception(error)
                 return
             except Exception as error:  # noqa: BLE001 - `start` raises every error of loading
-                failure = EngineError(
-                    f"cannot serve the model {self._folder!r}: {error!r}; the engines vllm and sglang may"
-                )
-                failure.__cause__ = error
-                self._loaded.set_exception(failure)
+                fault = f"cannot serve the model {self._folder!r}: {error!r}; the engines vllm and sglang may"
+                self._loaded.set_exception(_caused(error, fault))
                 return
             self._loaded.set_result(batcher)
             try:
                 self._serve(batcher)
             except Exception as error:
                 log.exception("the torch inference engine broke")
-                failure = EngineError(f"the torch inference engine broke: {error!r}")
-                failure.__cause__ = error
+                failure = _caused(error, f"the torch inference engine broke: {error!r}")
                 self._end_swaps(failure)
                 self._post(self._break, failure, batcher.give_up())
 
@@ -381,15 +364,10 @@ class TorchInferenceEngine:
             texts = zip(command.sequences, command.images, strict=True)
             command.scores.set_result([batcher.logprobs(sequence, images) for sequence, images in texts])
         except Exception as error:  # noqa: BLE001 - the caller gets the error; serving is not affected
-            failure = EngineError(
-                f"the torch inference engine cannot score: {error}; with `inference.canary: "
-                "null` the run does without"
-            )
-            failure.__cause__ = error
-            command.scores.set_exception(failure)
+            fault = f"the torch inference engine cannot score: {error}; with `inference.canary: null` the run"
+            command.scores.set_exception(_caused(error, f"{fault} does without"))
 
     def _swap(self, batcher: Batcher) -> None:
-        """Load the newest of the due swaps, and answer all of them."""
         newest = max(self._swaps_due, key=lambda swap: swap.order)
         if newest.order > self._newest_swap:
             held, hashes = self._held, dict(newest.hashes)
@@ -411,10 +389,15 @@ class TorchInferenceEngine:
         self._swaps_due.clear()
 
     def _post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Let the event loop call a function."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed, so nobody waits for the call
             self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _caused(error: Exception, fault: str) -> EngineError:
+    failure = EngineError(fault)
+    failure.__cause__ = error
+    return failure
 
 
 def _log_totals(batcher: Batcher) -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """The keys and values that one layer keeps per token. If values are narrower than keys, the rest is
-    unused."""
+    """Keys and values that a layer keeps per token. If values are narrower, the rest is unused."""
 
     kv_heads: int
     head_dim: int
@@ -23,10 +22,8 @@ class LayerShape(NamedTuple):
 class Block(NamedTuple):
     """A part of the pool, filled from its first token on."""
 
-    start: int
-    """Index of its first token in the pool."""
-    capacity: int
-    """Number of tokens it has room for."""
+    start: int  # index of its first token in the pool
+    capacity: int  # number of tokens it has room for
 
 
 class Move(NamedTuple):
@@ -42,12 +39,7 @@ class SlotCache:
 
     `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. Within a block the key
     of head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the one
-    additional token.
-
-    Args:
-        rows: number of rows of the largest step.
-        tokens: size of the pool.
-    """
+    additional token. `rows`: number of rows of the largest step; `tokens`: size of the pool."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], rows: int, tokens: int, device: torch.device, dtype: torch.dtype
@@ -102,12 +94,8 @@ class SlotCache:
     # --------------------------------------------------------------------------------- for decoders
 
     def indices(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads).
-
-        Args:
-            rows: the row of each token; (tokens,) or a slice.
-            positions: (tokens,) position in its row.
-        """
+        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads). `rows`,
+        (tokens,) or a slice, and `positions`, (tokens,), say where each token is."""
         return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
@@ -129,17 +117,13 @@ class SlotCache:
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
         """Return the index where the keys, then the values, of each head begin: (blocks, 2 * heads).
-
-        Args:
-            blocks: start and capacity of each block, flattened.
-        """
+        `blocks`: start and capacity of each, flattened."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
 
     def _tokens_of(self, blocks: Sequence[int], lengths: Sequence[int], heads: int) -> Tensor:
-        """Return the indices of all keys and values of the first tokens of each block; `blocks` as in
-        `_beginnings`."""
+        """Return the indices of all keys and values of the first tokens of each block (see `_beginnings`)."""
         counts = np.repeat(lengths, 2 * heads)
         ends = counts.cumsum()
         # A head's tokens follow its beginning: the difference to the running number of all tokens.

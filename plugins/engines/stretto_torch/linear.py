@@ -24,8 +24,7 @@ _PACKED_FOR = 32
 
 
 class Linear:
-    """A weight (out_features, in_features), perhaps with a bias (out_features,). After each change of the
-    weight, call `pack`."""
+    """A weight (out_features, in_features), perhaps with a bias. When it has changed, call `pack`."""
 
     __slots__ = ("_bias", "_onednn", "_packed", "_transposed", "_weight")
 
@@ -40,12 +39,14 @@ class Linear:
         """Copy the weight into the order of its kernel, if that is another one."""
         if self._onednn:
             self._packed = None  # one copy at a time
-            self._packed = _pack(self._weight)
+            reorder: Any = torch.ops.mkldnn._reorder_linear_weight
+            self._packed = reorder(self._weight, _PACKED_FOR)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T + bias` (rows, out_features) for x (rows, in_features)."""
         if self._packed is not None:
-            return _onednn(x, self._packed, self._bias)
+            linear: Any = torch.ops.mkldnn._linear_pointwise
+            return linear(x, self._packed, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -69,18 +70,7 @@ def prefers_onednn(
 
 
 def _is_amd() -> bool:
-    """Whether the processor is AMD's; False where the system does not say it as Linux does."""
     try:
         return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-
-
-def _pack(weight: Tensor) -> Tensor:
-    reorder: Any = torch.ops.mkldnn._reorder_linear_weight
-    return reorder(weight, _PACKED_FOR)
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    linear: Any = torch.ops.mkldnn._linear_pointwise
-    return linear(x, weight, bias, "none", [], "")

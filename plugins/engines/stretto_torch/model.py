@@ -46,21 +46,14 @@ class LoadedModel:
     """A model ready to be served."""
 
     decoder: Decoder
-    targets: Targets
-    """The tensors that new weights are copied into, by their names in the model's files."""
+    targets: Targets  # the tensors that new weights are copied into, by their names in the model's files
     shapes: Shapes
-    eos: tuple[int, ...]
-    """Tokens that end an answer."""
-    reader: ImageReader | None = None
-    """What reads the images of prompts; None for a model of text."""
+    eos: tuple[int, ...]  # tokens that end an answer
+    reader: ImageReader | None = None  # what reads the images of prompts; None for a model of text
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
-    """Load a model from a local folder or the hub.
-
-    Args:
-        samples_in_flight: see `Context`.
-    """
+    """Load a model from a local folder or the hub."""
     device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
@@ -77,12 +70,23 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     sample_bytes, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
     slots = config.slots or slots_within(config, samples_in_flight, sample_bytes, memory)
     shapes = Shapes(slots, length)
-    decoder = _choose(model, shapes, config) if reader is None else _seeing(model, shapes, config, reader)
+    decoder = _choose(model, shapes, config, reader)
     targets = decoder.targets.renamed(names_in_files(model, folder))
     return LoadedModel(decoder, targets, shapes, _eos(model), reader)
 
 
-def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
+def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader | None) -> Decoder:
+    if reader is None and (fast := _fast_decoder(model, shapes, config)):
+        return fast
+    tokens = _cache_tokens(model, shapes, config, padded_rows(1))
+    decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
+    _refuse_unless_same(decoder, model, difference(decoder, model))
+    if reader is not None:
+        _refuse_unless_same(decoder, model, difference_with_image(decoder, model, reader))
+    return decoder
+
+
+def _fast_decoder(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder | None:
     onednn = prefers_onednn(config.linear, model.device, model.dtype)
     rows, length = shapes.most_rows, shapes.length
     try:
@@ -95,17 +99,7 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder
     except UnsuitableError as reason:
         fault = str(reason)
     log.info("transformers runs the model, not the hand-written decoder", why=fault)
-    decoder = HFDecoder(model, rows, length, _cache_tokens(model, shapes, config, padded_rows(1)))
-    _refuse_unless_same(decoder, model, difference(decoder, model))
-    return decoder
-
-
-def _seeing(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader) -> Decoder:
-    tokens = _cache_tokens(model, shapes, config, padded_rows(1))
-    decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
-    _refuse_unless_same(decoder, model, difference(decoder, model))
-    _refuse_unless_same(decoder, model, difference_with_image(decoder, model, reader))
-    return decoder
+    return None
 
 
 def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
@@ -120,7 +114,6 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
 
 
 def _memory(device: torch.device, share: float) -> float:
-    """Return the bytes of memory of a device; of a GPU, the share that this process may take."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory * share
     return available_memory()
@@ -206,7 +199,6 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
 
 
 def _context(config: Any, length: int | None) -> int:
-    """Return the largest number of tokens in a sample, with its prompt."""
     max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if length is not None and max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")

@@ -15,12 +15,7 @@ from torch import Tensor
 
 
 class Norm:
-    """The normalisation of vectors of dimension D.
-
-    Args:
-        weight: (D,), times `factor(D, weight)`.
-        eps: added to the mean square.
-    """
+    """The normalisation of vectors of dimension D. `weight`: (D,), times `factor(D, weight)`."""
 
     __slots__ = ("_eps", "_least", "_weight")
 

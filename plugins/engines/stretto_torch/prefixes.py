@@ -31,17 +31,10 @@ class CachedText:
 
     ids: NDArray[np.int32]
     keys: tuple[int, ...]
-    used: int
-    """When the text was added or found: a number that grows with each use."""
+    used: int  # when the text was added or found: a number that grows with each use
     sample: SlotSample | None = None
     """The running sample whose row holds the text; None if it has a separate block."""
-    block: Block = _NOWHERE
-    """The separate block."""
-
-    @property
-    def place(self) -> SlotSample | Block:
-        """Where the text is."""
-        return self.sample or self.block
+    block: Block = _NOWHERE  # the separate block
 
     @property
     def stop(self) -> int:
@@ -50,12 +43,9 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts of one pool with `tokens` tokens.
-
-    Args:
-        saves: use little of the pool, because what is used once takes memory: as much as the rows had at
-            most, and twice as much whenever a text comes again that had no room.
-    """
+    """The texts of one pool with `tokens` tokens. `saves`: use little of the pool, because what is used once
+    takes memory: as much as the rows had at most, and twice as much whenever a text comes again that had no
+    room."""
 
     def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
@@ -91,7 +81,7 @@ class Prefixes:
         if found is None or shared < SHORTEST:
             return None
         found.used = self._next_use()
-        return found.place, shared
+        return found.sample or found.block, shared
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
         """Record that a running sample's slot begins with this text."""
@@ -147,9 +137,8 @@ class Prefixes:
         return text
 
     def _place(self, text: CachedText) -> bool:
-        """Give a text a block in the free part: the next gap that is large enough, or else, of the next
-        `_LOOKS` places, the one whose last use is longest ago. Return False if that is after the text's
-        own."""
+        """Give a text a block: the next gap that is large enough, or else, of the next `_LOOKS` places, the
+        one whose last use is longest ago. Return False if that is after the text's own."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
         best = (text.used, 0, 0, 0)
         for look in range(min(places, _LOOKS)):
@@ -193,7 +182,6 @@ class Prefixes:
 
 
 def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return the number of leading tokens that two texts share."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length

@@ -99,9 +99,8 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 
 def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Add the bias, divide by the temperature, and mask the tokens that min_p removes, then those that top_k
-    and top_p remove from the rest. In a greedy row only the bias is applied: its logprobs are those of the
-    plain distribution."""
+    """Add the bias, divide by the temperature, and mask what min_p, then top_k and top_p remove. A greedy row
+    gets only the bias: its logprobs are those of the plain distribution."""
     device = logits.device
     if settings.bias is not None:
         index = (torch.from_numpy(settings.bias.rows), torch.from_numpy(settings.bias.tokens))
@@ -125,9 +124,8 @@ def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
 
 
 def _keep_likeliest(logits: Tensor, top_k: int, top_p: float, width: int = _LIKELIEST) -> Tensor:
-    """Return (R, V) with -inf outside the `top_k` likeliest tokens (0: all) and, among these, outside the
-    smallest set with at least `top_p` of the probability. `width`: number of likeliest tokens to try first if
-    top_k is 0."""
+    """Return (R, V) with -inf outside the `top_k` likeliest tokens (0: all, of which `width` are tried first)
+    and, among these, outside the smallest set with at least `top_p` of the probability."""
     width = min(top_k or width, logits.shape[1])
     values, tokens = logits.topk(width)  # (R, width), descending
     normaliser = (values if top_k else logits).logsumexp(-1, keepdim=True)

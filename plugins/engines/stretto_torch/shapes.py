@@ -3,9 +3,7 @@ shapes of prefills in deterministic engines.
 
 The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. Prompts that one prefill
 computes have the same number of columns, a multiple of 16. With such shapes every kernel in use has been
-observed to give the same bits for a row, whatever the shape; `determinism.py` tests it. If the test fails,
-every prompt is computed separately; if that does not suffice, the number of rows is fixed at its largest, and
-last the lengths too.
+observed to give the same bits for a row; `determinism.py` tests it, and says what is fixed if it fails.
 """
 
 from __future__ import annotations
@@ -37,16 +35,12 @@ class TokenSpan:
 class Shapes:
     """The shapes of one engine."""
 
-    slots: int
-    """Number of samples decoded at once."""
-    context: int
-    """Tokens a sample may have, prompt and answer together."""
-    fixed: bool = False
-    """Compute every step with the largest shapes."""
+    slots: int  # number of samples decoded at once
+    context: int  # tokens a sample may have, prompt and answer together
+    fixed: bool = False  # compute every step with the largest shapes
     trimmed: bool = False
     """With `fixed`, fix only the number of rows: attention reads no more positions than needed."""
-    solo_prompts: bool = False
-    """Compute every prompt of a deterministic engine separately."""
+    solo_prompts: bool = False  # compute every prompt of a deterministic engine separately
 
     @property
     def full(self) -> bool:
@@ -68,12 +62,8 @@ class Shapes:
         return self.most_rows if self.fixed else padded_rows(live)
 
     def spans(self, positions: NDArray[np.int64], size_classes: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-        """Return the spans of a step: one for each size class, as long as its longest row needs.
-
-        Args:
-            positions: (live,) positions of the tokens that are computed.
-            size_classes: rows start..stop-1 of each size class, in order; together all live rows.
-        """
+        """Return the spans of a step: one for each size class, as long as its longest row needs. `positions`,
+        (live,), are those of the tokens that are computed; the classes are rows start..stop-1, in order."""
         if self.full:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [

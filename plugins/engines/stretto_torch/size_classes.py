@@ -1,13 +1,11 @@
 """The allocator of the cache: it gives each row a block of the pool.
 
-A row has a block of the smallest capacity that holds it, and moves to a larger block when that one is full,
-or when the rows of its capacity are so few that they join those of the next. The rows of one capacity form a
-size class: their blocks are adjacent in the pool, and the rows are adjacent in the step, so that attention
-reads them as one tensor. The pool begins with the blocks of all size classes except the largest, larger
-capacities first. Each capacity divides those before it, so that most blocks keep their positions when a size
-class before them grows or shrinks by one block. The size class of the largest capacity is at the end of the
-pool: its capacity is the slot's own length, which the other capacities need not divide. The space between the
-two parts is free.
+A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. The rows of
+one capacity form a size class: they are adjacent in the pool and in the step, so that attention reads them as
+one tensor. The pool begins with the blocks of all size classes except the largest, larger capacities first.
+Each capacity divides those before it, so that most blocks keep their positions when a size class before them
+grows or shrinks by one block. At the end of the pool is the largest one, whose capacity is the slot's own
+length, which the others need not divide. The space between is free.
 """
 
 from __future__ import annotations
@@ -30,24 +28,16 @@ _CHEAP = 768
 class Plan:
     """A new order of the rows, and their blocks."""
 
-    order: list[int]
-    """For each new row, its current row."""
-    blocks: list[Block]
-    """The block of each new row, possibly followed by blocks of padding rows."""
+    order: list[int]  # for each new row, its current row
+    blocks: list[Block]  # the block of each new row, possibly followed by blocks of padding rows
     size_classes: list[tuple[int, int]]
     """The rows start..stop-1 of each size class: their blocks are adjacent and have one capacity. In order,
     together all rows."""
-    free: tuple[int, int]
-    """Tokens start..stop-1 of the pool, which are in no block."""
+    free: tuple[int, int]  # tokens start..stop-1 of the pool, which are in no block
 
 
 class SizeClasses:
-    """Plans the blocks of a pool.
-
-    Args:
-        shapes: the shapes of the engine.
-        one_size_class: whether all rows of a step, padding included, must be in one size class.
-    """
+    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one."""
 
     def __init__(self, shapes: Shapes, tokens: int, *, one_size_class: bool) -> None:
         self._shapes = shapes
@@ -69,11 +59,7 @@ class SizeClasses:
         return sum(map(self._capacity, needs)) <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
-        """Order the rows and give each a block with room for its tokens. Rows keep their blocks if possible.
-
-        Args:
-            needs: tokens that each row needs; `fits` must be true for them.
-        """
+        """Order the rows and give each a block with room; they must fit, and keep theirs if possible."""
         by_capacity: dict[int, list[int]] = {}
         if self._one_size_class and needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]
@@ -99,8 +85,7 @@ class SizeClasses:
         return Plan(order, row_blocks, size_classes, (left, right))
 
     def _join_small(self, by_capacity: dict[int, list[int]]) -> None:
-        """Join a size class to the next larger one if that costs less than another call of attention, and the
-        pool has room."""
+        """Join a class to the next larger one where that costs less than another call of attention."""
         room = self._tokens - sum(capacity * len(rows) for capacity, rows in by_capacity.items())
         for capacity, larger in pairwise(sorted(by_capacity)):
             cost = (larger - capacity) * len(by_capacity[capacity])

@@ -11,14 +11,9 @@ from stretto_torch.images import PromptImages
 
 @dataclass(eq=False)
 class SlotSample(OpenSample):
-    """One answer that is being generated. If the cache is full, the samples that arrived last leave their
-    slots first."""
+    """One answer that is being generated. If the cache is full, those that arrived last leave first."""
 
-    stops: StopStrings | None = None
-    """The detector of the request's stop strings, if it has any."""
-    images: PromptImages | None = None
-    """Of the prompt; None if it has none."""
-    row: int = -1
-    """Row among the running samples; -1 while the sample is not running."""
-    pure: bool = True
-    """Whether everything in the sample's slot was computed with the current weights."""
+    stops: StopStrings | None = None  # the detector of the request's stop strings, if it has any
+    images: PromptImages | None = None  # of the prompt; None if it has none
+    row: int = -1  # row among the running samples; -1 while the sample is not running
+    pure: bool = True  # whether everything in the sample's slot was computed with the current weights

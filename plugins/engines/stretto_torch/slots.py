@@ -52,10 +52,8 @@ NO_TOKENS = SlotOutput(np.empty(0, np.int32), np.empty(0, np.float32), np.empty(
 class _SharedPrompt:
     """A prompt that was computed for one sample of a request, so that the other samples can copy it."""
 
-    lender: SlotSample
-    """The running sample whose slot holds the prompt's keys and values."""
-    logits: Tensor
-    """(V,) float32, the logits after the last token of the prompt."""
+    lender: SlotSample  # the running sample whose slot holds the prompt's keys and values
+    logits: Tensor  # (V,) float32, the logits after the last token of the prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +63,13 @@ class SampleEnding:
     sample: SlotSample
     finish: Finish
     error: str
-    unsent: SlotOutput
-    """The part of the answer that has not been sent yet."""
+    unsent: SlotOutput  # the part of the answer that has not been sent yet
 
 
 class Slots:
     """Rows and lanes of the running samples.
 
     Args:
-        shapes: shapes to compute with.
         image_token: id that stands for images; -1 for a model of text. An answer with it has no meaning.
         deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
             others of the same padded length, and a sample that has a slot keeps it.
@@ -143,13 +139,11 @@ class Slots:
 
     @property
     def lost_tokens(self) -> int | None:
-        """Tokens that were computed again because the cache had no room for them; None without a prefix
-        cache."""
+        """Tokens computed again for want of room in the cache; None without a prefix cache."""
         return self._prefixes and self._prefixes.lost_tokens
 
     def surplus(self) -> list[SlotSample]:
-        """Return the running samples that must leave before the next step because the cache is too small for
-        all: those that came last."""
+        """Return the samples, the last ones, that must leave before the next step for want of room."""
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
@@ -249,7 +243,6 @@ class Slots:
     # -------------------------------------------------------------------------------- new samples
 
     def _seat(self, sample: SlotSample) -> None:
-        """Give a sample the next row and a lane, and set all its state except keys and values."""
         sample.row = len(self.running)
         sample.pure = True
         self.running.append(sample)
@@ -280,8 +273,7 @@ class Slots:
         self._kept[lane] = []
 
     def _samples_to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
-        """Return the new samples that do not copy their prompt from another sample. A request's prompt is
-        computed for one sample; others copy it while that one is running and the weights do not change."""
+        """Return the samples that do not copy their prompt from another running one of their request."""
         by_request: dict[str, SlotSample] = {}
         for sample in samples:
             if not len(sample.begun) and sample.request.id not in self._shared_prompts:
@@ -289,7 +281,6 @@ class Slots:
         return [s for s in samples if len(s.begun) or by_request.get(s.request.id) is s]
 
     def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
-        """Return for each new sample the block that holds a prefix of its text, and the prefix's length."""
         if self._prefixes is None:
             return {}
         prefixes: dict[SlotSample, tuple[Block, int]] = {}
@@ -317,7 +308,6 @@ class Slots:
         return text
 
     def _shifts(self, rows: NDArray[np.int64] | slice) -> Tensor | None:
-        """Return the shifts of these rows; None for a model of text."""
         if self._image_token < 0:
             return None
         return torch.from_numpy(self._shift[self._lane[rows]]).to(self._device)
@@ -339,11 +329,8 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Compute the known tokens of each row, from `begins[i]` on where its slot holds the tokens before.
-
-        Returns:
-            (V,) logits after the last token of each row, in the order of `rows`.
-        """
+        """Return (V,) logits after the known tokens of each row, computed from `begins[i]` on where its slot
+        holds the tokens before."""
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}
@@ -463,13 +450,9 @@ class Slots:
         former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = (),
         prefixes: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
-        """Keep only these rows, in a new order and in blocks that fit their current lengths.
-
-        Args:
-            former_texts: blocks and texts of samples that have just left.
-            prefixes: the block and length of each new sample's prefix, to copy it from. Everything is copied
-                at once, so a source may overlap another row's new block.
-        """
+        """Keep only these rows, in a new order and in blocks that fit their current lengths. `former_texts`:
+        of samples that have just left. `prefixes`: where to copy each new sample's from; all is copied at
+        once, so a source may overlap another row's new block."""
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
         needs = [positions[row] + 1 for row in rows]
@@ -505,5 +488,4 @@ class Slots:
 
 
 def _limit(sample: SlotSample) -> int:
-    """Return the largest number of tokens of prompt and answer together."""
     return len(sample.prompt) + sample.request.sampling.max_tokens

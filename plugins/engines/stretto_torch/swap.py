@@ -19,12 +19,9 @@ from stretto_torch.linear import Linear
 class Target:
     """The place where a decoder keeps one tensor of the checkpoint."""
 
-    into: Tensor
-    """A view of the decoder's own weights, shaped like the tensor."""
-    order: Tensor | None = None
-    """Order of the tensor's rows in `into`; None keeps the order."""
-    factor: float = 1.0
-    """Factor of the tensor's values in `into`."""
+    into: Tensor  # a view of the decoder's own weights, shaped like the tensor
+    order: Tensor | None = None  # order of the tensor's rows in `into`; None keeps the order
+    factor: float = 1.0  # factor of the tensor's values in `into`
 
     def load(self, tensor: Tensor) -> None:
         """Copy, converting dtype and device."""
@@ -44,11 +41,7 @@ class Targets:
     """Products with these tensors, which may have to rearrange their weights."""
 
     def renamed(self, names: Mapping[str, str]) -> Targets:
-        """Return the same targets under other names.
-
-        Args:
-            names: the names to change -> their new names.
-        """
+        """Return the same targets under other names: those to change -> their new ones."""
         by_name = {names.get(name, name): target for name, target in self.by_name.items()}
         tied = frozenset(names.get(name, name) for name in self.tied)
         return Targets(by_name, tied, self.products)
