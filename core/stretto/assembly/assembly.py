@@ -240,8 +240,8 @@ def decided(composed: Composed) -> Composed:
 
 
 def _has_room(config: RunConfig) -> bool:
-    """Return whether an engine for evaluations costs a run little: the run has one engine, on processors of
-    this machine, and half of the memory holds the trainer and both engines."""
+    """Return whether an engine for evaluations costs little: the run has one engine, on processors of this
+    machine, and half of the memory holds the trainer and both engines."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
     if not section.may_be_doubled or section.gpus or not is_alone:

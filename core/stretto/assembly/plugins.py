@@ -273,7 +273,6 @@ class Plugins:
 
 @cache
 def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of a group in the packages that are installed on this path."""
     return tuple(_installed(search_path).select(group=group))
 
 
@@ -299,9 +298,7 @@ def missing_extra(component: Component[Any]) -> str:
 
 
 def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
-    """Refuse a function whose hook or argument does not exist. pluggy accepts a misspelt hook, and
-    reports a wrong argument only as a traceback.
-    """
+    """pluggy accepts a misspelt hook, and reports a wrong argument only as a traceback."""
     name = function.__name__
     location = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     hook_names = [hook for hook in vars(hooks) if hook.startswith("stretto_")]
@@ -315,7 +312,6 @@ def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
 
 
 def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
-    """Return the components that a hook of one kind yields."""
     label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
     try:
         result = hook()

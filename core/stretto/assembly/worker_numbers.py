@@ -31,8 +31,6 @@ EVALUATOR = "inference-evaluation"
 
 
 class _ChangedNumber(msgspec.Struct, frozen=True):
-    """A changed number."""
-
     file: int
     """The number of the run file when it was changed."""
     now: int

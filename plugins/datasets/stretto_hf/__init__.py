@@ -86,7 +86,6 @@ class _Undecoded:
 
 
 def _has_images(feature: Any) -> bool:
-    """Return whether a feature, or a mapping or list of features, contains images."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -97,7 +96,6 @@ def _has_images(feature: Any) -> bool:
 
 
 def _load_split(config: HFConfig) -> Any:
-    """Load the split with the library's function for the kind of `path`."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -125,8 +123,7 @@ def _load_split(config: HFConfig) -> Any:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Hash the values of all rows, so that the digest is the same on every machine, independent of the
-    library's cache."""
+    """Hash the values of all rows: the same on every machine, independent of the library's cache."""
     hasher = hashlib.sha256()
     for row in rows:
         hasher.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())

@@ -170,11 +170,7 @@ def restore(value: Any) -> Any:
 
 
 def _make_dataset(order: Order) -> Any:
-    """Make the library's dataset.
-
-    Raises:
-        ConfigError: for an unknown task or an unknown option.
-    """
+    """Raise ConfigError for an unknown task or an unknown option."""
     from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -124,7 +124,6 @@ class RayHandle:
             self._actor.signal.remote(number)  # a lost actor is seen by `_follow`
 
     async def _follow(self) -> None:
-        """Write the output of the worker into its log until it has ended."""
         status = _LOST
         try:
             while True:
@@ -151,7 +150,6 @@ class RayHandle:
             self._status.set_result(status)
 
     async def _loss(self, error: Exception) -> str:
-        """Return how the worker was lost."""
         living = [node["NodeID"] for node in await _ask(self._ray.nodes, []) if node["Alive"]]
         if self._node not in living:
             return f"{self.worker} is lost with its node {self._name}"
@@ -240,11 +238,6 @@ class RayLauncher:
         return handles
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """Return the living nodes of the cluster.
-
-        Raises:
-            LaunchError: if there is no connection to it.
-        """
         connect(self._config, self._log)
         keep_sigterm()
         return [node for node in import_module("ray").nodes() if node["Alive"]]

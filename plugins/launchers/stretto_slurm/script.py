@@ -97,11 +97,8 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
 
 
 def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[str]:
-    """Return the options for the cores, GPUs and memory of each node, with which the workers have room.
-
-    With GPUs, these are as few as possible, and ranks get as few nodes as these allow. Without, the cores
-    and the memory are as little as possible.
-    """
+    """Return the options for each node with which the workers have room. With GPUs, these are as few as
+    possible, and ranks get as few nodes as these allow. Else cores and memory are as little as possible."""
     spots, gpus = (
         _place_on_gpus(jobs, nodes)
         if any(job.resources.gpus for job in jobs)

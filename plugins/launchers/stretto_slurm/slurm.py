@@ -129,7 +129,6 @@ class SlurmHandle:
             await _ask_quietly("srun", *options, f"--nodelist={self._spot.node}", *kill)
 
     def _output(self) -> str:
-        """Return what the step has written since it began."""
         with Path(self._job.log).open("rb") as file:
             file.seek(self._log_begin)
             return file.read().decode(errors="replace")
@@ -215,7 +214,6 @@ class SlurmLauncher:
         return spots
 
     def _place_part(self, jobs: Sequence[Job], nodes: Sequence[Node]) -> dict[str, Spot]:
-        """Choose the spots of jobs on the nodes of one part, beside what runs there."""
         names, starting = {node.name for node in nodes}, {job.worker for job in jobs}
         taken = {
             worker: (job, spot)
@@ -251,7 +249,6 @@ class SlurmLauncher:
 
 
 def _wrapped(job: Job, spot: Spot, prologue: Sequence[str]) -> str:
-    """Return the lines of bash that run a worker's command in a session of its own."""
     return "\n".join(
         [*prologue, _WRAPPER.format(gpus=" ".join(spot.gpus), worker=job.worker, wait=wait_for("worker"))]
     )

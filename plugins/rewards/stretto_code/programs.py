@@ -185,7 +185,6 @@ class _WarmPython:
             os.close(descriptor)
 
     def wait_until_ready(self) -> None:
-        """Wait until the warm Python has started."""
         self._control.settimeout(_START_S)
         try:
             ready = self._control.recv(len(READY)) == READY
@@ -202,13 +201,7 @@ class _WarmPython:
             )
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        """Run one program.
-
-        Raises:
-            _SandboxLost: if the sandbox ended by itself.
-            TimeoutError: if it did not answer in time.
-            RewardError: if the program could not be started.
-        """
+        """Raise `_SandboxLost` if the sandbox ended by itself, TimeoutError if it did not answer in time."""
         with ExitStack() as stack:
             output, errors = _Output(), _Output()
             stack.callback(output.close)
@@ -272,7 +265,6 @@ class _WarmPython:
         return ending, status
 
     def end(self) -> None:
-        """End the sandbox with its programs."""
         self._control.close()
         self._process.terminate()
         try:
@@ -285,8 +277,6 @@ class _WarmPython:
 
 
 class _Output:
-    """A pipe for the output of a program, and what was read from it."""
-
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
         os.set_blocking(self.reading, False)

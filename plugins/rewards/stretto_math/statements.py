@@ -133,7 +133,6 @@ def is_right(gold: Gold, completion: str) -> bool:
 
 
 def _is_retracted(statement: _Statement, completion: str) -> bool:
-    """Return whether the text after a result says that it is another one."""
     return bool(_DENIAL.match(completion, statement.end) or _RETRACTION.search(completion, statement.start))
 
 

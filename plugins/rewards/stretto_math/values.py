@@ -350,7 +350,6 @@ _FILLERS = {
 
 
 def _digits_with_unit(text: str) -> Quantity | None:
-    """Read a number in digits, with its unit."""
     text, unit, percent = _without_unit(text)
     number = _number(text)
     return None if number is None else Quantity(number, percent, unit)

@@ -89,5 +89,4 @@ class TrackioTracker:
 
 
 def _newest(rows: Sequence[Mapping[str, Any]], name: str, default: int) -> int:
-    """Return the newest step of which there is something under a name."""
     return max((row["step"] for row in rows if name in row), default=default)

@@ -51,7 +51,6 @@ class OnlineWorkflow:
         return recorder, score
 
     async def _score_of(self, agent: AgentSession) -> Score:
-        """Offer a session and return its reward, once it has ended."""
         timeout_s = self._config.session_timeout_s
         async with self.registry.endpoint.serve(agent.recorder) as agent.key:
             await self.registry.offer(agent)

@@ -56,8 +56,6 @@ class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 @dataclass
 class _ToolLoop:
-    """One conversation, with the number of its calls and of those that failed."""
-
     conversation: Conversation
     calls: int = 0
     errors: int = 0
