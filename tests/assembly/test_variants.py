@@ -97,13 +97,9 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
         (
             "variants.short.sampling.temperature=0.5",
             "variants.short.sampling.temperature",
-            "one temperature, that of `sampling` \\(0.9\\)",
+            "one temperature, that of `sampling` (0.9)",
         ),
-        (
-            "variants.base.sampling={top_k: 5, temperature: 0.9}",
-            "variants.base.sampling",
-            "top_p",
-        ),
+        ("variants.base.sampling={top_k: 5, temperature: 0.9}", "variants.base.sampling", "top_p"),
         ("algorithm.group_size=1", "variants.form.reward", "expected algorithm.group_size of at least 2"),
         ("algorithm=sft", "variants", "this algorithm samples none"),
         (
@@ -121,10 +117,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
 def test_variants_that_make_no_sense_are_refused(
     run_file: Path, override: str, path: str, complaint: str
 ) -> None:
-    faults = found(run_file, override)
-    assert path in faults, faults
-    with pytest.raises(AssertionError, match=complaint):
-        raise AssertionError(faults[path])
+    assert complaint in found(run_file, override)[path]
 
 
 def test_a_single_variant_is_refused(run_file: Path) -> None:
