@@ -52,11 +52,7 @@ class Worker:
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
         """Return the job that starts the worker. Without a command it is enough to find the worker a place.
-
-        Args:
-            log: file that gets the output.
-            imports: modules that take long to import and that the worker needs.
-        """
+        `imports` are modules that take long to import and that the worker needs."""
         return Job(
             worker=self.id,
             role=self.role,
@@ -198,11 +194,7 @@ class Assembly:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run's model, for the run's rows.
-
-        Raises:
-            ConfigError: if the model has none that can be loaded.
-        """
+        """The tokenizer of the run's model, for the run's rows. Raises ConfigError if none can be loaded."""
         return load_tokenizer(self.config.model, self.config.dataset)
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:

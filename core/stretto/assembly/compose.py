@@ -94,14 +94,8 @@ class Composed:
         return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """Make the object of the component that the section at `path` chose.
-
-        Args:
-            section: the config for the component; None for that section.
-
-        Raises:
-            ContractError: if the object does not keep the contract of its kind.
-        """
+        """Make the object of the component that the section at `path` chose, from that section or another
+        one. Raise ContractError if the object does not keep the contract of its kind."""
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
             parts = getattr(section, _PARTS, None)
@@ -125,12 +119,8 @@ class Composed:
 
     def blame(self, error: BaseException, path: str = "") -> str:
         """Name the component whose code is innermost in the error's traceback, such as `algorithm 'median' of
-        acme 1.2 raised ValueError: … (median.py:23)`.
-
-        Args:
-            path: dotted key of the section whose component was called. The text names this component if no
-                component's files are in the traceback. Without `path` the text is then empty.
-        """
+        acme 1.2 raised ValueError: … (median.py:23)`. If the traceback has no component's files, name that of
+        the section at `path`; without `path`, return an empty text."""
         owners = {
             section: self.origin(section) for section in ([path] if path else []) + list(self.components)
         }
@@ -142,10 +132,7 @@ class Composed:
 
     def explain(self, error: BaseException, log: Path | str) -> str:
         """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
-
-        Args:
-            log: what has the traceback, for an error that is not a `StrettoError`.
-        """
+        `log` has the traceback, for an error that is not a `StrettoError`."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -158,11 +145,8 @@ def compose(
     *,
     document: Mapping[str, Any] | None = None,
 ) -> Composed:
-    """Read a run file, merge `key=value` overrides, and convert every section to its struct.
-
-    Args:
-        document: used instead of the file's content; errors still name the file.
-    """
+    """Read a run file, merge `key=value` overrides, and convert every section to its struct. A `document` is
+    used instead of the file's content; errors still name the file."""
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
 
     try:

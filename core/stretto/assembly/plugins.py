@@ -125,11 +125,8 @@ class Plugins:
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
     def add_path(self, path: Path) -> None:
-        """Load a plugin module by path. Its components are available from now on.
-
-        Raises:
-            PluginError: if the module cannot be imported or is not a plugin.
-        """
+        """Load a plugin module by path, whose components are then available. Raise PluginError if it cannot
+        be imported or is not a plugin."""
         if path in self._paths:
             return
         name = f"stretto_path_{path.stem}"
@@ -154,10 +151,7 @@ class Plugins:
 
     def get(self, kind: Kind, name: str) -> Component[Any]:
         """Return the component of this kind and name. Use `distribution:name` if two plugins share the name.
-
-        Raises:
-            PluginError: if the name is unknown or ambiguous, or the plugin does not load.
-        """
+        Raise PluginError if the name is unknown or ambiguous, or the plugin does not load."""
         distribution, _, bare = name.rpartition(":")
         sources = [
             source

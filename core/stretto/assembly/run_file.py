@@ -53,7 +53,8 @@ class RunFile(KeySource):
         if number := _unusual_number(value):
             raise ConfigError(f"override {item!r}: {number[1]}", value=item)
         # `training=mock` replaces the component and keeps the section's other keys.
-        is_name = names_component(key) and not value.startswith(("{", "[")) and not _is_null(value)
+        is_null = value in ("", "~", "null", "Null", "NULL")
+        is_name = names_component(key) and not value.startswith(("{", "[")) and not is_null
         return f"{key}.use={value}" if is_name else item
 
     def load(self) -> Any:
@@ -224,10 +225,6 @@ def _unusual_number(text: str) -> tuple[int, str] | None:
             instead = f"{reads}; write it without a leading 0 and without colons, or in quotes"
             return node.start_mark.line + 1, instead
     return None
-
-
-def _is_null(value: str) -> bool:
-    return value in ("", "~", "null", "Null", "NULL")
 
 
 def _to_plain(config: DictConfig) -> dict[str, Any]:

@@ -35,7 +35,6 @@ class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number of rows to use, from the first on; null for all."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         super().__post_init__()
         if self.streaming and self.limit is None:
             raise ValueError("streaming needs limit, the number of rows to read")

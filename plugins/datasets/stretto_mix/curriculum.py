@@ -92,12 +92,8 @@ class _PartRows:
 
 
 class MixCurriculum:
-    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset.
-
-    Args:
-        pools: difficulty pools by rising `max`, the last one without a bound; empty for none.
-        unseen: weight of rows without a result.
-    """
+    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset. Pools come by rising `max`, the
+    last one without a bound; `unseen` is the weight of rows without a result."""
 
     def __init__(
         self,

@@ -132,11 +132,7 @@ class Generator:
 
 def plain(value: Any) -> Any:
     """Convert a value of the library to data that msgpack can encode and `restore` converts back: tuples,
-    and integers of more than 64 bits, are marked.
-
-    Raises:
-        TypeError: if the value is not plain data.
-    """
+    and integers of more than 64 bits, are marked. Raise TypeError for a value of another type."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):

@@ -62,11 +62,8 @@ def wait_for(variable: str) -> str:
 
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
-    """Return the script of a job for a run.
-
-    Raises:
-        LaunchError: if the workers have no room on the number of nodes, however large the nodes are.
-    """
+    """Return the script of a job for a run. Raise LaunchError if the workers have no room on the number of
+    nodes, however large the nodes are."""
     parts = [(config.nodes, config.options), *((each.nodes, each.options) for each in config.parts.values())]
     headers: list[list[str]] = []
     for number, (nodes, options) in enumerate(parts):

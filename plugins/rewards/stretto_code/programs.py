@@ -33,12 +33,12 @@ from stretto_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCR
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-_START_S = 60.0
+_START_S = 60.0  # a warm Python imports its modules, on a busy machine beside many others
 _ATTEMPTS = 2
 """Warm Pythons that one program may lose to causes outside it."""
 _GRACE_S = 5.0
 """Seconds beyond the time limit of a program after which its warm Python is replaced."""
-_END_S = 10.0
+_END_S = 10.0  # a sandbox that was told to end and has not is killed
 _TRIAL = ProgramLimits(time_s=20, memory_mb=64, processes=1, output_kb=1, disk_mb=1)
 _CHUNK = 65536
 _MAX_ERRORS = 8192
@@ -54,16 +54,9 @@ _ENVIRONMENT = {
 
 
 class SandboxRunner:
-    """A `stretto.program_runner.ProgramRunner` with warm sandboxes. All of them start at once.
-
-    Args:
-        sandbox: `unsafe` runs the programs with this user's rights, within the limits of one process.
-        parallel: number of warm Pythons.
-        imports: modules that they import before they fork, so that programs get them at no cost.
-
-    Raises:
-        RewardError: if the sandbox cannot start.
-    """
+    """A `stretto.program_runner.ProgramRunner` with `parallel` warm sandboxes, which all start at once. With
+    `unsafe`, programs have this user's rights, within the limits of one process. Raises RewardError if a
+    sandbox cannot start."""
 
     def __init__(self, sandbox: SandboxMode, parallel: int, imports: Sequence[str] = ()) -> None:
         self._sandbox: SandboxMode = sandbox

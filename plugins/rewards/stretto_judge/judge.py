@@ -23,7 +23,7 @@ from stretto.errors import RewardError, printable
 from stretto.reward import text_of
 from stretto_judge import JudgeConfig
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # pauses double, so that a busy server gets ever less
 _MOST_PAUSE_S = 120.0
 """Longest pause that a server can ask for, in seconds."""
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})

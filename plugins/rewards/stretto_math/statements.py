@@ -46,10 +46,7 @@ _REASON = re.compile(
 
 def read_gold(text: str) -> Gold:
     """Read a row's expected answer: bare, in `$…$`, in `\\boxed{}`, after `####`, or at a solution's end.
-
-    Raises:
-        Unreadable: if the text states no result.
-    """
+    Raise `Unreadable` if the text states no result."""
     text = plain_notation(text).strip()
     if "####" in text:
         text = text.rpartition("####")[2].strip()

@@ -157,11 +157,7 @@ _UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]
 
 
 def read(text: str) -> Value:
-    """Read the value that a text states.
-
-    Raises:
-        Unreadable: if the text is not mathematics.
-    """
+    """Read the value that a text states. Raise `Unreadable` if the text is not mathematics."""
     try:
         return _read(_clean(text))
     except RecursionError as error:

@@ -41,7 +41,8 @@ class TrackioTracker:
                 raise ConfigError(
                     f"unset {name}: the tracker trackio writes to this machine; `trackio sync` sends"
                 )
-        self._name = kept_id(self._config, self._context, self._new_name)
+        base = self._config.run_name or Path(self._context.folder).name
+        self._name = kept_id(self._config, self._context, lambda: f"{base}-{secrets.token_hex(2)}")
         self._run = trackio.init(
             self._config.project,
             self._name,
@@ -83,9 +84,6 @@ class TrackioTracker:
         """Write what is left."""
         del summary
         self._run.finish()
-
-    def _new_name(self) -> str:
-        return f"{self._config.run_name or Path(self._context.folder).name}-{secrets.token_hex(2)}"
 
 
 def _newest(rows: Sequence[Mapping[str, Any]], name: str, default: int) -> int:

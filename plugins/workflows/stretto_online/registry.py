@@ -90,11 +90,8 @@ class SessionRegistry:
         self.endpoint = Endpoint(config.tool_parser, routes)
 
     async def open(self) -> None:
-        """Listen, and write address and token into the run's folder. Idempotent.
-
-        Raises:
-            OSError: if the port is not free.
-        """
+        """Listen, and write address and token into the run's folder. Idempotent. Raise OSError if the port is
+        not free."""
         async with self._opening:
             if self._opened:
                 return

@@ -22,8 +22,8 @@ from stretto.user_code.sandbox import kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
-_START_S = 600.0
-_END_S = 5.0
+_START_S = 600.0  # importing an environment compiles its libraries, and may download its tasks
+_END_S = 5.0  # a process that has closed its pipes ends at once, unless it hangs
 _MAX_LINE = 2**30
 _SCRATCH_MB = 4096
 # Prints the folders of an interpreter, with links resolved.
