@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import msgspec
@@ -540,27 +541,36 @@ def test_the_schema_accepts_what_compose_accepts_and_no_more(run_file: Path) -> 
     validator = jsonschema.Draft202012Validator(schema)
     validator.check_schema(schema)
     plain = yaml.safe_load(RUN.replace("3e-4", "0.0003"))
-    assert list(validator.iter_errors(plain)) == []
-    for wrong in (
-        {**plain, "stepz": 1},
-        {**plain, "steps": -1},
-        {**plain, "training": {"use": "torch", "slots": 1}},
-        {**plain, "training": {"use": "gpt"}},
-        {key: value for key, value in plain.items() if key != "dataset"},
-        {**plain, "evaluation": {"dataset": {"use": "jsonl"}}},
-        {**plain, "groups": {"critics": {"use": "torch", "slots": 1}}},
+    composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
+    groups: dict[str, Any] = {"critics": {"use": "torch"}, "more": "mock"}
+    form = {"reward": {"use": "format", "tags": ["answer"]}}
+    variants = {"base": {"weight": 3}, "short": {"sampling": {"max_tokens": 8}}, "form": form}
+    parts = {"right": "exact", "short": {"use": "length", "limit": 4, "buffer": 4}}
+    for right in (
+        plain,
+        plain | {"groups": groups, "models": {"actor": {"group": "more"}}},
+        plain | {"algorithm": {"use": "grpo", "correction": "none"}},
+        plain | {"variants": variants},
+        plain | {"reward": {"use": "sum", "parts": parts, "weights": {"short": 0.25}}},
+        json.loads(json.dumps(dict(composed.document))),
     ):
-        assert list(validator.iter_errors(wrong)), wrong
-    placed = {"groups": {"critics": {"use": "torch"}, "more": "mock"}, "models": {"actor": {"group": "more"}}}
-    assert list(validator.iter_errors(plain | placed)) == []
-    for name, accepted in (("none", True), ("tis", False)):
-        corrected = plain | {"algorithm": {"use": "grpo", "correction": name}}
-        assert validator.is_valid(corrected) is accepted
+        assert list(validator.iter_errors(right)) == []
+    for wrong in (
+        {"stepz": 1},
+        {"steps": -1},
+        {"training": {"use": "torch", "slots": 1}},
+        {"training": {"use": "gpt"}},
+        {"evaluation": {"dataset": {"use": "jsonl"}}},
+        {"groups": {"critics": {"use": "torch", "slots": 1}}},
+        {"algorithm": {"use": "grpo", "correction": "tis"}},
+        {"variants": {"base": {"share": 3}}},
+        {"reward": {"use": "sum", "parts": {"a": {"use": "math", "colum": 1}}}},
+    ):
+        assert not validator.is_valid(plain | wrong), wrong
+    del plain["dataset"]
+    assert not validator.is_valid(plain)
     definition = schema["$defs"]["algorithm_grpo"]["properties"]["eps_clip"]
     assert definition["description"].startswith("Clip range of the ratio")
-    composed = compose(run_file, ["evaluation.dataset={use: jsonl, path: rows.jsonl}"])
-    document = json.loads(json.dumps(dict(composed.document)))
-    assert list(validator.iter_errors(document)) == []
 
 
 def test_every_field_of_every_component_has_a_meaning() -> None:

@@ -16,8 +16,8 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.dataset import CurriculumDataset, TicketEnd
 from stretto.errors import StrettoError
-from stretto_mix import MixConfig, check
-from stretto_mix.curriculum import Gate, MixCurriculum, Pool, Weight, weight_at
+from stretto_mix import GateConfig, MixConfig, check
+from stretto_mix.curriculum import MixCurriculum, Pool, Weight, weight_at
 
 BOUNDLESS = float("inf")
 POOLS = [Pool("hard", 0.1, 0.1), Pool("fitting", 0.9, 1.0), Pool("easy", BOUNDLESS, 0.1)]
@@ -169,7 +169,7 @@ def test_a_restored_curriculum_draws_what_the_former_one_would_have_drawn() -> N
 
 
 def test_gates_reject_ranges_of_the_mean_and_of_the_range() -> None:
-    gates = {"flat": Gate("range", 0.0, 0.0), "solved": Gate("mean", 0.9, 1.0)}
+    gates = {"flat": GateConfig(), "solved": GateConfig(of="mean", reject_min=0.9, reject_max=1.0)}
     curriculum = mix({"": (range(3), 1.0)}, gates=gates)
     assert curriculum.refusal(0, (0.5, 0.5)) == "by the gate flat"
     assert curriculum.refusal(0, (0.8, 1.0)) == "by the gate solved"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto_math.prose import ENVIRONMENT, plain_notation, results
-from stretto_math.values import Unreadable, Value, equal, read
+from stretto_math.values import FONT, Unreadable, Value, equal, read
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Words:
 
 Gold = Choices | Words | Value
 
-_FONT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
-)
+_FONT = re.compile(FONT + r"([^{}]*)\}")
 _SHORT_WORDS = {"no", "up", "on", "in", "ok", "am", "pm"}
 _NOT_WORDS = {"pi", "sqrt", "infinity", "infty", "inf"}
 _WORD = r"[A-Za-z][A-Za-z'’-]*"

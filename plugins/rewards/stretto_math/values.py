@@ -121,7 +121,7 @@ _REPLACEMENTS = {
     "∅": r"\{\}", r"\emptyset": r"\{\}", r"\varnothing": r"\{\}", "≈": r"\approx ",
     r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
 }  # fmt: skip
-_FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
+FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r",\s*\\!\s*", ","),
     (r"(?<!\\)\\ ", " "),
@@ -132,10 +132,10 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"\\gt(?![a-zA-Z])", ">"),
-    (_FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
-    (rf"\\frac ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}} ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}}", r"\\text{\1/\2}"),
-    (rf"({_FONT}[^{{}}]*)\}} ?(/) ?{_FONT}", r"\1\2"),
-    (rf"\^ ?\{{? ?\\circ ?\}}? ?(?:{_FONT} ?)?([CF])(?![a-zA-Z])(?: ?\}})?", r"\\text{°\1}"),
+    (FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
+    (rf"\\frac ?\{{ ?{FONT}([^{{}}]*)\}} ?\}} ?\{{ ?{FONT}([^{{}}]*)\}} ?\}}", r"\\text{\1/\2}"),
+    (rf"({FONT}[^{{}}]*)\}} ?(/) ?{FONT}", r"\1\2"),
+    (rf"\^ ?\{{? ?\\circ ?\}}? ?(?:{FONT} ?)?([CF])(?![a-zA-Z])(?: ?\}})?", r"\\text{°\1}"),
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
     (r"√", r"\\sqrt"),
     (r"\*\*", "^"),
@@ -313,7 +313,7 @@ def _ratio(text: str) -> Value | None:
 
 
 def _based_integer(text: str) -> Value | None:
-    match = _BASED_INTEGER.match(re.sub(_FONT + r"([^{}]*)\}", r"\1", text))
+    match = _BASED_INTEGER.match(re.sub(FONT + r"([^{}]*)\}", r"\1", text))
     return BasedInteger(match[1], match[2]) if match else None
 
 
@@ -351,7 +351,7 @@ def _digits_with_unit(text: str) -> Quantity | None:
     return None if number is None else Quantity(number, percent, unit)
 
 
-_UNIT_IN_FONT = re.compile(_FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
+_UNIT_IN_FONT = re.compile(FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
 _UNIT = r"[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?"
 _UNIT_WORD = re.compile(rf"(?<=[\d}})])( ?)({_UNIT}(?:(?: ?/ ?| |-){_UNIT})*)$")
 _PERCENT = re.compile(r" ?(?:percent|pct|percentage)(?: points?)?\b")
@@ -372,7 +372,7 @@ def _quantity(text: str) -> Quantity:
 
 
 def _expression(text: str) -> Expression:
-    if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(_FONT, r"\\text{", text)):
+    if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(FONT, r"\\text{", text)):
         raise Unreadable(f"not mathematics: {text[:80]!r}")
     expression = Expression(text)
     expression_value(expression)

@@ -63,12 +63,10 @@ class TrackioTracker:
         )
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Log the figures of a step."""
+        """Log the figures of a step, or of an evaluation at the version that was evaluated."""
         self._run.log(figures(metrics), step=metrics["step"])
 
-    def evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log the figures of an evaluation, at the version that was evaluated."""
-        self._run.log(figures(metrics), step=metrics["step"])
+    evaluation = step
 
     def advice(self, advice: Mapping[str, Any]) -> None:
         """Send given advice as an alert of the dashboard."""
