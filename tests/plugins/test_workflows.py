@@ -30,7 +30,6 @@ from stretto_tool_use import ToolUse, ToolUseConfig
 from worlds import in_simulation
 
 CONTEXT = Context(run="r", name="n", seed=1)
-ENGINE = Path(__file__).with_name("scripted_engine.py")
 
 
 class Forgetful(ByteTokenizer):
@@ -188,11 +187,6 @@ async def test_calls_of_the_last_turn_are_not_made() -> None:
 # ------------------------------------------------------------------------------------- whole runs
 
 
-def scripted(tmp_path: Path, script: str) -> list[str]:
-    (tmp_path / "script.py").write_text(script)
-    return [f"plugins=[{ENGINE}]", "inference=scripted", f"inference.script={tmp_path}/script.py:answer"]
-
-
 TOOLS = '''
 import time
 
@@ -208,7 +202,7 @@ def slow() -> str:
 CALLS = """
 import json
 
-def answer(text):
+def answer(text, seed):
     lines = text.splitlines()
     if len(lines) > 2:
         return lines[2]  # what the tool said
@@ -228,10 +222,10 @@ def score(prompt, completion, answer, messages, tool_calls, turns):
 def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
     start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    (tmp_path / "reward.py").write_text(REWARD)
+    for name, code in (("tools", TOOLS), ("reward", REWARD), ("script", CALLS)):
+        (tmp_path / f"{name}.py").write_text(code)
     run = start(
-        *scripted(tmp_path, CALLS),
+        *("inference=mock", f"inference.script={tmp_path}/script.py:answer"),
         f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
         f"workflow.tool_timeout_s={patience(0.3)}",
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",

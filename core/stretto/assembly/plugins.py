@@ -161,15 +161,15 @@ class Plugins:
         if not sources:
             raise PluginError(self._unknown(kind, name), kind=kind, name=name)
         if len(sources) > 1:
-            owners = " and ".join(sorted(repr(source.distribution) for source in sources))
-            first = sorted(source.distribution for source in sources)[0]
+            owners = sorted(source.distribution for source in sources)
             raise PluginError(
-                f"{owners} offer {kind} {name!r}; choose one, for example `use: {first}:{bare}`",
+                f"{' and '.join(map(repr, owners))} offer {kind} {name!r}; choose one, for example `use: "
+                f"{owners[0]}:{bare}`",
                 kind=kind,
                 name=name,
             )
         [source] = sources
-        component = self._load(kind, source)
+        component = self._load(source)
         module = (
             source.provider
             if isinstance(source.provider, ModuleType)
@@ -191,7 +191,7 @@ class Plugins:
             for source in sources:
                 summary, error = "", ""
                 try:
-                    component = self._load(kind, source)
+                    component = self._load(source)
                     summary, error = component.summary, missing_extra(component)
                 except PluginError as reason:
                     error = str(reason)
@@ -207,32 +207,29 @@ class Plugins:
             for component in self._components(kind, module):
                 yield _PluginSource(kind, component.name, module, path)
 
-    def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
-        module = source.provider
+    def _load(self, source: _PluginSource) -> Component[Any]:
+        kind, module = source.kind, source.provider
+
+        def fault(reason: str) -> PluginError:
+            return PluginError(f"{source.label}{reason}", kind=kind, name=source.name)
+
         # Once a library has imported the package importlib_metadata, entry points have that package's class.
         if not isinstance(module, ModuleType):
             try:
                 module = module.load()
             except Exception as error:
-                reason = f"{source.label} does not load: {place_of(error)}"
-                raise PluginError(reason, kind=kind, name=source.name) from error
+                raise fault(f" does not load: {place_of(error)}") from error
             self._register(module, source.label)
         components = {component.name: component for component in self._components(kind, module)}
         if source.name not in components:
-            raise PluginError(
-                f"{source.label}: its module {module.__name__!r} implements stretto_{kind} for "
-                f"{sorted(components) or 'nothing'}, not for {source.name!r}",
-                kind=kind,
-                name=source.name,
+            raise fault(
+                f": its module {module.__name__!r} implements stretto_{kind} for "
+                f"{sorted(components) or 'nothing'}, not for {source.name!r}"
             )
         component = components[source.name]
         if not issubclass(component.config, BASES[kind]):
-            raise PluginError(
-                f"{source.label}: its config {component.config.__name__!r} must extend "
-                f"{BASES[kind].__name__}",
-                kind=kind,
-                name=source.name,
-            )
+            expected = BASES[kind].__name__
+            raise fault(f": its config {component.config.__name__!r} must extend {expected}")
         return component
 
     def _register(self, module: ModuleType, label: str) -> None:

@@ -473,13 +473,9 @@ def _number(text: str) -> Number | None:
             num_places = max(0, len(places) - power) if places is not None else None
             return Number(-value if sign == "-" else value, num_places)
     if match := _FRACTION.match(text):
-        sign, integer_part, top_braced, top_digit, bottom_braced, bottom_digit, top_plain, bottom_plain = (
-            match.groups()
-        )
-        top, bottom = (
-            int(top_braced or top_digit or top_plain),
-            int(bottom_braced or bottom_digit or bottom_plain),
-        )
+        # Top and bottom are in braces, or one digit each, or with a slash between them.
+        sign, integer_part, *_ = match.groups()
+        top, bottom = int(match[3] or match[4] or match[7]), int(match[5] or match[6] or match[8])
         if bottom == 0 or (integer_part and top < 0):
             return None
         value = Fraction(top, bottom) + int(integer_part or 0)
@@ -513,11 +509,8 @@ def equal(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _equal_items(_as_items(gold), _as_items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-        return (
-            len(gold.rows) == len(answer.rows)
-            and [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
-            and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
-        )
+        same_shape = [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
+        return same_shape and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
     if isinstance(gold, BasedInteger) or isinstance(answer, BasedInteger):
         return _equal_based_integers(gold, answer)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
