@@ -406,26 +406,20 @@ class _Composer:
         self,
         sections: Mapping[str, type[msgspec.Struct]],
         lists: Mapping[str, list[type[msgspec.Struct]]],
-        variants: Sequence[str],
+        variants: Iterable[str],
     ) -> type[msgspec.Struct]:
-        section_fields: list[tuple[str, Any]] = [
-            (path, struct) for path, struct in sections.items() if "." not in path
-        ]
-        groups = [
-            (path.removeprefix("groups."), struct)
-            for path, struct in sections.items()
-            if path.startswith("groups.")
-        ]
-        if groups:
-            section_fields.append(("groups", _narrowed(Groups, groups)))
-        if variants:
-            section_fields.append(("variants", _variants_struct(sections, variants)))
-        if "evaluation.dataset" in sections:
-            evaluation = _narrowed(EvaluationConfig, [("dataset", sections["evaluation.dataset"])])
-            section_fields.append(("evaluation", evaluation))
+        """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
+        fields: list[tuple[str, Any]] = [item for item in sections.items() if "." not in item[0]]
+        if groups := _below("groups", sections):
+            fields.append(("groups", _narrowed(Groups, groups)))
+        own = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", sections))) for name in variants]
+        if own:
+            fields.append(("variants", _narrowed(Variants, own)))
+        if evaluation := _below("evaluation", sections):
+            fields.append(("evaluation", _narrowed(EvaluationConfig, evaluation)))
         for path, structs in lists.items():
-            section_fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
-        return _narrowed(RunConfig, section_fields)
+            fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
+        return _narrowed(RunConfig, fields)
 
     def _refuse_unknown(
         self, data: Any, struct: type[msgspec.Struct], path: str, run: type[msgspec.Struct]
@@ -549,18 +543,11 @@ class _Composer:
         return local
 
 
-def _variants_struct(
-    sections: Mapping[str, type[msgspec.Struct]], variants: Sequence[str]
-) -> type[msgspec.Struct]:
-    fields: list[tuple[str, Any]] = []
-    for name in variants:
-        own = [
-            (key, sections[f"variants.{name}.{key}"])
-            for key in VARIANT_SECTIONS
-            if f"variants.{name}.{key}" in sections
-        ]
-        fields.append((name, _narrowed(VariantConfig, own)))
-    return _narrowed(Variants, fields)
+def _below(path: str, sections: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
+    """Return the sections directly below a path, by their last key."""
+    return [
+        (key.rpartition(".")[2], each) for key, each in sections.items() if key.rpartition(".")[0] == path
+    ]
 
 
 def _narrowed(struct: type[msgspec.Struct], fields: list[tuple[str, Any]]) -> type[msgspec.Struct]:
