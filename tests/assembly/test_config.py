@@ -443,7 +443,6 @@ def test_runs_that_may_work_are_warned_of(run_file: Path, overrides: list[str], 
     [
         (b"\n\n", "dataset is empty"),
         (b'{"question": "?"}\n', "no column 'prompt'; its columns: question"),
-        (b"{oops\n", "rows.jsonl:1: not a JSON object"),
         (b'{"prompt": "\xff"}\n', "rows.jsonl:1: not a JSON object in UTF-8"),
         (b'{"prompt": 5, "answer": "5"}\n', "the first row's prompt: expected text or chat messages"),
     ],

@@ -80,7 +80,6 @@ MIXED = (
 
 @pytest.fixture(scope="module")
 def mixed() -> list[dict[str, Any]]:
-    """The rows of a dataset of several tasks."""
     return [sent(row) for row in map(dataset(tasks=MIXED, size=140, seed=2).__getitem__, range(140))]
 
 
