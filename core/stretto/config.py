@@ -186,8 +186,6 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 _ADDRESS = r"(nats|tls)://[^\s,]+"
 _MOST_REPLICAS = 5
 """Largest number of copies of a stream in NATS."""
-
-
 _MOST_PAYLOAD_MB = 64
 """A nats-server refuses to start with larger messages."""
 _MOST_PORT = 65535
