@@ -30,11 +30,6 @@ def _dtype(name: str) -> np.dtype[Any]:
     return dtype
 
 
-@lru_cache(maxsize=64)
-def _item_bytes(name: str) -> int:
-    return _dtype(name).itemsize
-
-
 class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One array in a message. `Array.of(x).numpy()` equals `x`; the result is read-only."""
 
@@ -48,7 +43,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Raises:
             ValueError: if the dtype is not accepted, or dtype, shape and number of bytes do not match.
         """
-        shape, size = self.shape, _item_bytes(self.dtype)
+        shape, size = self.shape, _dtype(self.dtype).itemsize
         for length in shape:
             size *= length
         if size != self.data.nbytes or (shape and min(shape) < 0):

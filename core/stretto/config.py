@@ -179,7 +179,6 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Private key of `certificate`, not encrypted."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("certificate and key go together")
 
@@ -187,8 +186,6 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 _ADDRESS = r"(nats|tls)://[^\s,]+"
 _MOST_REPLICAS = 5
 """Largest number of copies of a stream in NATS."""
-
-
 _MOST_PAYLOAD_MB = 64
 """A nats-server refuses to start with larger messages."""
 _MOST_PORT = 65535
@@ -254,7 +251,6 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Largest single message of the bundled server, in MiB. Larger messages are sent in parts."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         schemes = {server.partition(":")[0] for server in self.servers}
         if self.servers and (self.listen or self.address):
             raise ValueError("listen and address are for the bundled server; with url there is none")
@@ -306,7 +302,6 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """The largest value."""
 
     def __post_init__(self) -> None:
-        """Check the relation between the fields."""
         if self.min > self.max:
             raise ValueError(f"min is {self.min} and max is {self.max}; expected min <= max")
 

@@ -101,7 +101,6 @@ class _Room:
         self.jobs: list[Job] = []
 
     def fits(self, unit: Sequence[Job]) -> bool:
-        """Return whether all jobs of a unit have room on this node together."""
         trial = copy.deepcopy(self)
         for job in unit:
             gpus, resources = trial.choose(job), job.resources
@@ -118,7 +117,6 @@ class _Room:
         return tuple(sorted(fitting, key=lambda gpu: -self.gpus[gpu])[: job.resources.gpus])
 
     def take(self, job: Job, gpus: Sequence[str]) -> None:
-        """Subtract what a job uses."""
         for gpu in gpus:
             self.gpus[gpu] -= job.resources.share
         self.cores -= job.resources.threads
@@ -126,7 +124,6 @@ class _Room:
         self.jobs.append(job)
 
     def add(self, job: Job) -> Spot:
-        """Give room to a job that fits."""
         gpus = self.choose(job)
         self.take(job, gpus)
         return Spot(self.node.name, gpus)

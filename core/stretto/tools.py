@@ -285,11 +285,8 @@ def _call_in(text: str) -> ToolCall:
 
 
 def _json(text: str) -> tuple[Any, str]:
-    """Return the JSON value at the start of a text, and the rest of the text.
-
-    Raises:
-        ValueError: if there is no JSON value, or it cannot be encoded as UTF-8.
-    """
+    """Return the JSON value at the start of a text, and the rest of the text. Raise ValueError if there is no
+    JSON value, or it cannot be encoded as UTF-8."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
         json.dumps(value, ensure_ascii=False).encode()
@@ -321,7 +318,6 @@ def _faulty(fault: str, name: str = "") -> ToolCall:
 
 
 def _docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Return the description of the function in a docstring, and that of each parameter below `Args:`."""
     parts = re.split(r"^(?=(?:Args|Returns|Raises|Examples?):\s*$)", text, flags=re.MULTILINE)
     description, *sections = parts
     parameters: dict[str, str] = {}

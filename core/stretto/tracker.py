@@ -8,7 +8,7 @@ writes `metrics.jsonl` and `summary.json` with or without a tracker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, cast
 
@@ -150,14 +150,12 @@ def figures(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a line of metrics by name, without `step` and `time`. Those of the ledger
     are named `ledger/trained` and so on."""
     ledger = cast("Mapping[str, Any]", metrics.get("ledger", {}))
-    return dict(_numbers({**metrics, **{f"ledger/{name}": count for name, count in ledger.items()}}))
+    named = {**metrics, **{f"ledger/{name}": count for name, count in ledger.items()}}
+    return {key: value for key, value in named.items() if key not in ("step", "time") and _is_finite(value)}
 
 
-def _numbers(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in metrics.items():
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if is_number and name not in ("step", "time"):
-            yield name, value
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def sample_cells(row: Mapping[str, Any]) -> list[str | float | None]:

@@ -33,11 +33,7 @@ def ppo() -> list[Call]:
     return [
         train("actor", loss(), reads=["advantages", "proximal_logprobs"]),
         train("critic", loss(), reads=["returns"]),
-        function(
-            advantages,
-            reads=["rewards", "values", "ref_logprobs"],
-            writes=["advantages", "returns"],
-        ),
+        function(advantages, reads=["rewards", "values", "ref_logprobs"], writes=["advantages", "returns"]),
         forward("critic", writes="values"),
         forward("reference", writes="ref_logprobs"),
         forward("actor", writes="proximal_logprobs"),
@@ -71,23 +67,47 @@ def other(name: str, reads: list[str], writes: list[str]) -> Call:
     return function(advantages, reads=reads, writes=writes, name=name)
 
 
+ROWS = read(lambda row, index, tokenizer: Encoded([1], [True]))
+TRAIN = train("actor", loss(), reads=[])
+WRONG_LOSS = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("calls", "words"),
     [
-        ([score()], "two calls are named 'score'"),
-        ([other("late", ["reward"], [])], "reads 'reward', which no call writes; did you mean 'rewards'?"),
-        ([other("twice", [], ["values"])], "two calls write the key 'values': 'forward(critic)' and 'twice'"),
+        ([*ppo(), score()], "two calls are named 'score'"),
         (
-            [other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
+            [*ppo(), other("late", ["reward"], [])],
+            "reads 'reward', which no call writes; did you mean 'rewards'?",
+        ),
+        (
+            [*ppo(), other("twice", [], ["values"])],
+            "two calls write the key 'values': 'forward(critic)' and 'twice'",
+        ),
+        (
+            [*ppo(), other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
             "the calls one, two wait for each other in a cycle",
         ),
-        ([forward("referense", writes="x")], "did you mean 'reference'"),
-        ([train("reference", loss(), reads=[])], "which is not trainable"),
+        ([*ppo(), forward("referense", writes="x")], "did you mean 'reference'"),
+        ([*ppo(), train("reference", loss(), reads=[])], "which is not trainable"),
+        ([call for call in ppo() if call.op != "train"], "no call trains a model"),
+        (
+            [*ppo()[1:], train("actor", WRONG_LOSS, reads=[])],
+            "unknown reduction 'tokens'; did you mean 'token'?",
+        ),
+        ([call for call in ppo() if call.op != "score"], "expected both `generate` and `score`, or neither"),
+        ([TRAIN], "must produce sequences, `generate` or `read`; found none"),
+        ([ROWS, generate(samples=1), score(), TRAIN], "found read, generate(actor)"),
+        ([ROWS, score(), TRAIN], "expected both"),
     ],
 )
-def test_what_cannot_run_is_refused(more: list[Call], words: str) -> None:
+def test_what_cannot_run_is_refused(calls: list[Call], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        graph_of([*ppo(), *more], MODELS)
+        graph_of(calls, MODELS)
+
+
+def test_rows_need_no_samples() -> None:
+    assert not graph_of([ROWS, TRAIN], MODELS).samples
 
 
 def test_calls_that_do_not_wait_for_each_other_share_a_level() -> None:
@@ -107,28 +127,6 @@ def test_a_dataflow_is_drawn() -> None:
     assert '  prompt -- "prompt" --> c0' in drawn
     arrows = [line for line in drawn if "-->" in line or "-.->" in line]
     assert len(arrows) == len(graph.edges) + 1
-
-
-def test_a_dataflow_must_train_with_a_known_reduction() -> None:
-    with pytest.raises(ConfigError, match="no call trains a model"):
-        graph_of([call for call in ppo() if call.op != "train"], MODELS)
-    wrong = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentType]
-    calls = [call for call in ppo() if call.name != "train(actor)"]
-    with pytest.raises(ConfigError, match=r"unknown reduction 'tokens'; did you mean 'token'\?"):
-        graph_of([*calls, train("actor", wrong, reads=[])], MODELS)
-
-
-def test_sequences_have_one_source_and_samples_a_score() -> None:
-    with pytest.raises(ConfigError, match="expected both `generate` and `score`, or neither"):
-        graph_of([call for call in ppo() if call.op != "score"], MODELS)
-    with pytest.raises(ConfigError, match="must produce sequences, `generate` or `read`; found none"):
-        graph_of([train("actor", loss(), reads=[])], MODELS)
-    rows = read(lambda row, index, tokenizer: Encoded([1], [True]))
-    with pytest.raises(ConfigError, match=r"found read, generate\(actor\)"):
-        graph_of([rows, generate(samples=1), score(), train("actor", loss(), reads=[])], MODELS)
-    with pytest.raises(ConfigError, match="expected both"):
-        graph_of([rows, score(), train("actor", loss(), reads=[])], MODELS)
-    assert not graph_of([rows, train("actor", loss(), reads=[])], MODELS).samples
 
 
 def test_grpo_asks_for_a_forward_only_if_several_updates_around_the_proximal_policy_follow() -> None:

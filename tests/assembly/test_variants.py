@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import jsonschema
 import msgspec
 import pytest
 import yaml
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose, compose_mapping
-from stretto.assembly.plugins import Plugins
 from stretto.assembly.variants import BASE, runs_of
-from stretto.cli.make.schema import json_schema
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
 from stretto.kernel.durable.changes import assemble_in_force, compose_changes, write_values
@@ -97,13 +94,9 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
         (
             "variants.short.sampling.temperature=0.5",
             "variants.short.sampling.temperature",
-            "one temperature, that of `sampling` \\(0.9\\)",
+            "one temperature, that of `sampling` (0.9)",
         ),
-        (
-            "variants.base.sampling={top_k: 5, temperature: 0.9}",
-            "variants.base.sampling",
-            "top_p",
-        ),
+        ("variants.base.sampling={top_k: 5, temperature: 0.9}", "variants.base.sampling", "top_p"),
         ("algorithm.group_size=1", "variants.form.reward", "expected algorithm.group_size of at least 2"),
         ("algorithm=sft", "variants", "this algorithm samples none"),
         (
@@ -121,10 +114,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
 def test_variants_that_make_no_sense_are_refused(
     run_file: Path, override: str, path: str, complaint: str
 ) -> None:
-    faults = found(run_file, override)
-    assert path in faults, faults
-    with pytest.raises(AssertionError, match=complaint):
-        raise AssertionError(faults[path])
+    assert complaint in found(run_file, override)[path]
 
 
 def test_a_single_variant_is_refused(run_file: Path) -> None:
@@ -156,10 +146,3 @@ def test_a_resumed_run_keeps_names_and_weights(run_file: Path, tmp_path: Path) -
         compose_changes(assemble_in_force(folder), ["variants.short.weight=2"])
     changed = compose_changes(assemble_in_force(folder), ["variants.short.sampling.max_tokens=9"])
     assert runs_of(changed.composed)["short"].config.sampling.max_tokens == 9
-
-
-def test_the_schema_accepts_variants(run_file: Path) -> None:
-    validator = jsonschema.Draft202012Validator(json_schema(Plugins()))
-    validator.validate(yaml.safe_load(run_file.read_text()))
-    wrong = yaml.safe_load(run_file.read_text().replace("{weight: 3}", "{share: 3}"))
-    assert list(validator.iter_errors(wrong))

@@ -15,8 +15,6 @@ from worker_jobs import job
 
 
 class TestSlurm(LauncherConformance):
-    """It keeps the promises of launchers."""
-
     use = "slurm"
 
 

@@ -156,7 +156,6 @@ def on_cluster(nodes: Nodes, **resources: Mapping[str, float]) -> list[str]:
 
 
 def assert_ended(run: Run) -> None:
-    """No worker of a run is there any more."""
     pids = {pid for each in places(run).values() for _, pid in each}
     assert pids
     until(lambda: not any(map(is_worker, pids)), lambda: f"left: {[*filter(is_worker, pids)]}")
@@ -169,8 +168,6 @@ def is_worker(pid: int) -> bool:
 
 
 class TestRay(LauncherConformance):
-    """It keeps the promises of launchers."""
-
     use = "ray"
     run = {"weights": "bus"}
 

@@ -56,8 +56,6 @@ def ask(*command: str) -> str:
 
 
 class SlurmRun:
-    """A submitted run."""
-
     def __init__(self, folder: Path, command: list[str]) -> None:
         self.folder = folder
         said = ask(*STRETTO, *command)

@@ -49,8 +49,6 @@ COMMAND = re.compile(r"^(?:\$ )?stretto (?!is\b)\w.*$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page, with the comment on the line before it."""
-
     page: Path
     language: str
     text: str
@@ -102,7 +100,6 @@ def test_every_block_is_run_or_says_why_not(page: Path) -> None:
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
-    """The commands of stretto in a block, as arguments."""
     for line in COMMAND.findall(block.text):
         words = shlex.split(
             re.sub(r"\[[^\]]*[A-Z=][^\]]*\](?=\s|$)", "", line.removeprefix("$ ")), comments=True

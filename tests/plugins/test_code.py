@@ -139,20 +139,24 @@ WRONG_TEXTS = {
 }
 
 
-@pytest.mark.parametrize("name", RIGHT_CALLS)
-def test_a_right_function_scores_1(runner: SandboxRunner, name: str) -> None:
-    memory = 512 if "thread" in name else 128
-    assert rewards(runner, CALLS, RIGHT_CALLS[name], memory_mb=memory) == [1.0]
+PROGRAMS = [
+    pytest.param(tests, programs[name], float(right), id=f"{kind} {name}")
+    for kind, tests, programs, right in (
+        ("right function", CALLS, RIGHT_CALLS, True),
+        ("wrong function", CALLS, WRONG_CALLS, False),
+        ("right program", TEXTS, RIGHT_TEXTS, True),
+        ("wrong program", TEXTS, WRONG_TEXTS, False),
+    )
+    for name in programs
+]
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_a_wrong_function_scores_0(runner: SandboxRunner, name: str) -> None:
-    assert rewards(runner, CALLS, WRONG_CALLS[name]) == [0.0]
-
-
-@pytest.mark.parametrize("name", RIGHT_TEXTS)
-def test_a_right_program_scores_1(runner: SandboxRunner, name: str) -> None:
-    assert rewards(runner, TEXTS, RIGHT_TEXTS[name], memory_mb=512) == [1.0]
+@pytest.mark.parametrize(("tests", "program", "reward"), PROGRAMS)
+def test_right_programs_score_1_and_wrong_ones_0(
+    runner: SandboxRunner, tests: Any, program: str, reward: float
+) -> None:
+    large = {"memory_mb": 512} if "thread" in program or "numpy" in program else {}
+    assert rewards(runner, tests, program, **large) == [reward]
 
 
 def test_a_python_that_is_installed_below_tmp_can_be_imported(
@@ -175,11 +179,6 @@ except OSError:
     with closing(SandboxRunner("bubblewrap", 1)) as runner:
         execution = runner.run(program, b"", LIMITS)
     assert (execution.output, execution.errors) == (b"5\n", b"")
-
-
-@pytest.mark.parametrize("name", WRONG_TEXTS)
-def test_a_wrong_program_scores_0(runner: SandboxRunner, name: str) -> None:
-    assert rewards(runner, TEXTS, WRONG_TEXTS[name]) == [0.0]
 
 
 def test_credit_may_be_the_share_of_passed_tests(runner: SandboxRunner) -> None:
@@ -216,7 +215,14 @@ def canary() -> Iterator[Path]:
     file.unlink()
 
 
-def attack(runner: SandboxRunner, program: str) -> None:
+ATTACKS = [
+    *hostile_programs.QUICK.values(),
+    *(pytest.param(program, marks=pytest.mark.slow) for program in hostile_programs.LASTING.values()),
+]
+
+
+@pytest.mark.parametrize("program", ATTACKS, ids=[*hostile_programs.QUICK, *hostile_programs.LASTING])
+def test_a_hostile_program_is_contained(runner: SandboxRunner, canary: Path, program: str) -> None:
     """Score a hostile program in both ways, beside a right one, which must not notice."""
     recorder = Recorder(runner)
     hostile = Marker(config(time_s=TIME_S), recorder)
@@ -232,17 +238,6 @@ def attack(runner: SandboxRunner, program: str) -> None:
             assert neighbour.result(timeout=patience()) == [1.0]
     assert not [each for each in recorder.executions if b"ESCAPED" in each.output or b"SECRET" in each.output]
     assert rewards(runner, CALLS, ADD) == [1.0]
-
-
-@pytest.mark.parametrize("name", hostile_programs.QUICK)
-def test_a_hostile_program_is_contained(runner: SandboxRunner, canary: Path, name: str) -> None:
-    attack(runner, hostile_programs.QUICK[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", hostile_programs.LASTING)
-def test_a_program_without_end_is_contained(runner: SandboxRunner, canary: Path, name: str) -> None:
-    attack(runner, hostile_programs.LASTING[name])
 
 
 # ------------------------------------------------------------------------------- sandboxes and runners
@@ -386,9 +381,6 @@ def test_tests_are_read_in_the_forms_of_data_sets() -> None:
 )
 def test_tests_that_cannot_be_read_are_named(tests: Any, message: str) -> None:
     assert message in check_row(config(), {"tests": tests})
-
-
-def test_a_row_without_tests_is_named() -> None:
     assert check_row(config(), {"answer": "5"}) == "no column 'tests' with tests; the row's columns: answer"
 
 

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 from tests.conftest import write_run_file
 
 from fixture_types import Start
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
-from stretto.assembly.plugins import Plugins
-from stretto.cli.make.schema import json_schema
 from stretto.errors import StrettoError
 from stretto.user_code.scoring import score_group
 from worlds import in_simulation
@@ -151,22 +148,6 @@ def test_overrides_reach_parts(tmp_path: Path) -> None:
     assert composed.components["reward.parts.right"].name == "exact"
     assert composed.section("reward.parts.short").limit == 8
     assert composed.document["reward"]["parts"]["right"]["use"] == "exact"
-
-
-def test_the_schema_knows_parts(tmp_path: Path) -> None:
-    schema = json_schema(Plugins())
-    run = {
-        "name": "x",
-        "steps": 1,
-        "algorithm": "grpo",
-        "dataset": {"use": "jsonl", "path": "x"},
-        "reward": SUM,
-    }
-    jsonschema.validate(run, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(
-            {**run, "reward": {"use": "sum", "parts": {"a": {"use": "math", "colum": 1}}}}, schema
-        )
 
 
 @in_simulation

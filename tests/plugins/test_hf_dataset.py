@@ -60,16 +60,6 @@ def test_what_cannot_be_loaded_is_one_clear_error(saved: Path) -> None:
         HFDataset(config, Context(run="r", name="n", seed=1))
 
 
-def test_a_prompt_is_made_of_plain_columns(saved: Path) -> None:
-    def first(template: str) -> object:
-        config = HFConfig(use="hf", path=str(saved / "disk"), prompt_template=template)
-        return HFDataset(config, Context(run="r", name="n", seed=1))[0]
-
-    assert first("{n}: {question}") == {**ROWS[0], "prompt": "0: 0+1="}
-    with pytest.raises(ConfigError, match="prompt_template: no column 'q'; its columns: question, answer, n"):
-        first("{q}")
-
-
 def test_it_imports_no_torch(saved: Path) -> None:
     code = (
         "import sys; from stretto import Context; from stretto_hf import HFConfig, HFDataset;"

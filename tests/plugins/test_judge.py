@@ -93,23 +93,13 @@ def scores(
 
 
 def test_each_answer_gets_the_score_of_its_own_reply(server: JudgeServer, tmp_path: Path) -> None:
-    server.replies = lambda text, number: (
-        200,
-        f"Hm. Score: 3? No. **Score: {8 if 'four' in text else 2}**",
-        {},
-    )
+    server.replies = lambda text, number: (200, f"Score: 3? **Score: {8 if 'four' in text else 2}**", {})
     (right, right_metrics), (wrong, _) = scores(server, tmp_path, "four", "five")
     assert (right, wrong) == (0.8, 0.2)
     assert right_metrics == {"score": 8.0, "cached": 0.0}
-    [content] = [
-        r["messages"][0]["content"] for r in server.requests if "four" in r["messages"][0]["content"]
-    ]
-    assert "<question>\n2+2?\n</question>" in content
-    assert {name: server.requests[0][name] for name in ("model", "temperature", "max_tokens")} == {
-        "model": "m",
-        "temperature": 0.0,
-        "max_tokens": 512,
-    }
+    for request in server.requests:
+        assert "<question>\n2+2?\n</question>" in request.pop("messages")[0]["content"]
+        assert request == {"model": "m", "temperature": 0.0, "max_tokens": 512}
 
 
 def test_a_judge_outside_is_reached_by_the_proxy_and_one_on_this_machine_without(
@@ -125,7 +115,7 @@ def test_a_judge_outside_is_reached_by_the_proxy_and_one_on_this_machine_without
     assert scores(server, tmp_path, "two")[0][0] == 0.5
     assert server.hosts == ["judge.invalid", server.url.split("/")[2]]
     monkeypatch.setenv("no_proxy", "judge.invalid")
-    with pytest.raises(RewardError, match=r"judge\.invalid"):
+    with pytest.raises(RewardError, match=r"judge\.invalid/v1/chat/completions: "):
         scores(server, tmp_path, "three", url=outside, attempts=1)
 
 
@@ -199,11 +189,6 @@ def test_a_refusal_is_not_tried_again_and_does_not_show_the_key(
     assert "sk-secret" not in str(raised.value)
     assert server.keys == ["Bearer sk-secret-1"]
     assert not (tmp_path / "judge").exists()
-
-
-def test_a_server_that_is_not_there_is_named(tmp_path: Path, server: JudgeServer) -> None:
-    with pytest.raises(RewardError, match=r"127\.0\.0\.1:9/v1/chat/completions"):
-        scores(server, tmp_path, "four", url="http://127.0.0.1:9/v1", attempts=2)
 
 
 def test_requests_keep_the_limits(server: JudgeServer, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from stretto.children.limits import AnswerLimits, score_within
 from stretto.children.protocol import HEAD, Started, framed
 from stretto.children.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto.cli.start.checks import problems
+from stretto.component import Problem
 from stretto.errors import RewardError
 from stretto_math import MathConfig, check_row
 from stretto_math import make as make_math
@@ -75,17 +76,21 @@ _GOLDS = r"""
 BARE = [gold for line in _GOLDS.strip().splitlines() for gold in line.split("; ")]
 
 
-@pytest.mark.parametrize("wrapped", ["{}", r"\boxed{{{}}}", "So the answer is ${}$."])
-def test_an_expected_answer_is_right_itself(math: Callable[..., float], wrapped: str) -> None:
-    wrong = [gold for gold in BARE if math("", wrapped.format(gold), answer=gold) != 1]
-    assert not wrong
+BOXED = r"\boxed{{{}}}"
 
 
 @pytest.mark.parametrize(
-    "wrapped", ["$ {} $", r"\( {} \)", "$${}$$", r"\boxed{{{}}}", r"It follows that $\boxed{{{}}}$."]
+    ("expected", "answer"),
+    [
+        *(("{}", answer) for answer in ("{}", BOXED, "So the answer is ${}$.")),
+        *((expected, BOXED) for expected in ("$ {} $", r"\( {} \)", "$${}$$", BOXED)),
+        (r"It follows that $\boxed{{{}}}$.", BOXED),
+    ],
 )
-def test_an_expected_answer_is_read_in_any_wrapping(math: Callable[..., float], wrapped: str) -> None:
-    wrong = [gold for gold in BARE if math("", rf"\boxed{{{gold}}}", answer=wrapped.format(gold)) != 1]
+def test_an_expected_answer_is_right_itself_in_any_wrapping(
+    math: Callable[..., float], expected: str, answer: str
+) -> None:
+    wrong = [gold for gold in BARE if math("", answer.format(gold), answer=expected.format(gold)) != 1]
     assert not wrong
 
 
@@ -243,13 +248,8 @@ def test_an_answer_beyond_a_limit_scores_0_says_why_and_leaves_the_others_their_
         "        os._exit(3)\n"
         "    return {'reward': 2.0, 'length': len(completion)}\n"
     )
-    process = scorer(
-        use="function",
-        function=f"{file}:score",
-        answer_cpu_s=0.2,
-        answer_memory_mb=64,
-        timeout_s=patience(30),
-    )
+    limits = {"answer_cpu_s": 0.2, "answer_memory_mb": 64, "timeout_s": patience(30)}
+    process = scorer(use="function", function=f"{file}:score", **limits)
     answer, seconds, megabytes = process.usage({"prompt": "p"}, "a", "forever", "huge", "dies", "b")
     assert [reward for reward, _ in answer.scores] == [2, 0, 0, 0, 2]
     assert answer.over == {
@@ -284,17 +284,10 @@ def test_a_reward_that_raises_under_limits_is_a_failure_that_names_the_line(
 
 
 def test_limits_of_one_answer_are_refused_where_a_call_scores_a_group(tmp_path: Path) -> None:
-    file, rows = tmp_path / "rewards.py", tmp_path / "rows.jsonl"
+    file = tmp_path / "rewards.py"
     file.write_text("def score(completions):\n    return [0.0] * len(completions)\n")
-    rows.write_text('{"prompt": "p"}\n')
-    composed = compose_mapping(
-        {
-            **RUN,
-            "dataset": {"use": "jsonl", "path": str(rows)},
-            "reward": {"use": "function", "function": f"{file}:score", "answer_cpu_s": 1},
-        }
-    )
-    [problem] = [problem for problem in problems(Assembly(composed)) if problem.path == "reward"]
+    reward = {"use": "function", "function": f"{file}:score", "answer_cpu_s": 1}
+    problem = problem_of(tmp_path, [{"prompt": "p"}], "reward", reward)
     assert "scores all answers of a group in one call" in problem.message
 
 
@@ -322,25 +315,28 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
 # ---------------------------------------------------------------------------------------------- rows
 
 
+def problem_of(folder: Path, rows: list[dict[str, str]], path: str, reward: dict[str, Any]) -> Problem:
+    """The one problem that `check` finds at a path."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": reward}
+    [problem] = [each for each in problems(Assembly(compose_mapping(run))) if each.path == path]
+    return problem
+
+
 def test_check_lists_rows_whose_expected_answer_cannot_be_read(tmp_path: Path) -> None:
     readable = BARE[:5]  # a busy machine reads no more of them in the time that the check takes
     rows = [{"prompt": "p", "answer": gold} for gold in (*readable, "?", r"\frac{1}{", "", "Evelyn")]
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(Assembly(compose_mapping(run))) if each.path == "dataset"]
+    problem = problem_of(tmp_path, rows, "dataset", {"use": "math"})
     first = len(readable) + 1
-    assert (problem.path, problem.severity) == ("dataset", "warning")
+    assert problem.severity == "warning"
     assert problem.message.startswith(f"the reward cannot score 3 of {len(rows)} rows")
     assert f"row {first}: cannot read the expected answer '?' (column 'answer')" in problem.message
     assert f"row {first + 1}: cannot read the expected answer '\\\\frac{{1}}{{'" in problem.message
 
 
 def test_check_refuses_rows_of_which_none_can_be_scored_and_reads_a_part_of_many(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "p", "solution": "1"}\n' * 30_000)
-    run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": {"use": "math"}}
-    [problem] = [each for each in problems(Assembly(compose_mapping(run))) if each.path == "dataset"]
+    problem = problem_of(tmp_path, [{"prompt": "p", "solution": "1"}] * 30_000, "dataset", {"use": "math"})
     assert problem.severity == "error"
     assert "of 30,000 rows, drawn at random" in problem.message
     assert "no column 'answer'; its columns: solution" in problem.message

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose
 from stretto.dataset import CurriculumDataset, TicketEnd
-from stretto.errors import ConfigError, StrettoError
-from stretto_mix import MixConfig, check
-from stretto_mix.curriculum import Gate, MixCurriculum, Pool, Weight, weight_at
+from stretto.errors import StrettoError
+from stretto_mix import GateConfig, MixConfig, check
+from stretto_mix.curriculum import MixCurriculum, Pool, Weight, weight_at
 
 BOUNDLESS = float("inf")
 POOLS = [Pool("hard", 0.1, 0.1), Pool("fitting", 0.9, 1.0), Pool("easy", BOUNDLESS, 0.1)]
@@ -169,7 +169,7 @@ def test_a_restored_curriculum_draws_what_the_former_one_would_have_drawn() -> N
 
 
 def test_gates_reject_ranges_of_the_mean_and_of_the_range() -> None:
-    gates = {"flat": Gate("range", 0.0, 0.0), "solved": Gate("mean", 0.9, 1.0)}
+    gates = {"flat": GateConfig(), "solved": GateConfig(of="mean", reject_min=0.9, reject_max=1.0)}
     curriculum = mix({"": (range(3), 1.0)}, gates=gates)
     assert curriculum.refusal(0, (0.5, 0.5)) == "by the gate flat"
     assert curriculum.refusal(0, (0.8, 1.0)) == "by the gate solved"
@@ -179,19 +179,21 @@ def test_gates_reject_ranges_of_the_mean_and_of_the_range() -> None:
 # ---------------------------------------------------------------------------------- the run file
 
 
+BOTH = "parts: {a: {use: jsonl, path: a.jsonl}, b: {use: jsonl, path: b.jsonl}}"
+
+
 @pytest.fixture
 def composed(tmp_path: Path) -> Callable[..., Composed]:
     """`composed("weights: {a: 2}")`: a run with a mix of the parts a (3 rows) and b (2 rows)."""
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "a{i}"}}\n' for i in range(3)))
-    (tmp_path / "b.jsonl").write_text("".join(f'{{"prompt": "b{i}"}}\n' for i in range(2)))
+    for name, count in (("a", 3), ("b", 2), ("empty", 0)):
+        rows = "".join(f'{{"prompt": "{name}{i}"}}\n' for i in range(count))
+        (tmp_path / f"{name}.jsonl").write_text(rows)
 
-    def compose_run(
-        *lines: str, parts: str = "{a: {use: jsonl, path: a.jsonl}, b: {use: jsonl, path: b.jsonl}}"
-    ) -> Composed:
-        section = "\n".join(f"  {line}" for line in ("use: mix", f"parts: {parts}", *lines))
-        (tmp_path / "run.yaml").write_text(
-            f"name: test\nalgorithm: grpo\nreward: exact\nsteps: 9\ndataset:\n{section}\n"
-        )
+    def compose_run(*lines: str) -> Composed:
+        parts = [] if any(line.startswith("parts: ") for line in lines) else [BOTH]
+        section = "\n".join(f"  {line}" for line in ("use: mix", *parts, *lines))
+        run = f"name: test\nalgorithm: grpo\nreward: exact\nsteps: 9\ndataset:\n{section}\n"
+        (tmp_path / "run.yaml").write_text(run)
         return compose(tmp_path / "run.yaml")
 
     return compose_run
@@ -207,8 +209,8 @@ def test_rows_of_the_parts_are_one_after_the_other(composed: Callable[..., Compo
     assert [dataset[index]["prompt"] for index in range(len(dataset))] == ["a0", "a1", "a2", "b0", "b1"]
     assert [dataset.source_of(index) for index in range(5)] == ["a", "a", "a", "b", "b"]
     assert dataset.fingerprint == made(composed("weights: {a: 2}")).fingerprint  # the rows are the same
-    renamed = "{a: {use: jsonl, path: b.jsonl}, b: {use: jsonl, path: a.jsonl}}"
-    assert dataset.fingerprint != made(composed(parts=renamed)).fingerprint
+    renamed = "parts: {a: {use: jsonl, path: b.jsonl}, b: {use: jsonl, path: a.jsonl}}"
+    assert dataset.fingerprint != made(composed(renamed)).fingerprint
 
 
 def test_without_weights_all_rows_have_the_same_chance(composed: Callable[..., Composed]) -> None:
@@ -231,33 +233,23 @@ def test_without_weights_all_rows_have_the_same_chance(composed: Callable[..., C
         (["pools: {unseen: {}}"], r"no pool can be called 'unseen'"),
         (["pools: {a: {weigth: 1}}"], r"unknown key 'weigth'; did you mean 'weight'"),
         (["gates: {flat: {reject_min: 1, reject_max: 0}}"], r"reject_max is 0, below reject_min, 1"),
+        (["parts: {}"], r"parts: expected at least one"),
+        (
+            ["parts: {a: {use: jsonl, path: a.jsonl, shuffle: false}}"],
+            r"parts.a: write max_prompt_tokens and shuffle",
+        ),
+        (
+            ["parts: {a: {use: mix, parts: {b: {use: jsonl, path: b.jsonl}}}}"],
+            r"parts.a has a curriculum of its own",
+        ),
+        (["parts: {a: {use: jsonl, path: empty.jsonl}}"], r"parts.a is empty"),
     ],
 )
 def test_faults_of_the_section_are_named(
     composed: Callable[..., Composed], lines: list[str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
-        composed(*lines)
-
-
-@pytest.mark.parametrize(
-    ("parts", "message"),
-    [
-        ("{}", r"parts: expected at least one"),
-        (
-            "{a: {use: jsonl, path: a.jsonl, shuffle: false}}",
-            r"parts.a: write max_prompt_tokens and shuffle",
-        ),
-        ("{a: {use: mix, parts: {b: {use: jsonl, path: b.jsonl}}}}", r"parts.a has a curriculum of its own"),
-        ("{a: {use: jsonl, path: empty.jsonl}}", r"parts.a is empty"),
-    ],
-)
-def test_faults_of_the_parts_are_named(
-    composed: Callable[..., Composed], tmp_path: Path, parts: str, message: str
-) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(StrettoError, match=message):
-        made(composed(parts=parts))
+        made(composed(*lines))
 
 
 def test_a_part_that_is_never_drawn_is_a_warning(composed: Callable[..., Composed]) -> None:

@@ -139,7 +139,6 @@ def test_the_run_file_is_checked_against_what_ray_can_give(refusals: Refusals) -
 
 @pytest.fixture
 async def actor(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[WorkerActor]:
-    """The actor of a worker, without Ray around it."""
     gpus: dict[str, list[str]] = {"GPU": []}
     context = SimpleNamespace(get_accelerator_ids=lambda: gpus, get_node_id=lambda: "1")
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get_runtime_context=lambda: context))

@@ -69,38 +69,52 @@ def test_rows_and_scores_are_those_of_the_task(task: str, options: dict[str, Any
             assert scored(row, f"<answer>no</answer> hm <answer> {answer} </answer>")["reward"] == expected
 
 
-def test_an_answer_is_what_stands_in_the_tags() -> None:
-    row = dataset(task="leg_counting", size=1)[0]
+DECIMALS = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
+MIXED = (
+    WeightedTask(task="chain_sum", weight=3.0),
+    WeightedTask(task="gcd", options={"max_numbers": 2}),
+    WeightedTask(task="decimal_arithmetic", options=DECIMALS),
+    *(WeightedTask(task=name) for name in ("leg_counting", "prime_factorization")),
+)
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[dict[str, Any]]:
+    return [sent(row) for row in map(dataset(tasks=MIXED, size=140, seed=2).__getitem__, range(140))]
+
+
+def row_of(mixed: list[dict[str, Any]], task: str) -> dict[str, Any]:
+    return next(row for row in mixed if row["task"] == task)
+
+
+def test_several_tasks_are_drawn_by_weight(mixed: list[dict[str, Any]]) -> None:
+    counts = Counter(row["task"] for row in mixed)
+    assert counts.keys() == {each.task for each in MIXED}
+    assert 42 <= counts["chain_sum"] <= 78  # 60 expected, s = 5.9
+    gcd = row_of(mixed, "gcd")
+    assert gcd["options"] == {"max_numbers": 2}
+    assert scored(gcd, f"<answer>{gcd['answer']}</answer>")["accuracy"] == 1.0
+
+
+def test_an_answer_is_what_stands_in_the_tags(mixed: list[dict[str, Any]]) -> None:
+    row = row_of(mixed, "leg_counting")
     right = {"reward": 1.0, "accuracy": 1.0, "answered": 1.0, "unreadable": 0.0}
     assert scored(row, f"4 legs each: <answer>{row['answer']}</answer>") == right
     assert scored(row, row["answer"]) == dict.fromkeys(right, 0.0)
     assert scored(row, f"<final>{row['answer']}</final>", tag="final") == right
 
 
-def test_an_answer_that_the_task_cannot_read_counts_nothing() -> None:
-    row = dataset(task="prime_factorization", size=1)[0]
-    found = scored(row, "<answer>seven × eleven</answer>")
+def test_an_answer_that_the_task_cannot_read_counts_nothing(mixed: list[dict[str, Any]]) -> None:
+    found = scored(row_of(mixed, "prime_factorization"), "<answer>seven × eleven</answer>")
     assert found == {"reward": 0.0, "accuracy": 0.0, "answered": 1.0, "unreadable": 1.0}
 
 
-def test_scores_are_those_of_the_options_that_the_row_was_made_with() -> None:
+def test_scores_are_those_of_the_options_that_the_row_was_made_with(mixed: list[dict[str, Any]]) -> None:
     # The task allows an error of one unit in the last decimal place that its options speak of.
-    options = {"min_num_decimal_places": 1, "max_num_decimal_places": 1}
-    row = dataset(task="decimal_arithmetic", options=options, size=1)[0]
+    row = row_of(mixed, "decimal_arithmetic")
     near = f"<answer>{float(row['answer']) + 0.05:.3f}</answer>"
     assert scored(row, near)["reward"] == 1.0
     assert scored({**row, "options": {}}, near)["reward"] == 0.0
-
-
-def test_several_tasks_are_drawn_by_weight() -> None:
-    tasks = (WeightedTask(task="chain_sum", weight=3.0), WeightedTask(task="gcd", options={"max_numbers": 2}))
-    rows = [sent(row) for row in map(dataset(tasks=tasks, size=80, seed=2).__getitem__, range(80))]
-    counts = Counter(row["task"] for row in rows)
-    assert 48 <= counts["chain_sum"] <= 72  # 60 expected, s = 3.9
-    assert counts["chain_sum"] + counts["gcd"] == 80
-    gcd = next(row for row in rows if row["task"] == "gcd")
-    assert gcd["options"] == {"max_numbers": 2}
-    assert scored(gcd, f"<answer>{gcd['answer']}</answer>")["accuracy"] == 1.0
 
 
 def test_the_instruction_is_the_librarys_or_ones_own() -> None:
@@ -125,15 +139,10 @@ def test_the_library_is_imported_in_a_process_of_its_own() -> None:
 
 
 def test_the_fingerprint_is_of_what_determines_the_rows() -> None:
-    same = [dataset(task="gcd", size=4, seed=3).fingerprint for _ in range(2)]
-    others = [
-        dataset(task="gcd", size=4, seed=4),
-        dataset(task="lcm", size=4, seed=3),
-        dataset(task="gcd", size=4, seed=3, chat=False),
-        dataset(task="gcd", size=4, seed=3, options={"max_numbers": 2}),
-    ]
-    assert same[0] == same[1]
-    assert len({same[0], *(each.fingerprint for each in others)}) == 5
+    same: dict[str, Any] = {"task": "gcd", "size": 4, "seed": 3}
+    others = [{}, {"seed": 4}, {"task": "lcm"}, {"chat": False}, {"options": {"max_numbers": 2}}]
+    assert dataset(**same).fingerprint == dataset(**same).fingerprint
+    assert len({dataset(**same | other).fingerprint for other in others}) == 5
 
 
 @pytest.mark.parametrize(
@@ -175,18 +184,15 @@ def test_a_wrong_task_says_what_is_wrong(keys: dict[str, Any], message: str) -> 
 
 
 def test_a_config_names_one_task_or_several() -> None:
-    wrong: list[dict[str, Any]] = [{}, {"task": "gcd", "tasks": (WeightedTask(task="lcm"),)}]
-    for keys in wrong:
+    for keys in ({}, {"task": "gcd", "tasks": MIXED}):
         with pytest.raises(ValueError, match="give either task or tasks"):
-            ReasoningGymConfig(use="reasoning_gym", **keys)
+            dataset(**keys)
     with pytest.raises(ValueError, match="each of tasks has its own"):
-        ReasoningGymConfig(use="reasoning_gym", tasks=(WeightedTask(task="lcm"),), options={"a": 1})
+        dataset(tasks=MIXED, options={"a": 1})
 
 
 def test_rows_of_another_dataset_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="no column 'task'; this reward is for rows of dataset reasoning_gym"
-    ):
+    with pytest.raises(ValueError, match="no column 'task'; this reward is for rows of dataset reasoning"):
         scored({"prompt": "1+1=", "answer": "2"}, "2")
 
 
@@ -211,7 +217,6 @@ def _generators() -> list[psutil.Process]:
 # -------------------------------------------------------------------------------------------- runs
 
 
-@pytest.mark.slow
 def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
     run = start(
         *("steps=2", "queue.max_staleness=0", "reward=reasoning_gym", "evaluation.rows=6"),

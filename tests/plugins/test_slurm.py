@@ -30,7 +30,6 @@ def submission(folder: Path, *jobs: Job, begin: tuple[str, ...] = ("echo", "begu
 
 
 def header(config: SlurmConfig, *jobs: Job) -> list[str]:
-    """The options of the job's script."""
     lines = script_of(config, "test", submission(Path("/shared/run"), *jobs)).splitlines()
     return [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
 

@@ -35,10 +35,10 @@ from stretto.records.metrics_file import MetricsFile
 from waiting import until
 
 Point = tuple[int, float]
-Curves = tuple[list[Point], list[Point]]
-"""(step, reward) of the steps, and (version, accuracy) of the evaluations, as a tracker's reader has them."""
-Texts = list[tuple[str, int, list[str], str]]
-"""Purpose, step, ids and last answer of the samples of each time, as a tracker's reader has them."""
+Text = tuple[str, int, list[str], str]
+"""Purpose, step, ids and last answer of the samples of one time."""
+Sent = tuple[list[Point], list[Point], list[Text]]
+"""What a reader has: (step, reward) of steps, (version, accuracy) of evaluations, and samples."""
 
 HOSTILE = "=1+1 <script>alert(1)</script> [x](javascript:alert(1)) ![y](//host/z)\n</code>\n\x1b[2J"
 SHOWN = printable(HOSTILE)
@@ -147,15 +147,10 @@ class Kernel:
     def wait(self) -> int:
         """The exit status of the process, once it has ended by itself."""
         assert self.child is not None
-        status = self.child.wait(patience(90))
-        self.leave()
-        return status
-
-    def leave(self) -> None:
-        """The kernel is gone: the process's standard input ends."""
-        assert self.child is not None
         assert self.child.stdin is not None
+        status = self.child.wait(patience(90))
         self.child.stdin.close()
+        return status
 
     def output(self) -> str:
         return (self.folder / "trackers/output.log").read_text()
@@ -190,32 +185,65 @@ def notes_of(kernel: Kernel) -> list[str]:
 # ------------------------------------------------------------------------------------ the readers
 
 
-def tensorboard_curves(kernel: Kernel) -> Curves:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def of_tensorboard(kernel: Kernel) -> Sent:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as Scalars
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as Tensors
+    from tensorboard.plugins.text.text_plugin import text_array_to_html
+    from tensorboard.util.tensor_util import make_ndarray
 
     def curve(part: str, tag: str) -> list[Point]:
-        events = EventAccumulator(str(kernel.own / part), size_guidance={"scalars": 0})
+        events = Scalars(str(kernel.own / part), size_guidance={"scalars": 0})
         events.Reload()
         return [(event.step, event.value) for event in events.Scalars(tag)]
 
-    return curve("train", "reward"), curve("evaluation", "evaluation/accuracy")
+    def texts(part: str, purpose: str) -> Iterator[Text]:
+        events = Tensors(str(kernel.own / "samples" / part))
+        events.Reload()
+        for event in events.Tensors("samples/text_summary"):
+            page = str(text_array_to_html(make_ndarray(event.tensor_proto), enable_markdown=True))
+            assert not re.search("<(script|a|img)", page)
+            text = html.unescape(page.partition("<code>")[2].partition("</code>")[0])
+            ids = re.findall(r"^id: (\S+)", text, re.M)
+            yield purpose, event.step, ids, text.split("--- answer\n")[-1][:-1]
+
+    samples = [*texts("train", "train"), *texts("evaluation", "eval")]
+    return curve("train", "reward"), curve("evaluation", "evaluation/accuracy"), samples
 
 
-def wandb_curves(kernel: Kernel) -> Curves:
+def of_wandb(kernel: Kernel) -> Sent:
     """From the files of all processes, merged in the order in which `wandb sync` sends them."""
     from stretto_wandb.offline import history_rows
 
     run_id = (kernel.own / "id").read_text()
-    files = sorted(kernel.own.glob(f"wandb/offline-run-*/run-{run_id}.wandb"))
-    assert len(files) == 3  # one for each process
-    rows = [row for file in files for row in history_rows(file)]
-    return (
-        [(row["step"], row["reward"]) for row in rows if "reward" in row],
-        [(row["evaluation/step"], row["evaluation/accuracy"]) for row in rows if "evaluation/step" in row],
-    )
+    folders = sorted(kernel.own.glob(f"wandb/offline-run-*-{run_id}"))
+    assert len(folders) == 3  # one for each process
+    steps: list[Point] = []
+    evaluations: list[Point] = []
+    samples: list[Text] = []
+    for folder in folders:
+        for row in history_rows(folder / f"run-{run_id}.wandb"):
+            if "reward" in row:
+                steps.append((row["step"], row["reward"]))
+            if "evaluation/step" in row:
+                evaluations.append((row["evaluation/step"], row["evaluation/accuracy"]))
+            for name in ("samples/train", "samples/evaluation"):
+                if f"{name}.path" in row:
+                    table = json.loads((folder / "files" / row[f"{name}.path"]).read_bytes())
+                    samples.append(of_table(table, row[f"{name}_step"]))
+    return steps, evaluations, samples
 
 
-def mlflow_curves(kernel: Kernel) -> Curves:
+def of_table(table: dict[str, Any], step: int) -> Text:
+    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
+    assert {row["step"] for row in rows} == {step}
+    return of_rows(rows, step)
+
+
+def of_rows(rows: list[dict[str, Any]], step: int) -> Text:
+    return rows[0]["purpose"], step, [row["id"] for row in rows], rows[-1]["text"]
+
+
+def of_mlflow(kernel: Kernel) -> Sent:
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(str(kernel.folder / "store"))
@@ -227,10 +255,15 @@ def mlflow_curves(kernel: Kernel) -> Curves:
     def curve(name: str) -> list[Point]:
         return [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
 
-    return curve("train/reward"), curve("evaluation/accuracy")
+    def text(path: str) -> Text:
+        table = json.loads(Path(client.download_artifacts(run_id, path)).read_bytes())
+        return of_table(table, int(path[-11:-5]))
+
+    samples = [text(file.path) for file in client.list_artifacts(run_id, "samples")]
+    return curve("train/reward"), curve("evaluation/accuracy"), samples
 
 
-def trackio_rows(kernel: Kernel) -> list[dict[str, Any]]:
+def of_trackio(kernel: Kernel) -> Sent:
     """Read by another process: trackio takes `TRACKIO_DIR` when it is imported."""
     code = (
         "import json, sys; from trackio.sqlite_storage import SQLiteStorage;"
@@ -238,98 +271,25 @@ def trackio_rows(kernel: Kernel) -> list[dict[str, Any]]:
     )
     name = (kernel.own / "id").read_text()
     done = subprocess.run([sys.executable, "-c", code, name], stdout=subprocess.PIPE, check=True)
-    return json.loads(done.stdout)
-
-
-def trackio_curves(kernel: Kernel) -> Curves:
-    rows = trackio_rows(kernel)
+    rows = json.loads(done.stdout)
     return (
         [(row["step"], row["reward"]) for row in rows if "reward" in row],
         [(row["step"], row["evaluation/accuracy"]) for row in rows if "evaluation/samples" in row],
+        [
+            of_rows(row[name]["_value"], row["step"])
+            for row in rows
+            for name in ("samples/train", "samples/evaluation")
+            if name in row
+        ],
     )
 
 
-def tensorboard_samples(kernel: Kernel) -> Texts:
-    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
-    from tensorboard.plugins.text.text_plugin import text_array_to_html
-    from tensorboard.util.tensor_util import make_ndarray
-
-    def texts(part: str, purpose: str) -> Iterator[tuple[str, int, list[str], str]]:
-        events = EventAccumulator(str(kernel.own / "samples" / part))
-        events.Reload()
-        for event in events.Tensors("samples/text_summary"):
-            page = str(text_array_to_html(make_ndarray(event.tensor_proto), enable_markdown=True))
-            assert not re.search("<(script|a|img)", page)
-            text = html.unescape(page.partition("<code>")[2].partition("</code>")[0])
-            yield (
-                purpose,
-                event.step,
-                re.findall(r"^id: (\S+)", text, re.M),
-                text.split("--- answer\n")[-1][:-1],
-            )
-
-    return [*texts("train", "train"), *texts("evaluation", "eval")]
-
-
-def wandb_samples(kernel: Kernel) -> Texts:
-    from stretto_wandb.offline import history_rows
-
-    run_id = (kernel.own / "id").read_text()
-    found: Texts = []
-    for folder in sorted(kernel.own.glob(f"wandb/offline-run-*-{run_id}")):
-        for row in history_rows(folder / f"run-{run_id}.wandb"):
-            for name in ("samples/train", "samples/evaluation"):
-                if f"{name}.path" in row:
-                    table = json.loads((folder / "files" / row[f"{name}.path"]).read_bytes())
-                    found.append(of_table(table, row[f"{name}_step"]))
-    return found
-
-
-def of_table(table: dict[str, Any], step: int) -> tuple[str, int, list[str], str]:
-    rows = [dict(zip(table["columns"], cells, strict=True)) for cells in table["data"]]
-    assert {row["step"] for row in rows} == {step}
-    return rows[0]["purpose"], step, [row["id"] for row in rows], rows[-1]["text"]
-
-
-def mlflow_samples(kernel: Kernel) -> Texts:
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(str(kernel.folder / "store"))
-    run_id = (kernel.own / "id").read_text()
-    found: Texts = []
-    for file in client.list_artifacts(run_id, "samples"):
-        table = json.loads(Path(client.download_artifacts(run_id, file.path)).read_bytes())
-        found.append(of_table(table, int(file.path[-11:-5])))
-    return found
-
-
-def trackio_samples(kernel: Kernel) -> Texts:
-    found: Texts = []
-    for row in trackio_rows(kernel):
-        for name in ("samples/train", "samples/evaluation"):
-            if name in row:
-                rows = row[name]["_value"]
-                found.append(
-                    (rows[0]["purpose"], row["step"], [each["id"] for each in rows], rows[-1]["text"])
-                )
-    return found
-
-
-SAMPLES: dict[str, Callable[[Kernel], Texts]] = {
-    "tensorboard": tensorboard_samples,
-    "wandb": wandb_samples,
-    "mlflow": mlflow_samples,
-    "trackio": trackio_samples,
+READERS: dict[str, Callable[[Kernel], Sent]] = {
+    "tensorboard": of_tensorboard,
+    "wandb": of_wandb,
+    "mlflow": of_mlflow,
+    "trackio": of_trackio,
 }
-
-READERS: dict[str, Callable[[Kernel], Curves]] = {
-    "tensorboard": tensorboard_curves,
-    "wandb": wandb_curves,
-    "mlflow": mlflow_curves,
-    "trackio": trackio_curves,
-}
-
-
 LATE = {"wandb", "trackio"}
 """Libraries that write some time after the call. A kill loses a bit; it is sent again."""
 
@@ -380,39 +340,24 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
     kernel.end()
     assert kernel.wait() == 0, kernel.output()
 
-    steps, evaluations = READERS[tracker](kernel)
+    steps, evaluations, samples = READERS[tracker](kernel)
     if tracker in LATE and steps[4] == (5, 99.0):  # the library had not written the first one yet
         steps[4] = (5, 0.625)
     assert steps == [(step, step / 8) for step in range(1, 9)]
     assert evaluations == [(0, 0.25), (3, 0.5), (5, 0.625), (8, 1.0)]
-    assert sorted(SAMPLES[tracker](kernel)) == [
+    assert sorted(samples) == [
         *(("eval", step, [f"eval-{step}/1/0", f"eval-{step}/1/1"], SHOWN) for step in (0, 3, 8)),
         *(("train", step, [f"{step}/1/0", f"{step}/1/1"], SHOWN) for step in (4, 8)),
     ]
 
 
-def test_a_process_ends_with_its_kernel_and_the_next_one_sends_the_rest(
+def test_a_process_sends_the_rest_when_its_kernel_ends_and_only_then_the_next_one_begins(
     notes: Callable[..., Kernel],
 ) -> None:
-    kernel = notes()
-    kernel.start()
+    kernel = notes(keep="none", samples_every=1)
     kernel.step(1, 0.125)
-    kernel.until_noted(step=1)
-    kernel.step(2, 0.25)
-    kernel.leave()
-    assert kernel.wait() == 0
-    kernel.step(3, 0.375)
-    kernel.end()
+    kernel.samples(1)  # of a time in which the run kept some
     kernel.start()
-    assert kernel.wait() == 0, kernel.output()
-    assert notes_of(kernel) == ["start", "step 1", "step 2", "start", "step 3", "end"]
-
-
-def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
-    """The process of the next kernel waits until that of the former one has ended."""
-    kernel = notes()
-    kernel.start()
-    kernel.step(1, 0.125)
     kernel.until_noted(step=1)
     first = kernel.child
     assert first is not None
@@ -423,7 +368,6 @@ def test_there_is_one_sender_at_a_time(notes: Callable[..., Kernel]) -> None:
     lock = str(kernel.folder / "trackers/process.lock")
     until(lambda: lock in {file.path for file in second.open_files()})
     kernel.step(2, 0.25)
-    kernel.until_noted(step=2)
     first.stdin.close()
     assert first.wait(patience()) == 0
     kernel.step(3, 0.375)
@@ -447,16 +391,6 @@ def test_errors_show_no_secrets(
     kernel.kill()
     assert kernel.output().splitlines()[-1] == report.fault
     assert "very-secret-7" not in kernel.output()
-
-
-def test_a_run_that_keeps_no_samples_sends_none(notes: Callable[..., Kernel]) -> None:
-    kernel = notes(keep="none", samples_every=1)
-    kernel.step(1, 0.125)
-    kernel.samples(1)  # of a time in which it did
-    kernel.end()
-    kernel.start()
-    assert kernel.wait() == 0, kernel.output()
-    assert notes_of(kernel) == ["start", "step 1", "end"]
 
 
 FAILS_ONCE = """

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import numpy as np
@@ -21,21 +20,17 @@ import pytest
 from patience import SOON_S, patience
 from processes import arguments_of
 from stretto import Context
-from stretto.agents.conversation import Conversation
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
-from stretto.engine import Sampling
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import ByteTokenizer
-from stretto.testing.workflow import together
+from stretto.testing import FakeSession
 from stretto.user_code.sandbox import sandbox_problem
-from stretto.workflow import Answer, Prompt, Score
+from stretto.workflow import Prompt
 from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfig
 from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow
 
 # As much of the library as `environment.py` uses: sums, of which the policy is asked over HTTP.
-T = TypeVar("T")
 LIBRARY = """
 import asyncio, contextlib, json, os, urllib.request
 from types import SimpleNamespace as Space
@@ -115,37 +110,6 @@ def tasks(library: Path, **keys: Any) -> Verifiers:
     return Verifiers(VerifiersConfig(use="verifiers", **plain), Context(run="r", name="n", seed=1))
 
 
-class Policy:
-    """`stretto.workflow.Session` of a policy that says 1."""
-
-    group_size = 2
-    row_tools = ()
-    sampling = Sampling(max_tokens=8)
-    tokenizer = ByteTokenizer()
-    images = None
-
-    def __init__(self) -> None:
-        self.scored: list[Any] = []
-
-    async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        return await together(self.group_size, sample)
-
-    def begin(self, conversation_id: str) -> None:
-        pass
-
-    async def generate(self, prompt_ids: Any, **options: Any) -> list[Answer]:
-        tokens = np.frombuffer(b"1", np.uint8).astype(np.int32)
-        zeros = np.zeros(1, np.int32)
-        return [Answer(tokens, zeros.astype(np.float32), zeros, "stop", "1", "e")]
-
-    def conversation(self, prompt: Any, **options: Any) -> Conversation:
-        raise NotImplementedError
-
-    async def score(self, prompt: Prompt, answers: Sequence[Any], *, columns: Any) -> list[Score]:
-        self.scored.append((list(answers), columns["verdict"]))
-        return [Score(verdict["reward"], verdict) for verdict in columns["verdict"]]
-
-
 @pytest.fixture
 async def workflow() -> AsyncIterator[VerifiersWorkflow]:
     config = VerifiersWorkflowConfig(use="verifiers", episode_timeout_s=patience(20), timeout_s=patience(60))
@@ -156,9 +120,11 @@ async def workflow() -> AsyncIterator[VerifiersWorkflow]:
     await made.endpoint.stop()
 
 
-async def play(workflow: VerifiersWorkflow, row: dict[str, Any], policy: Policy | None = None) -> list[Any]:
+async def play(
+    workflow: VerifiersWorkflow, row: dict[str, Any], session: FakeSession | None = None
+) -> list[Any]:
     prompt = Prompt(row, np.zeros(1, np.int32))
-    return list(await workflow.run(prompt, policy or Policy()))  # type: ignore[arg-type]
+    return list(await workflow.run(prompt, session or FakeSession(["1"])))
 
 
 # ----------------------------------------------------------------------------------------- dataset
@@ -196,13 +162,15 @@ def test_an_environment_that_is_not_there_says_so(library: Path, keys: dict[str,
 async def test_an_episode_is_what_was_sampled_with_the_environments_verdict(
     library: Path, workflow: VerifiersWorkflow
 ) -> None:
-    policy, rows = Policy(), tasks(library)
-    trajectories = await play(workflow, rows[0], policy)
-    verdict = {"reward": 1.0, "length": 1.0}
-    assert policy.scored == [(["1", "1"], [verdict, verdict])]
-    assert [each.score.reward for each in trajectories] == [1.0, 1.0]
+    session, rows = FakeSession(["1"], reward=lambda text: 0.25), tasks(library)
+    trajectories = await play(workflow, rows[0], session)
+    await play(workflow, rows[4], session)
+    right, wrong = session.scored
+    assert (right.texts, wrong.texts) == (["1", "1"], ["1", "1"])
+    assert right.columns["verdict"] == [{"reward": 1.0, "length": 1.0}] * 2
+    assert wrong.columns["verdict"] == [{"reward": 0.0, "length": 1.0}] * 2
+    assert [each.score.reward for each in trajectories] == [0.25, 0.25]
     assert [each.tokens[each.loss_mask].tolist() for each in trajectories] == [[49], [49]]
-    assert [each.score.reward for each in await play(workflow, rows[4])] == [0.0, 0.0]
 
 
 async def test_what_goes_wrong_in_an_episode_fails_it_alone(
@@ -234,18 +202,15 @@ async def test_an_episode_has_a_time_limit(library: Path) -> None:
         await play(workflow, tasks(library)[2])
     await workflow.end()
     await workflow.endpoint.stop()
-    deadline = time.monotonic() + patience()
-    while _environments():
-        assert time.monotonic() < deadline
-        await anyio.sleep(SOON_S)
+    with anyio.fail_after(patience()):
+        while _environments():
+            await anyio.sleep(SOON_S)
 
 
 def _environments() -> list[psutil.Process]:
     """Processes that play, the sandbox around them left out."""
-    found = psutil.Process().children(recursive=True)
-    return [
-        each for each in found if any(name.endswith("environment.py") for name in arguments_of(each)[1:2])
-    ]
+    children = psutil.Process().children(recursive=True)
+    return [each for each in children if "".join(arguments_of(each)[1:2]).endswith("environment.py")]
 
 
 # -------------------------------------------------------------------------------------------- runs
@@ -311,11 +276,8 @@ def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Pat
     )
     run = start(
         *_run_on(os.environ["STRETTO_VERIFIERS_PYTHON"], tmp_path / "own"),
-        *(
-            "dataset.options={agent: {harness: {id: 'null'}}}",
-            "inference.mean_tokens=12",
-            "inference.sigma=0",
-        ),
+        "dataset.options={agent: {harness: {id: 'null'}}}",
+        *("inference.mean_tokens=12", "inference.sigma=0"),
         *(f"workflow.env.{name}={os.environ[name]}" for name in ("SSL_CERT_FILE",) if name in os.environ),
         out="real",
     )

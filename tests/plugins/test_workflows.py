@@ -30,7 +30,6 @@ from stretto_tool_use import ToolUse, ToolUseConfig
 from worlds import in_simulation
 
 CONTEXT = Context(run="r", name="n", seed=1)
-ENGINE = Path(__file__).with_name("scripted_engine.py")
 
 
 class Forgetful(ByteTokenizer):
@@ -116,8 +115,7 @@ async def test_the_pieces_of_a_split_conversation_share_its_score() -> None:
         reward=lambda text: float(text[-1]),
     )
     made = await multi_turn(session, prompt_of([{"role": "user", "content": "hi"}]))
-    told = [(each.score.reward, each.score.metrics["splits"], text_of(each)[1]) for each in made]
-    assert told == [
+    assert [(each.score.reward, each.score.metrics["splits"], text_of(each)[1]) for each in made] == [
         *((0, 1, "thought 0thought 0"), (0, 1, "thought 0")),  # when the first is no longer the last
         *((1, 1, "thought 1thought 1"), (1, 1, "thought 1")),
     ]
@@ -189,11 +187,6 @@ async def test_calls_of_the_last_turn_are_not_made() -> None:
 # ------------------------------------------------------------------------------------- whole runs
 
 
-def scripted(tmp_path: Path, script: str) -> list[str]:
-    (tmp_path / "script.py").write_text(script)
-    return [f"plugins=[{ENGINE}]", "inference=scripted", f"inference.script={tmp_path}/script.py:answer"]
-
-
 TOOLS = '''
 import time
 
@@ -209,7 +202,7 @@ def slow() -> str:
 CALLS = """
 import json
 
-def answer(text):
+def answer(text, seed):
     lines = text.splitlines()
     if len(lines) > 2:
         return lines[2]  # what the tool said
@@ -229,10 +222,10 @@ def score(prompt, completion, answer, messages, tool_calls, turns):
 def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
     start: Start, tmp_path: Path
 ) -> None:
-    (tmp_path / "tools.py").write_text(TOOLS)
-    (tmp_path / "reward.py").write_text(REWARD)
+    for name, code in (("tools", TOOLS), ("reward", REWARD), ("script", CALLS)):
+        (tmp_path / f"{name}.py").write_text(code)
     run = start(
-        *scripted(tmp_path, CALLS),
+        *("inference=mock", f"inference.script={tmp_path}/script.py:answer"),
         f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
         f"workflow.tool_timeout_s={patience(0.3)}",
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
@@ -340,22 +333,6 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     run = start(f"plugins=[{tmp_path}/reconsider.py]", "workflow={use: reconsider}", "steps=2")
     run.assert_completed(2)
     assert [line["reward/turns"] for line in run.metrics()] == [2, 2]
-
-
-@pytest.mark.slow
-def test_the_environment_of_the_page_rewards_every_conversation(start: Start, tmp_path: Path) -> None:
-    """Its run file has no `reward`."""
-    page = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
-    code = re.search(r"(# guess\.py\n.*?)```", page, re.DOTALL)
-    section = re.search(r"(workflow: {use: multi_turn.*?)\n```", page, re.DOTALL)
-    assert code is not None
-    assert section is not None
-    (tmp_path / "guess.py").write_text(code[1])
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "A number: ", "number": 7}\n' * 4)
-    file = tmp_path / "run.yaml"
-    file.write_text(file.read_text().replace("reward: exact\n", f"{section[1]}\n"))
-    run = start(f"dataset.path={tmp_path}/rows.jsonl", "steps=2")
-    assert run.assert_completed(2)["ledger"]["failed"] == 0
 
 
 def _defined(code: str, file: str) -> Any:

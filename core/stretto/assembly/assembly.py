@@ -52,11 +52,7 @@ class Worker:
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
         """Return the job that starts the worker. Without a command it is enough to find the worker a place.
-
-        Args:
-            log: file that gets the output.
-            imports: modules that take long to import and that the worker needs.
-        """
+        `imports` are modules that take long to import and that the worker needs."""
         return Job(
             worker=self.id,
             role=self.role,
@@ -198,11 +194,7 @@ class Assembly:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the run's model, for the run's rows.
-
-        Raises:
-            ConfigError: if the model has none that can be loaded.
-        """
+        """The tokenizer of the run's model, for the run's rows. Raises ConfigError if none can be loaded."""
         return load_tokenizer(self.config.model, self.config.dataset)
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
@@ -240,8 +232,8 @@ def decided(composed: Composed) -> Composed:
 
 
 def _has_room(config: RunConfig) -> bool:
-    """Return whether an engine for evaluations costs a run little: the run has one engine, on processors of
-    this machine, and half of the memory holds the trainer and both engines."""
+    """Return whether an engine for evaluations costs little: the run has one engine, on processors of this
+    machine, and half of the memory holds the trainer and both engines."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
     if not section.may_be_doubled or section.gpus or not is_alone:

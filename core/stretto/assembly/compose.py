@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -94,14 +94,8 @@ class Composed:
         return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """Make the object of the component that the section at `path` chose.
-
-        Args:
-            section: the config for the component; None for that section.
-
-        Raises:
-            ContractError: if the object does not keep the contract of its kind.
-        """
+        """Make the object of the component that the section at `path` chose, from that section or another
+        one. Raise ContractError if the object does not keep the contract of its kind."""
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
             parts = getattr(section, _PARTS, None)
@@ -125,12 +119,8 @@ class Composed:
 
     def blame(self, error: BaseException, path: str = "") -> str:
         """Name the component whose code is innermost in the error's traceback, such as `algorithm 'median' of
-        acme 1.2 raised ValueError: … (median.py:23)`.
-
-        Args:
-            path: dotted key of the section whose component was called. The text names this component if no
-                component's files are in the traceback. Without `path` the text is then empty.
-        """
+        acme 1.2 raised ValueError: … (median.py:23)`. If the traceback has no component's files, name that of
+        the section at `path`; without `path`, return an empty text."""
         owners = {
             section: self.origin(section) for section in ([path] if path else []) + list(self.components)
         }
@@ -142,10 +132,7 @@ class Composed:
 
     def explain(self, error: BaseException, log: Path | str) -> str:
         """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
-
-        Args:
-            log: what has the traceback, for an error that is not a `StrettoError`.
-        """
+        `log` has the traceback, for an error that is not a `StrettoError`."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -158,20 +145,15 @@ def compose(
     *,
     document: Mapping[str, Any] | None = None,
 ) -> Composed:
-    """Read a run file, merge `key=value` overrides, and convert every section to its struct.
-
-    Args:
-        document: used instead of the file's content; errors still name the file.
-    """
+    """Read a run file, merge `key=value` overrides, and convert every section to its struct. A `document` is
+    used instead of the file's content; errors still name the file."""
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
 
     try:
         source = run_file.RunFile(file, overrides, document)
         with _redacted_errors(source.redact):
             plain, secret = run_file.read(source)
-            notices: list[str] = []
-            composer = _Composer(source, plugins or Plugins())
-            composed = composer.run(deepcopy(plain), notices)
+            composed = _Composer(source, plugins or Plugins(), deepcopy(plain)).run()
             for document in (plain, secret):
                 _inherit_sections(document)
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
@@ -182,7 +164,6 @@ def compose(
         composed,
         document=full,
         written=source.written(),
-        notices=tuple(notices),
         place=source.place,
         references=tuple(texts),
         redact=source.redact,
@@ -201,7 +182,7 @@ def _redacted_errors(redact: Callable[[str], str]) -> Generator[None]:
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
     """Convert a run that was composed before, such as the one that a worker gets from the kernel."""
-    return _Composer(KeySource(Path("config")), Plugins()).run(dict(mapping), [])
+    return _Composer(KeySource(Path("config")), Plugins(), dict(mapping)).run()
 
 
 # ----------------------------------------------------------------------------------------- composing
@@ -240,63 +221,55 @@ def _as_mapping(section: Any) -> dict[str, Any] | None:
 class _Composer:
     """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
 
-    def __init__(self, source: KeySource, plugins: Plugins) -> None:
+    def __init__(self, source: KeySource, plugins: Plugins, data: dict[str, Any]) -> None:
         self.source = source
         self.plugins = plugins
+        self.data = data
         self.components: dict[str, Component[Any]] = {}
+        self.notices: list[str] = []
 
-    def run(self, data: dict[str, Any], notices: list[str]) -> Composed:
-        self._load_paths(data)
-        sections = self._structs_of(data, SECTIONS | self._named_sections(data), notices)
+    def run(self) -> Composed:
+        data = self.data
+        self._load_paths()
+        sections = self._structs_of([*SECTIONS, *self._named_sections()])
         # Variants take over keys of the run's own sections, which are complete now.
-        sections |= self._structs_of(data, self._variant_sections(data), notices)
-        struct = self._struct(sections, self._lists(data), list(data.get("variants") or {}))
+        sections |= self._structs_of(self._variant_sections())
+        struct = self._struct(sections, self._lists(), list(data.get("variants") or {}))
         _expand_names(data, struct)
         self._refuse_unknown(data, struct, "", struct)
         self._refuse_numbers(data, "")
         _inherit_sampling(data)
-        config = self._convert(data, struct)
-        config = cast("RunConfig", self._resolve_paths(config, ""))
-        return Composed(config, self.plugins, self.components, msgspec.to_builtins(config))
+        config = cast("RunConfig", self._resolve_paths(self._convert(struct), ""))
+        document = msgspec.to_builtins(config)
+        return Composed(config, self.plugins, self.components, document, notices=tuple(self.notices))
 
-    def _structs_of(
-        self, data: dict[str, Any], kinds: Mapping[str, Kind], notices: list[str]
-    ) -> dict[str, type[msgspec.Struct]]:
-        """Choose the components of these sections, and return their structs by the section's dotted key."""
+    def _structs_of(self, paths: Iterable[str]) -> dict[str, type[msgspec.Struct]]:
         structs: dict[str, type[msgspec.Struct]] = {}
-        for path, kind in kinds.items():
-            if (section := self._section(data, path, kind)) is not None:
-                component = self._component(kind, path, section)
-                self._drop_stale_keys(kind, path, section, component, notices)
-                structs[path] = self._with_parts(data, path, kind, component.config, notices)
+        for path in paths:
+            if (section := self._section(path)) is not None:
+                component = self._component(path, section)
+                self._drop_stale_keys(path, section, component)
+                structs[path] = self._with_parts(path, component.config)
         return structs
 
-    def _with_parts(
-        self, data: dict[str, Any], path: str, kind: Kind, struct: type[msgspec.Struct], notices: list[str]
-    ) -> type[msgspec.Struct]:
-        """Return the struct of a section with its `parts` narrowed to the structs of their components."""
+    def _with_parts(self, path: str, struct: type[msgspec.Struct]) -> type[msgspec.Struct]:
         fields = {field.name: field.type for field in _fields(struct)}
         if fields.get(_PARTS) is not ComponentParts:
             return struct
-        names = [str(name) for name in self._mapping(data, f"{path}.{_PARTS}")]
+        names = [str(name) for name in self._mapping(f"{path}.{_PARTS}")]
         for name in names:
             self._expect_name(f"{path}.{_PARTS}.{name}", name, "a part")
-        structs = self._structs_of(data, {f"{path}.{_PARTS}.{name}": kind for name in names}, notices)
+        structs = self._structs_of(f"{path}.{_PARTS}.{name}" for name in names)
         own = [(name, structs[f"{path}.{_PARTS}.{name}"]) for name in names]
-        narrow = msgspec.defstruct("ComponentParts", own, bases=(ComponentParts,), kw_only=True, frozen=True)
-        return msgspec.defstruct(
-            struct.__name__, [(_PARTS, narrow)], bases=(struct,), kw_only=True, frozen=True
-        )
+        return _narrowed(struct, [(_PARTS, _narrowed(ComponentParts, own))])
 
-    def _mapping(self, data: dict[str, Any], path: str) -> dict[str, Any]:
-        """Return the mapping of names at a path; it is empty if the run file does not have it."""
-        entries = _at(data, path) or {}
+    def _mapping(self, path: str) -> dict[str, Any]:
+        entries = _at(self.data, path) or {}
         if not isinstance(entries, dict):
             raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
         return cast("dict[str, Any]", entries)
 
     def _expect_name(self, path: str, name: str, what: str) -> None:
-        """Refuse a name that cannot be a key of a run file's section."""
         if not re.fullmatch(GROUP_NAME, name) or name in SECTIONS:
             raise self.source.error(
                 path,
@@ -304,35 +277,33 @@ class _Composer:
                 "the name of a section",
             )
 
-    def _load_paths(self, data: dict[str, Any]) -> None:
-        paths = data.get("plugins") or []
+    def _load_paths(self) -> None:
+        paths = self.data.get("plugins") or []
         if not isinstance(paths, (list, tuple)):
             raise self.source.error("plugins", f"expected a list of files, found {paths!r}", paths)
+        files: list[str] = []
         for index, path in enumerate(cast("list[Any]", paths)):
             file = self._find_file(f"plugins.{index}", str(path))
             try:
                 self.plugins.add_path(file)
             except PluginError as error:
                 raise PluginError(f"{self.source.place('plugins')}: {error}") from error
-        if paths:
-            data["plugins"] = [
-                str(self._find_file("plugins", str(path))) for path in cast("list[Any]", paths)
-            ]
+            files.append(str(file))
+        if files:
+            self.data["plugins"] = files
 
-    def _named_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
-        """Return the sections whose names the user chooses, such as `groups.critics`, with their kinds."""
-        kinds: dict[str, Kind] = {}
-        for path, kind in NAMED_SECTIONS.items():
-            for name in self._mapping(data, path):
+    def _named_sections(self) -> Iterator[str]:
+        """Yield the sections whose names the user chooses, such as `groups.critics`."""
+        for path in NAMED_SECTIONS:
+            for name in self._mapping(path):
                 self._expect_name(f"{path}.{name}", str(name), "a worker group")
-                kinds[f"{path}.{name}"] = kind
-        return kinds
+                yield f"{path}.{name}"
 
-    def _variant_sections(self, data: dict[str, Any]) -> dict[str, Kind]:
+    def _variant_sections(self) -> list[str]:
         """Give the sections of variants the keys of the run's own sections. Return those that choose a
-        component, such as `variants.short.workflow`, with their kinds."""
-        kinds: dict[str, Kind] = {}
-        for name, variant in self._mapping(data, "variants").items():
+        component, such as `variants.short.workflow`."""
+        paths: list[str] = []
+        for name, variant in self._mapping("variants").items():
             path = f"variants.{name}"
             if not re.fullmatch(VARIANT_NAME, str(name)):
                 raise self.source.error(
@@ -342,23 +313,20 @@ class _Composer:
                 )
             if not isinstance(variant, dict):
                 raise self.source.error(path, f"expected a mapping with `weight`, found {variant!r}", variant)
-            own: dict[str, Kind] = {
-                key: kind for key, kind in VARIANT_SECTIONS.items() if variant.get(key) is not None
-            }
-            kinds |= {f"{path}.{key}": kind for key, kind in own.items()}
-        _inherit_sections(data)
-        return kinds
+            paths += [f"{path}.{key}" for key in VARIANT_SECTIONS if variant.get(key) is not None]
+        _inherit_sections(self.data)
+        return paths
 
-    def _section(self, data: dict[str, Any], path: str, kind: Kind) -> dict[str, Any] | None:
+    def _section(self, path: str) -> dict[str, Any] | None:
         """Return the mapping at `path`, and create it if its kind has a default component. Return None if the
         run file does not have the section and the kind has no default."""
         owner, _, key = path.rpartition(".")
-        parent = _at(data, owner)
+        parent = _at(self.data, owner)
         if not isinstance(parent, dict):
             return None
         parent = cast("dict[str, Any]", parent)
         if parent.get(key) is None:
-            if _default_use(kind) is None:
+            if _default_use(kind_of(path)) is None:
                 return None  # `_convert` reports a missing section that is required
             parent[key] = {}
         section = parent[key]
@@ -371,7 +339,8 @@ class _Composer:
             )
         return cast("dict[str, Any]", section)
 
-    def _component(self, kind: Kind, path: str, section: dict[str, Any]) -> Component[Any]:
+    def _component(self, path: str, section: dict[str, Any]) -> Component[Any]:
+        kind = kind_of(path)
         name = section.setdefault("use", _default_use(kind))
         use_key = f"{path}.use"
         if not isinstance(name, str):
@@ -388,37 +357,36 @@ class _Composer:
         self.components[path] = component
         return component
 
-    def _drop_stale_keys(
-        self, kind: Kind, path: str, section: dict[str, Any], component: Component[Any], notices: list[str]
-    ) -> None:
+    def _drop_stale_keys(self, path: str, section: dict[str, Any], component: Component[Any]) -> None:
         """If an override replaces a section's component, remove keys that only the previous one has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
-        known = {field.encode_name for field in _fields(component.config)}
+        known, former = _keys_of(component), self._former_keys(path)
         stale = [
-            key for key in section if key not in known and not self.source.is_overridden(f"{path}.{key}")
+            key
+            for key in section
+            if key not in known
+            and (former is None or key in former)
+            and not self.source.is_overridden(f"{path}.{key}")
         ]
-        former = self._former_keys(kind, path)
-        stale = [key for key in stale if former is None or key in former]
         for key in stale:
             del section[key]
         if stale:
-            notices.append(
+            self.notices.append(
                 f"{path}: {component.name!r} does not use {', '.join(stale)} of {self.source.file}"
             )
 
-    def _former_keys(self, kind: Kind, path: str) -> set[str] | None:
+    def _former_keys(self, path: str) -> set[str] | None:
         """Return the keys of the component that the file names; None if it cannot be loaded here."""
         try:
-            former = self.plugins.get(kind, self.source.component_in_file(path))
+            return _keys_of(self.plugins.get(kind_of(path), self.source.component_in_file(path)))
         except PluginError:
             return None
-        return {field.encode_name for field in _fields(former.config)}
 
-    def _lists(self, data: dict[str, Any]) -> dict[str, list[type[msgspec.Struct]]]:
+    def _lists(self) -> dict[str, list[type[msgspec.Struct]]]:
         structs: dict[str, list[type[msgspec.Struct]]] = {}
-        for path, kind in LIST_SECTIONS.items():
-            items = data.get(path) or []
+        for path in LIST_SECTIONS:
+            items = self.data.get(path) or []
             if not isinstance(items, (list, tuple)):
                 raise self.source.error(path, f"expected a list, found {items!r}", items)
             items = [{"use": item} if isinstance(item, str) else item for item in cast("list[Any]", items)]
@@ -427,43 +395,31 @@ class _Composer:
                     raise self.source.error(
                         f"{path}.{index}", f"expected a name or a mapping with `use`, found {item!r}", item
                     )
-            data[path] = items
-            components = [
-                self._component(kind, f"{path}.{index}", cast("dict[str, Any]", item))
+            self.data[path] = items
+            structs[path] = [
+                self._component(f"{path}.{index}", cast("dict[str, Any]", item)).config
                 for index, item in enumerate(items)
             ]
-            structs[path] = [component.config for component in components]
         return structs
 
     def _struct(
         self,
         sections: Mapping[str, type[msgspec.Struct]],
         lists: Mapping[str, list[type[msgspec.Struct]]],
-        variants: Sequence[str],
+        variants: Iterable[str],
     ) -> type[msgspec.Struct]:
         """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
-        section_fields: list[tuple[str, Any]] = [
-            (path, struct) for path, struct in sections.items() if "." not in path
-        ]
-        groups = [
-            (path.removeprefix("groups."), struct)
-            for path, struct in sections.items()
-            if path.startswith("groups.")
-        ]
-        if groups:
-            groups_struct = msgspec.defstruct("Groups", groups, bases=(Groups,), kw_only=True, frozen=True)
-            section_fields.append(("groups", groups_struct))
-        if variants:
-            section_fields.append(("variants", _variants_struct(sections, variants)))
-        if "evaluation.dataset" in sections:
-            fields = [("dataset", sections["evaluation.dataset"])]
-            evaluation = msgspec.defstruct(
-                "EvaluationConfig", fields, bases=(EvaluationConfig,), kw_only=True, frozen=True
-            )
-            section_fields.append(("evaluation", evaluation))
+        fields: list[tuple[str, Any]] = [item for item in sections.items() if "." not in item[0]]
+        if groups := _below("groups", sections):
+            fields.append(("groups", _narrowed(Groups, groups)))
+        own = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", sections))) for name in variants]
+        if own:
+            fields.append(("variants", _narrowed(Variants, own)))
+        if evaluation := _below("evaluation", sections):
+            fields.append(("evaluation", _narrowed(EvaluationConfig, evaluation)))
         for path, structs in lists.items():
-            section_fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
-        return msgspec.defstruct("RunConfig", section_fields, bases=(RunConfig,), kw_only=True, frozen=True)
+            fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
+        return _narrowed(RunConfig, fields)
 
     def _refuse_unknown(
         self, data: Any, struct: type[msgspec.Struct], path: str, run: type[msgspec.Struct]
@@ -499,7 +455,8 @@ class _Composer:
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise self.source.error(path, f"expected a whole number of at most 64 bits; found {value}", value)
 
-    def _convert(self, data: dict[str, Any], struct: type[msgspec.Struct]) -> RunConfig:
+    def _convert(self, struct: type[msgspec.Struct]) -> RunConfig:
+        data = self.data
         try:
             return cast("RunConfig", msgspec.convert(data, struct))
         except msgspec.ValidationError as error:
@@ -586,21 +543,20 @@ class _Composer:
         return local
 
 
-def _variants_struct(
-    sections: Mapping[str, type[msgspec.Struct]], variants: Sequence[str]
-) -> type[msgspec.Struct]:
-    """Return `Variants` with a field for each variant, whose sections are narrowed to the structs of the
-    chosen components."""
-    fields: list[tuple[str, Any]] = []
-    for name in variants:
-        own = [
-            (key, sections[f"variants.{name}.{key}"])
-            for key in VARIANT_SECTIONS
-            if f"variants.{name}.{key}" in sections
-        ]
-        struct = msgspec.defstruct("VariantConfig", own, bases=(VariantConfig,), kw_only=True, frozen=True)
-        fields.append((name, struct))
-    return msgspec.defstruct("Variants", fields, bases=(Variants,), kw_only=True, frozen=True)
+def _below(path: str, sections: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
+    """Return the sections directly below a path, by their last key."""
+    return [
+        (key.rpartition(".")[2], each) for key, each in sections.items() if key.rpartition(".")[0] == path
+    ]
+
+
+def _narrowed(struct: type[msgspec.Struct], fields: list[tuple[str, Any]]) -> type[msgspec.Struct]:
+    """Return a struct of the same name with other types of these fields, or with these fields added."""
+    return msgspec.defstruct(struct.__name__, fields, bases=(struct,), kw_only=True, frozen=True)
+
+
+def _keys_of(component: Component[Any]) -> set[str]:
+    return {field.encode_name for field in _fields(component.config)}
 
 
 def _default_use(kind: Kind) -> str | None:
@@ -657,7 +613,6 @@ def _type_info(annotation: Any) -> msgspec.inspect.Type:
 
 
 def _replaced(struct: Any, path: Sequence[str], value: Any) -> Any:
-    """Return a struct with another value at a path of fields."""
     key, *rest = path
     new = _replaced(getattr(struct, key), rest, value) if rest else value
     return msgspec.structs.replace(struct, **{key: new})
@@ -681,9 +636,7 @@ def _marks_of_items(annotation: Any) -> set[str]:
 
 
 def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) -> str:
-    """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another
-    section; empty for the others.
-    """
+    """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another section."""
     typing_error = get_close_matches(key, known, 1, 0.85)  # such as `beta` in place of `betas`
     path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")
     if not path and not nearest(key, known):

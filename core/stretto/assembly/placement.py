@@ -101,10 +101,7 @@ class Placement:
 
     def owners(self, key: str, lengths: Sequence[int], groups: Sequence[int]) -> list[str]:
         """Return, for each row, the worker that holds what a call of this step wrote to the column `key`.
-
-        Args:
-            lengths, groups: number of tokens and group of every row of the batch.
-        """
+        Rows have `lengths` in tokens, and are in `groups`."""
         call = self.graph.writers[key]
         group = self.group_of(call)
         owners = [group.workers[0]] * len(lengths)
@@ -139,12 +136,8 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
     """Split indices 0 .. len(weights) - 1 into `parts` lists of about equal weight, each in ascending order.
 
     Take the units from the heaviest to the lightest, and add each to the part that is lightest so far. The
-    result depends only on the arguments, so every process computes the same one.
-
-    Args:
-        units: for each index the number of its unit; a unit stays in one part. By default each index is a
-            unit.
-    """
+    result depends only on the arguments, so every process computes the same one. `units` has the number of
+    each index's unit, which stays in one part; by default each index is a unit."""
     if parts == 1:
         return [list(range(len(weights)))]
     members: dict[int, list[int]] = {}
@@ -163,11 +156,7 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
 
 def split_groups(weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:
     """Split like `split_rows`, with each group in one part: its prompt is then computed in one rank only. If
-    that would make the parts uneven, split without regard to groups.
-
-    Args:
-        groups: for each index the number of its group.
-    """
+    that would make the parts uneven, split without regard to groups."""
     whole = split_rows(weights, parts, groups)
     heaviest = max(sum(weights[index] for index in indices) for indices in whole)
     even = all(whole) and heaviest * parts <= _UNEVEN * sum(weights)

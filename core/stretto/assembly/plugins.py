@@ -125,11 +125,8 @@ class Plugins:
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
     def add_path(self, path: Path) -> None:
-        """Load a plugin module by path. Its components are available from now on.
-
-        Raises:
-            PluginError: if the module cannot be imported or is not a plugin.
-        """
+        """Load a plugin module by path, whose components are then available. Raise PluginError if it cannot
+        be imported or is not a plugin."""
         if path in self._paths:
             return
         name = f"stretto_path_{path.stem}"
@@ -154,10 +151,7 @@ class Plugins:
 
     def get(self, kind: Kind, name: str) -> Component[Any]:
         """Return the component of this kind and name. Use `distribution:name` if two plugins share the name.
-
-        Raises:
-            PluginError: if the name is unknown or ambiguous, or the plugin does not load.
-        """
+        Raise PluginError if the name is unknown or ambiguous, or the plugin does not load."""
         distribution, _, bare = name.rpartition(":")
         sources = [
             source
@@ -167,15 +161,15 @@ class Plugins:
         if not sources:
             raise PluginError(self._unknown(kind, name), kind=kind, name=name)
         if len(sources) > 1:
-            owners = " and ".join(sorted(repr(source.distribution) for source in sources))
-            first = sorted(source.distribution for source in sources)[0]
+            owners = sorted(source.distribution for source in sources)
             raise PluginError(
-                f"{owners} offer {kind} {name!r}; choose one, for example `use: {first}:{bare}`",
+                f"{' and '.join(map(repr, owners))} offer {kind} {name!r}; choose one, for example `use: "
+                f"{owners[0]}:{bare}`",
                 kind=kind,
                 name=name,
             )
         [source] = sources
-        component = self._load(kind, source)
+        component = self._load(source)
         module = (
             source.provider
             if isinstance(source.provider, ModuleType)
@@ -197,7 +191,7 @@ class Plugins:
             for source in sources:
                 summary, error = "", ""
                 try:
-                    component = self._load(kind, source)
+                    component = self._load(source)
                     summary, error = component.summary, missing_extra(component)
                 except PluginError as reason:
                     error = str(reason)
@@ -213,32 +207,29 @@ class Plugins:
             for component in self._components(kind, module):
                 yield _PluginSource(kind, component.name, module, path)
 
-    def _load(self, kind: Kind, source: _PluginSource) -> Component[Any]:
-        module = source.provider
+    def _load(self, source: _PluginSource) -> Component[Any]:
+        kind, module = source.kind, source.provider
+
+        def fault(reason: str) -> PluginError:
+            return PluginError(f"{source.label}{reason}", kind=kind, name=source.name)
+
         # Once a library has imported the package importlib_metadata, entry points have that package's class.
         if not isinstance(module, ModuleType):
             try:
                 module = module.load()
             except Exception as error:
-                reason = f"{source.label} does not load: {place_of(error)}"
-                raise PluginError(reason, kind=kind, name=source.name) from error
+                raise fault(f" does not load: {place_of(error)}") from error
             self._register(module, source.label)
         components = {component.name: component for component in self._components(kind, module)}
         if source.name not in components:
-            raise PluginError(
-                f"{source.label}: its module {module.__name__!r} implements stretto_{kind} for "
-                f"{sorted(components) or 'nothing'}, not for {source.name!r}",
-                kind=kind,
-                name=source.name,
+            raise fault(
+                f": its module {module.__name__!r} implements stretto_{kind} for "
+                f"{sorted(components) or 'nothing'}, not for {source.name!r}"
             )
         component = components[source.name]
         if not issubclass(component.config, BASES[kind]):
-            raise PluginError(
-                f"{source.label}: its config {component.config.__name__!r} must extend "
-                f"{BASES[kind].__name__}",
-                kind=kind,
-                name=source.name,
-            )
+            expected = BASES[kind].__name__
+            raise fault(f": its config {component.config.__name__!r} must extend {expected}")
         return component
 
     def _register(self, module: ModuleType, label: str) -> None:
@@ -273,7 +264,6 @@ class Plugins:
 
 @cache
 def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return the entry points of a group in the packages that are installed on this path."""
     return tuple(_installed(search_path).select(group=group))
 
 
@@ -299,9 +289,7 @@ def missing_extra(component: Component[Any]) -> str:
 
 
 def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
-    """Refuse a function whose hook or argument does not exist. pluggy accepts a misspelt hook, and
-    reports a wrong argument only as a traceback.
-    """
+    """pluggy accepts a misspelt hook, and reports a wrong argument only as a traceback."""
     name = function.__name__
     location = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     hook_names = [hook for hook in vars(hooks) if hook.startswith("stretto_")]
@@ -315,7 +303,6 @@ def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
 
 
 def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType) -> list[Component[Any]]:
-    """Return the components that a hook of one kind yields."""
     label = f"stretto_{kind} of {module.__file__ or module.__name__!r}"
     try:
         result = hook()

@@ -53,7 +53,8 @@ class RunFile(KeySource):
         if number := _unusual_number(value):
             raise ConfigError(f"override {item!r}: {number[1]}", value=item)
         # `training=mock` replaces the component and keeps the section's other keys.
-        is_name = names_component(key) and not value.startswith(("{", "[")) and not _is_null(value)
+        is_null = value in ("", "~", "null", "Null", "NULL")
+        is_name = names_component(key) and not value.startswith(("{", "[")) and not is_null
         return f"{key}.use={value}" if is_name else item
 
     def load(self) -> Any:
@@ -184,7 +185,6 @@ def nested_too_deeply(file: Path) -> ConfigError:
 
 
 def _overrides(items: Sequence[str]) -> DictConfig:
-    """Parse `dotted.key=value` overrides; each value is YAML."""
     merged = OmegaConf.create()
     for item in items:
         try:
@@ -227,10 +227,6 @@ def _unusual_number(text: str) -> tuple[int, str] | None:
     return None
 
 
-def _is_null(value: str) -> bool:
-    return value in ("", "~", "null", "Null", "NULL")
-
-
 def _to_plain(config: DictConfig) -> dict[str, Any]:
     return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=False))
 
@@ -245,13 +241,9 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
-    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`. Do not expand `${…}`, which stands
-    for a whole section.
-
-    Args:
-        overrides: also expand a name at any path below which an override sets a key, so that
-            `algorithm.correction.cap=3` adds to `correction: token_tis` and does not replace it.
-    """
+    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`, but not `${…}`, which stands for a
+    whole section. Also expand a name below which an override sets a key, so that `algorithm.correction.cap=3`
+    adds to `correction: token_tis` and does not replace it."""
     tree = _to_plain(config)
     named = {path: tree[path] for path in NAMED_SECTIONS if isinstance(tree.get(path), dict)}
     named_sections = [f"{path}.{name}" for path, entries in named.items() for name in entries]
@@ -271,11 +263,7 @@ def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = No
 
 def _environment_values(raw: Any, plain: Any) -> Iterator[tuple[str, str]]:
     """Yield each value that a run file reads from the environment, with the interpolation that reads it.
-
-    Args:
-        raw: the tree before interpolations are resolved.
-        plain: the same tree with interpolations resolved; it may lack keys.
-    """
+    `raw` is the tree before interpolations are resolved, `plain` the one after; it may lack keys."""
     if isinstance(raw, dict):
         resolved = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
         for key, value in cast("dict[str, Any]", raw).items():

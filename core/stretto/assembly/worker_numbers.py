@@ -8,7 +8,6 @@ through `stretto resume`. If a resume changes the number of the run file, that o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -31,19 +30,14 @@ EVALUATOR = "inference-evaluation"
 
 
 class _ChangedNumber(msgspec.Struct, frozen=True):
-    """A changed number."""
-
     file: int
     """The number of the run file when it was changed."""
     now: int
 
 
 class WorkerNumbers:
-    """The numbers of one run's workers. Those that were changed are in `workers.json`.
-
-    Args:
-        folder: the run's folder; None in a process that gets the numbers in force from the kernel.
-    """
+    """The numbers of one run's workers. Those that were changed are in `workers.json` of the folder, which is
+    None in a process that gets the numbers in force from the kernel."""
 
     def __init__(self, composed: Composed, folder: Path | None) -> None:
         self.composed = composed
@@ -79,8 +73,7 @@ class WorkerNumbers:
 
 def _has(composed: Composed, key: str) -> bool:
     """Return whether a run still has a key: a resume may have removed a worker group."""
-    parts: Iterable[str] = key.split(".")
     node: object = composed.config
-    for part in parts:
+    for part in key.split("."):
         node = getattr(node, part, None)
     return isinstance(node, int)

@@ -48,7 +48,6 @@ class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Share of pairs that are assumed to be labelled the wrong way round; only with `variant: sigmoid`."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if self.label_smoothing and self.variant != "sigmoid":
             raise ValueError(f"label_smoothing is for variant 'sigmoid', found {self.variant!r}")
 

@@ -19,12 +19,7 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Call, function
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.rl.policy_gradient import (
-    GroupRelative,
-    GroupRelativeConfig,
-    check_policy,
-    clipped_surrogate,
-)
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -63,7 +63,6 @@ class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """With `target`: number of samples over which the coefficient changes by at most a fifth."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if self.target is not None and self.coef == 0:
             raise ValueError("target needs coef above 0: the controller starts from it")
         if self.target is not None and self.where == "loss":

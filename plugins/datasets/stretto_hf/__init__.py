@@ -35,7 +35,6 @@ class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Number of rows to use, from the first on; null for all."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         super().__post_init__()
         if self.streaming and self.limit is None:
             raise ValueError("streaming needs limit, the number of rows to read")
@@ -86,7 +85,6 @@ class _Undecoded:
 
 
 def _has_images(feature: Any) -> bool:
-    """Return whether a feature, or a mapping or list of features, contains images."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -97,7 +95,6 @@ def _has_images(feature: Any) -> bool:
 
 
 def _load_split(config: HFConfig) -> Any:
-    """Load the split with the library's function for the kind of `path`."""
     import datasets
     from datasets.exceptions import DatasetNotFoundError
 
@@ -125,8 +122,7 @@ def _load_split(config: HFConfig) -> Any:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Hash the values of all rows, so that the digest is the same on every machine, independent of the
-    library's cache."""
+    """Hash the values of all rows: the same on every machine, independent of the library's cache."""
     hasher = hashlib.sha256()
     for row in rows:
         hasher.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())

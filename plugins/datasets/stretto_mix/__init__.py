@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -15,7 +16,7 @@ from stretto.component import ComponentParts, NonNegativeFloat, NonNegativeInt
 from stretto.config import RunConfig
 from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError, offer
-from stretto_mix.curriculum import UNSEEN, Gate, MixCurriculum, Pool, weight_at
+from stretto_mix.curriculum import UNSEEN, MixCurriculum, Pool, weight_at
 
 __all__ = ["GateConfig", "Mix", "MixConfig", "PoolConfig"]
 
@@ -44,6 +45,11 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.reject_max < self.reject_min:
             raise ValueError(f"reject_max is {self.reject_max:g}, below reject_min, {self.reject_min:g}")
+
+    def rejects(self, rewards: Sequence[float]) -> bool:
+        """Return whether the gate rejects a group with these rewards."""
+        figure = fmean(rewards) if self.of == "mean" else max(rewards) - min(rewards)
+        return self.reject_min <= figure <= self.reject_max
 
 
 class MixConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,9 +161,7 @@ class Mix:
             else {"": (range(len(self)), 1.0)},
             sorted(pools, key=lambda pool: pool.max),
             unseen=config.unseen,
-            gates={
-                name: Gate(gate.of, gate.reject_min, gate.reject_max) for name, gate in config.gates.items()
-            },
+            gates=config.gates,
             shuffle=config.shuffle,
             seed=seed,
         )

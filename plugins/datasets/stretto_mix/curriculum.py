@@ -8,17 +8,20 @@ least often; among equals, the seed decides. Rows whose tickets are in flight wa
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from stretto.dataset import TicketEnd
+
+if TYPE_CHECKING:
+    from stretto_mix import GateConfig
 
 Weight = float | Mapping[int, float]
 """A weight, or weights at steps."""
@@ -42,20 +45,6 @@ class Pool:
     name: str
     max: float
     weight: float
-
-
-@dataclass(frozen=True)
-class Gate:
-    """Rejects groups whose figure is in a range, bounds included."""
-
-    of: Literal["mean", "range"]
-    reject_min: float
-    reject_max: float
-
-    def rejects(self, rewards: Sequence[float]) -> bool:
-        """Return whether the gate rejects a group with these rewards."""
-        figure = _mean(rewards) if self.of == "mean" else max(rewards) - min(rewards)
-        return self.reject_min <= figure <= self.reject_max
 
 
 @dataclass
@@ -92,12 +81,8 @@ class _PartRows:
 
 
 class MixCurriculum:
-    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset.
-
-    Args:
-        pools: difficulty pools by rising `max`, the last one without a bound; empty for none.
-        unseen: weight of rows without a result.
-    """
+    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset. Pools come by rising `max`, the
+    last one without a bound; `unseen` is the weight of rows without a result."""
 
     def __init__(
         self,
@@ -105,7 +90,7 @@ class MixCurriculum:
         pools: Sequence[Pool],
         *,
         unseen: float,
-        gates: Mapping[str, Gate],
+        gates: Mapping[str, GateConfig],
         shuffle: bool,
         seed: int,
     ) -> None:
@@ -161,7 +146,7 @@ class MixCurriculum:
         with self._changed(end.row) as known:
             known.in_flight = max(0, known.in_flight - 1)
             if end.rewards and end.ticket > known.ticket:
-                known.ticket, known.reward = end.ticket, _mean(end.rewards)
+                known.ticket, known.reward = end.ticket, fmean(end.rewards)
             known.unfit |= end.outcome == "filtered" and not end.rewards
 
     def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
@@ -263,7 +248,3 @@ class MixCurriculum:
         pool = self._pool_of(known)
         part.sizes[pool] += by * known.can_be_drawn
         self._pooled[pool] += by * (known.reward is not None)
-
-
-def _mean(rewards: Sequence[float]) -> float:
-    return math.fsum(rewards) / len(rewards)

@@ -53,7 +53,6 @@ class ReasoningGymConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknow
     """Give instruction and question as chat messages, for the model's template; false gives plain text."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if (self.task is None) == (not self.tasks):
             raise ValueError("give either task or tasks")
         if self.options and self.task is None:

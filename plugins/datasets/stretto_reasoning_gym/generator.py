@@ -132,11 +132,7 @@ class Generator:
 
 def plain(value: Any) -> Any:
     """Convert a value of the library to data that msgpack can encode and `restore` converts back: tuples,
-    and integers of more than 64 bits, are marked.
-
-    Raises:
-        TypeError: if the value is not plain data.
-    """
+    and integers of more than 64 bits, are marked. Raise TypeError for a value of another type."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):
@@ -170,11 +166,7 @@ def restore(value: Any) -> Any:
 
 
 def _make_dataset(order: Order) -> Any:
-    """Make the library's dataset.
-
-    Raises:
-        ConfigError: for an unknown task or an unknown option.
-    """
+    """Raise ConfigError for an unknown task or an unknown option."""
     from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
 

@@ -17,13 +17,7 @@ from stretto import Component, Context, LauncherConfig, Problem, hookimpl
 from stretto.base.cores import available_cores, available_memory
 from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError
-from stretto.launcher import (
-    Forks,
-    Job,
-    StartedProcess,
-    process_environment,
-    visible_gpus,
-)
+from stretto.launcher import Forks, Job, StartedProcess, process_environment, visible_gpus
 from stretto.nodes import Node, Spot, place
 
 __all__ = ["LocalHandle", "LocalLauncher"]
@@ -157,11 +151,8 @@ class LocalLauncher:
         return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers, beside those of the previous ones.
-
-        A worker that has ended may be started again and then gets its GPUs again, so others get them only if
-        there is no other way.
-        """
+        """Choose GPUs for new workers. A worker that has ended may be started again and then gets its GPUs
+        again, so others get them only if there is no other way."""
         machine = [_this_machine()]
         try:
             return place(jobs, machine, self._spots)

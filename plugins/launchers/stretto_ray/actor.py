@@ -46,17 +46,9 @@ class WorkerActor:
     async def start(
         self, command: Sequence[str], env: Mapping[str, str], text: bytes, folder: str
     ) -> tuple[str, int]:
-        """Start the worker, and return the id of this node and that of the process.
-
-        Args:
-            command: program and arguments; this process's Python takes the place of an empty program.
-            env: environment variables to set.
-            text: standard input of the worker.
-            folder: working directory, if this node has it.
-
-        Raises:
-            OSError: if it cannot be started.
-        """
+        """Start the worker with a text as standard input, and return the id of this node and that of the
+        process. This process's Python takes the place of an empty program. `folder` is the working directory,
+        if this node has it."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids()["GPU"]

@@ -29,8 +29,8 @@ from stretto_ray import RayConfig
 from stretto_ray.actor import WorkerActor
 from stretto_ray.reservations import Reservations
 
-_CONNECT_S = 120.0
-_PROBE_S = 10.0
+_CONNECT_S = 120.0  # includes the start of a cluster on this machine
+_PROBE_S = 10.0  # for the connection to the port of a head, which is there or not
 _CPUS = 10_000
 """CPUs of a cluster on this machine: there, as with the launcher `local`, more threads than cores are no
 error."""
@@ -60,14 +60,7 @@ class Connection:
 
 def connect(config: RayConfig, log: Path | None) -> Connection:
     """Return the connection to the cluster of a launcher's section. It lasts until the process ends, or
-    connects to another cluster.
-
-    Args:
-        log: file for what Ray says.
-
-    Raises:
-        LaunchError: if there is no connection to the cluster.
-    """
+    connects to another cluster. What Ray says goes to the file `log`. Raise LaunchError if there is none."""
     global _current
     with _lock:
         wanted = config.address, config.runtime_env
@@ -87,12 +80,8 @@ def connect(config: RayConfig, log: Path | None) -> Connection:
 
 
 def call(function: Callable[[], T], *, stays: bool = False) -> Future[T]:
-    """Call a function of Ray in a thread of its own. Ray blocks while the head of the cluster is away, which
-    must hold up neither the kernel nor its end.
-
-    Args:
-        stays: keep the thread until the process ends.
-    """
+    """Call a function of Ray in a thread of its own, which `stays` keeps until the process ends. Ray blocks
+    while the head of the cluster is away, which must hold up neither the kernel nor its end."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # nobody can cancel it
 

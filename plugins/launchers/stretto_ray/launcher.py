@@ -31,7 +31,7 @@ _KILLED_S = 20.0
 """A worker that was killed has this many seconds to end. Then its actor is killed."""
 _ANSWER_S = 10.0
 """The head of the cluster answers a question within this many seconds. What it says is only shown."""
-_RETRY_S = 0.5
+_RETRY_S = 0.5  # between questions to a node that is away, so that they cost nothing
 _LOST = 1
 _SHOWN = ("CPU", "GPU")
 
@@ -67,11 +67,7 @@ class RayHandle:
         return self._following is not None
 
     async def start(self, folder: str) -> None:
-        """Start the worker's program.
-
-        Raises:
-            LaunchError: if that fails.
-        """
+        """Start the worker's program. Raise LaunchError if that fails."""
         job = self._job
         command, text = job.command, b""
         if command[1:3] == ("-m", "stretto.workers"):
@@ -124,7 +120,6 @@ class RayHandle:
             self._actor.signal.remote(number)  # a lost actor is seen by `_follow`
 
     async def _follow(self) -> None:
-        """Write the output of the worker into its log until it has ended."""
         status = _LOST
         try:
             while True:
@@ -151,7 +146,6 @@ class RayHandle:
             self._status.set_result(status)
 
     async def _loss(self, error: Exception) -> str:
-        """Return how the worker was lost."""
         living = [node["NodeID"] for node in await _ask(self._ray.nodes, []) if node["Alive"]]
         if self._node not in living:
             return f"{self.worker} is lost with its node {self._name}"
@@ -172,11 +166,8 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Address of this machine as the other nodes of the cluster reach it.
-
-        Raises:
-            LaunchError: if there is no connection to the cluster.
-        """
+        """Address of this machine as the other nodes of the cluster reach it. Raises LaunchError without a
+        connection."""
         if self._config.address is None:
             return "127.0.0.1"
         ray, nodes = import_module("ray"), self._nodes()
@@ -200,11 +191,7 @@ class RayLauncher:
 
     async def launch(self, jobs: Sequence[Job]) -> list[RayHandle]:
         """Start an actor for each job, and its program. A worker that ran before gets the resources that were
-        reserved for it, on another node if its previous one is lost.
-
-        Raises:
-            LaunchError: if the cluster has no room, or a worker does not start.
-        """
+        reserved for it, on another node if its previous one is lost."""
         config = self._config
         connection = await anyio.to_thread.run_sync(connect, config, self._log)
         keep_sigterm()
@@ -240,11 +227,6 @@ class RayLauncher:
         return handles
 
     def _nodes(self) -> list[dict[str, Any]]:
-        """Return the living nodes of the cluster.
-
-        Raises:
-            LaunchError: if there is no connection to it.
-        """
         connect(self._config, self._log)
         keep_sigterm()
         return [node for node in import_module("ray").nodes() if node["Alive"]]

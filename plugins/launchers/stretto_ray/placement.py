@@ -119,7 +119,6 @@ def _fits(needed: Mapping[str, float], given: Mapping[str, float]) -> bool:
 
 
 def _text(resources: Mapping[str, float], bundles: Iterable[RayBundle]) -> str:
-    """Return the amounts of the resources that bundles need."""
     names = dict.fromkeys(name for bundle in bundles for name in bundle.resources)
     amounts = ((name, resources.get(name, 0) / _UNITS.get(name, 1)) for name in names)
     return " and ".join(f"{amount:g} {_NAMES.get(name, name)}" for name, amount in amounts)

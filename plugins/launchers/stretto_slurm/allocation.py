@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stretto.errors import LaunchError
 from stretto.nodes import Node
 
-_ANSWER_S = 60.0
+_ANSWER_S = 60.0  # a busy controller answers late; one that is gone must not hold up the kernel
 _UNUSABLE = ("down", "drain", "fail", "maint", "boot", "power", "unk")
 """Beginnings of the states of nodes on which no new process starts, as `sinfo` names them."""
 
@@ -31,11 +31,7 @@ class Allocation:
         return cls((environment["SLURM_JOB_ID"],)) if "SLURM_JOB_ID" in environment else None
 
     def nodes(self, part: int) -> list[Node]:
-        """Return the nodes that a part of the job has now, and on which processes can start.
-
-        Raises:
-            LaunchError: if Slurm does not answer.
-        """
+        """Return the nodes that a part of the job has now, and on which processes can start."""
         described = ask_slurm("scontrol", "show", "job", "-d", "-o", self.jobs[part]).splitlines()
         # Slurm describes all parts of a heterogeneous job when it is asked for the first.
         mine = [line for line in described if line.startswith(f"JobId={self.jobs[part]} ")]
@@ -76,14 +72,8 @@ def _count(ids: str) -> int:
 
 
 def ask_slurm(*command: str, text: str = "") -> str:
-    """Run a command of Slurm, and return its output.
-
-    Args:
-        text: standard input of the command.
-
-    Raises:
-        LaunchError: if it fails, or takes longer than a minute.
-    """
+    """Run a command of Slurm with a text as standard input, and return its output. Raise LaunchError if it
+    fails, or takes longer than a minute."""
     try:
         done = subprocess.run(
             command,

@@ -62,11 +62,8 @@ def wait_for(variable: str) -> str:
 
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
-    """Return the script of a job for a run.
-
-    Raises:
-        LaunchError: if the workers have no room on the number of nodes, however large the nodes are.
-    """
+    """Return the script of a job for a run. Raise LaunchError if the workers have no room on the number of
+    nodes, however large the nodes are."""
     parts = [(config.nodes, config.options), *((each.nodes, each.options) for each in config.parts.values())]
     headers: list[list[str]] = []
     for number, (nodes, options) in enumerate(parts):
@@ -97,11 +94,8 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
 
 
 def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[str]:
-    """Return the options for the cores, GPUs and memory of each node, with which the workers have room.
-
-    With GPUs, these are as few as possible, and ranks get as few nodes as these allow. Without, the cores
-    and the memory are as little as possible.
-    """
+    """Return the options for each node with which the workers have room. With GPUs, these are as few as
+    possible, and ranks get as few nodes as these allow. Else cores and memory are as little as possible."""
     spots, gpus = (
         _place_on_gpus(jobs, nodes)
         if any(job.resources.gpus for job in jobs)

@@ -26,7 +26,7 @@ from stretto_slurm.script import part_of, script_of, wait_for
 _LOST_NODE = "error: Node failure on"
 _LOST = 1
 _SIGNAL_BASE = 128
-_POLL_S = 0.05
+_POLL_S = 0.05  # how often the start of a step is looked for in its log
 _KILLED_S = 30.0
 """A step that was killed has this many seconds until its srun ends."""
 # Slurm numbers the GPUs of a step in one way or another, so they are chosen by their place in its list. Not
@@ -129,7 +129,6 @@ class SlurmHandle:
             await _ask_quietly("srun", *options, f"--nodelist={self._spot.node}", *kill)
 
     def _output(self) -> str:
-        """Return what the step has written since it began."""
         with Path(self._job.log).open("rb") as file:
             file.seek(self._log_begin)
             return file.read().decode(errors="replace")
@@ -181,11 +180,8 @@ class SlurmLauncher:
             ) from error
 
     async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
-        """Start a step for each job. A worker that ran before gets its spot again if its node is still there.
-
-        Raises:
-            LaunchError: if no node has room, or a step does not start.
-        """
+        """Start a step for each job. A worker that ran before gets its spot again if its node is still
+        there."""
         if self._allocation is None:
             raise LaunchError("this process runs in no Slurm job, so it cannot start a step")
         spots = await anyio.to_thread.run_sync(self._place, jobs, self._allocation)
@@ -215,7 +211,6 @@ class SlurmLauncher:
         return spots
 
     def _place_part(self, jobs: Sequence[Job], nodes: Sequence[Node]) -> dict[str, Spot]:
-        """Choose the spots of jobs on the nodes of one part, beside what runs there."""
         names, starting = {node.name for node in nodes}, {job.worker for job in jobs}
         taken = {
             worker: (job, spot)
@@ -251,7 +246,6 @@ class SlurmLauncher:
 
 
 def _wrapped(job: Job, spot: Spot, prologue: Sequence[str]) -> str:
-    """Return the lines of bash that run a worker's command in a session of its own."""
     return "\n".join(
         [*prologue, _WRAPPER.format(gpus=" ".join(spot.gpus), worker=job.worker, wait=wait_for("worker"))]
     )

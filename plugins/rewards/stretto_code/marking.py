@@ -78,7 +78,6 @@ class Marker:
         return list(self._threads.map(self._mark, completions, repeat(suite)))
 
     def _mark(self, completion: str, suite: Sequence[Case]) -> dict[str, float]:
-        """Run the tests of one answer, one after another."""
         program = program_of(completion)
         metrics = {"no_program": float(not program), "over_time": 0.0, "over_limit": 0.0, "crashed": 0.0}
         deadline = time.monotonic() + self._config.answer_s

@@ -33,12 +33,12 @@ from stretto_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCR
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-_START_S = 60.0
+_START_S = 60.0  # a warm Python imports its modules, on a busy machine beside many others
 _ATTEMPTS = 2
 """Warm Pythons that one program may lose to causes outside it."""
 _GRACE_S = 5.0
 """Seconds beyond the time limit of a program after which its warm Python is replaced."""
-_END_S = 10.0
+_END_S = 10.0  # a sandbox that was told to end and has not is killed
 _TRIAL = ProgramLimits(time_s=20, memory_mb=64, processes=1, output_kb=1, disk_mb=1)
 _CHUNK = 65536
 _MAX_ERRORS = 8192
@@ -54,16 +54,9 @@ _ENVIRONMENT = {
 
 
 class SandboxRunner:
-    """A `stretto.program_runner.ProgramRunner` with warm sandboxes. All of them start at once.
-
-    Args:
-        sandbox: `unsafe` runs the programs with this user's rights, within the limits of one process.
-        parallel: number of warm Pythons.
-        imports: modules that they import before they fork, so that programs get them at no cost.
-
-    Raises:
-        RewardError: if the sandbox cannot start.
-    """
+    """A `stretto.program_runner.ProgramRunner` with `parallel` warm sandboxes, which all start at once. With
+    `unsafe`, programs have this user's rights, within the limits of one process. Raises RewardError if a
+    sandbox cannot start."""
 
     def __init__(self, sandbox: SandboxMode, parallel: int, imports: Sequence[str] = ()) -> None:
         self._sandbox: SandboxMode = sandbox
@@ -185,7 +178,6 @@ class _WarmPython:
             os.close(descriptor)
 
     def wait_until_ready(self) -> None:
-        """Wait until the warm Python has started."""
         self._control.settimeout(_START_S)
         try:
             ready = self._control.recv(len(READY)) == READY
@@ -202,13 +194,7 @@ class _WarmPython:
             )
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        """Run one program.
-
-        Raises:
-            _SandboxLost: if the sandbox ended by itself.
-            TimeoutError: if it did not answer in time.
-            RewardError: if the program could not be started.
-        """
+        """Raise `_SandboxLost` if the sandbox ended by itself, TimeoutError if it did not answer in time."""
         with ExitStack() as stack:
             output, errors = _Output(), _Output()
             stack.callback(output.close)
@@ -272,7 +258,6 @@ class _WarmPython:
         return ending, status
 
     def end(self) -> None:
-        """End the sandbox with its programs."""
         self._control.close()
         self._process.terminate()
         try:
@@ -285,8 +270,6 @@ class _WarmPython:
 
 
 class _Output:
-    """A pipe for the output of a program, and what was read from it."""
-
     def __init__(self) -> None:
         self.reading, self.writing = os.pipe()
         os.set_blocking(self.reading, False)

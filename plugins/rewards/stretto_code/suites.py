@@ -28,15 +28,9 @@ class Case:
 
 
 def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
-    """Return the tests in a column.
-
-    Args:
-        value: a list of tests, a map of `inputs` and `outputs`, or either as a text of JSON.
-        row: the row's columns; `fn_name` names the function where the tests do not.
-
-    Raises:
-        SuiteError: if the value is neither, or has no tests.
-    """
+    """Return the tests in a column: a list of tests, a map of `inputs` and `outputs`, or either as a text of
+    JSON. `fn_name` of the row names the function where the tests do not. Raise SuiteError for anything
+    else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

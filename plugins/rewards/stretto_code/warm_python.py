@@ -84,8 +84,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Limits(NamedTuple):
-    """The limits in a request."""
-
     time_s: float
     memory_mb: int
     processes: int
@@ -93,8 +91,6 @@ class _Limits(NamedTuple):
 
 
 class _ProgramFiles(NamedTuple):
-    """The files of a request."""
-
     program: int
     stdin: int
     output: int
@@ -161,11 +157,8 @@ def _supervise(
 def _follow(
     child: int, limits: _Limits, output: int, listener: int, control: socket.socket
 ) -> tuple[str, int]:
-    """Wait until a program ends or exceeds a limit, and return how: ending and status.
-
-    Args:
-        listener: asks before each new process and thread of the program.
-    """
+    """Wait until a program ends or exceeds a limit, and return how: ending and status. `listener` asks before
+    each new process and thread of the program."""
     deadline = time.monotonic() + limits.time_s
     process = os.pidfd_open(child)
     poll = select.poll()
@@ -210,11 +203,8 @@ def _allow_one(listener: int) -> None:
 def _usage(most: int) -> tuple[int, int]:
     """Return the number of processes and threads of the program and, if it has several processes, their
     memory in bytes: for each the resident memory beyond that of this process, which they share. The memory of
-    one process has a limit of the system.
-
-    Args:
-        most: how many processes to look at, and one more. A tree of processes may grow as fast as it is read.
-    """
+    one process has a limit of the system. Look at `most` processes and one more: a tree of processes may grow
+    as fast as it is read."""
     processes = list(islice(_descendants(os.getpid()), most + 1))
     shared = _resident(os.getpid())
     threads = memory = 0
@@ -256,11 +246,8 @@ def _end_all(child: int) -> None:
 def _prepare(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, scratch: str, report: socket.socket
 ) -> str:
-    """Turn the fork into the place where the program runs, and return the program.
-
-    Args:
-        report: gets the listener of the filter, or the text why this failed.
-    """
+    """Turn the fork into the place where the program runs, and return the program. `report` gets the listener
+    of the filter, or the text why this failed."""
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -339,7 +326,6 @@ def _drop_capabilities() -> None:
 
 
 def _take_filter(program: bytes) -> int:
-    """Take the seccomp filter, and return its listener."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     text = ctypes.create_string_buffer(program, len(program))
     rules = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(text))

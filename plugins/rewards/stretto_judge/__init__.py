@@ -81,7 +81,6 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     Several runs may share it. Default: the folder `judge` of the run."""
 
     def __post_init__(self) -> None:
-        """Check what the types cannot."""
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:

@@ -23,7 +23,7 @@ from stretto.errors import RewardError, printable
 from stretto.reward import text_of
 from stretto_judge import JudgeConfig
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # pauses double, so that a busy server gets ever less
 _MOST_PAUSE_S = 120.0
 """Longest pause that a server can ask for, in seconds."""
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
@@ -42,8 +42,6 @@ class _JudgeChoice(msgspec.Struct):
 
 
 class _JudgeReply(msgspec.Struct):
-    """The part of a chat completion that is read."""
-
     choices: list[_JudgeChoice]
 
 
@@ -55,11 +53,7 @@ class _KeptReply(msgspec.Struct):
 
 
 class _PassingError(Exception):
-    """A request failed, and may succeed later.
-
-    Args:
-        pause_s: seconds to wait before the next attempt, if the server says so.
-    """
+    """A request failed, and may succeed later: after `pause_s` seconds, if the server says so."""
 
     def __init__(self, reason: str, pause_s: float | None = None) -> None:
         super().__init__(reason)
@@ -156,11 +150,7 @@ class Judge:
         }
 
     async def _ask(self, client: aiohttp.ClientSession, request: Mapping[str, Any]) -> str:
-        """Make one request and return the text of the reply.
-
-        Raises:
-            _PassingError: if it failed, and may succeed later.
-        """
+        """Raise `_PassingError` if the request failed, and may succeed later."""
         await self._rate.wait()
         url = f"{self._config.url.rstrip('/')}/chat/completions"
         try:
@@ -184,7 +174,6 @@ class Judge:
         return printable((text.replace(self._key, "***") if self._key else text)[:_MOST_SHOWN])
 
     def _read(self, text: str) -> float | None:
-        """Return the score in a reply; None if it has no valid one."""
         found = self._pattern.findall(text)
         low, high = self._config.scale
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stretto_math.prose import ENVIRONMENT, plain_notation, results
-from stretto_math.values import Unreadable, Value, equal, read
+from stretto_math.values import FONT, Unreadable, Value, equal, read
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,7 @@ class Words:
 
 Gold = Choices | Words | Value
 
-_FONT = re.compile(
-    r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}"
-)
+_FONT = re.compile(FONT + r"([^{}]*)\}")
 _SHORT_WORDS = {"no", "up", "on", "in", "ok", "am", "pm"}
 _NOT_WORDS = {"pi", "sqrt", "infinity", "infty", "inf"}
 _WORD = r"[A-Za-z][A-Za-z'’-]*"
@@ -46,10 +44,7 @@ _REASON = re.compile(
 
 def read_gold(text: str) -> Gold:
     """Read a row's expected answer: bare, in `$…$`, in `\\boxed{}`, after `####`, or at a solution's end.
-
-    Raises:
-        Unreadable: if the text states no result.
-    """
+    Raise `Unreadable` if the text states no result."""
     text = plain_notation(text).strip()
     if "####" in text:
         text = text.rpartition("####")[2].strip()
@@ -133,7 +128,6 @@ def is_right(gold: Gold, completion: str) -> bool:
 
 
 def _is_retracted(statement: _Statement, completion: str) -> bool:
-    """Return whether the text after a result says that it is another one."""
     return bool(_DENIAL.match(completion, statement.end) or _RETRACTION.search(completion, statement.start))
 
 

@@ -121,7 +121,7 @@ _REPLACEMENTS = {
     "∅": r"\{\}", r"\emptyset": r"\{\}", r"\varnothing": r"\{\}", "≈": r"\approx ",
     r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
 }  # fmt: skip
-_FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
+FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
 _REWRITES: tuple[tuple[str, str], ...] = (
     (r",\s*\\!\s*", ","),
     (r"(?<!\\)\\ ", " "),
@@ -132,10 +132,10 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
     (r"\\lt(?![a-zA-Z])", "<"),
     (r"\\gt(?![a-zA-Z])", ">"),
-    (_FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
-    (rf"\\frac ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}} ?\{{ ?{_FONT}([^{{}}]*)\}} ?\}}", r"\\text{\1/\2}"),
-    (rf"({_FONT}[^{{}}]*)\}} ?(/) ?{_FONT}", r"\1\2"),
-    (rf"\^ ?\{{? ?\\circ ?\}}? ?(?:{_FONT} ?)?([CF])(?![a-zA-Z])(?: ?\}})?", r"\\text{°\1}"),
+    (FONT + r"\s*,?\s*(or|and)\s*\}", r" \1 "),
+    (rf"\\frac ?\{{ ?{FONT}([^{{}}]*)\}} ?\}} ?\{{ ?{FONT}([^{{}}]*)\}} ?\}}", r"\\text{\1/\2}"),
+    (rf"({FONT}[^{{}}]*)\}} ?(/) ?{FONT}", r"\1\2"),
+    (rf"\^ ?\{{? ?\\circ ?\}}? ?(?:{FONT} ?)?([CF])(?![a-zA-Z])(?: ?\}})?", r"\\text{°\1}"),
     (r"√\s*(\d+)", r"\\sqrt{\1}"),
     (r"√", r"\\sqrt"),
     (r"\*\*", "^"),
@@ -157,11 +157,7 @@ _UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]
 
 
 def read(text: str) -> Value:
-    """Read the value that a text states.
-
-    Raises:
-        Unreadable: if the text is not mathematics.
-    """
+    """Read the value that a text states. Raise `Unreadable` if the text is not mathematics."""
     try:
         return _read(_clean(text))
     except RecursionError as error:
@@ -317,7 +313,7 @@ def _ratio(text: str) -> Value | None:
 
 
 def _based_integer(text: str) -> Value | None:
-    match = _BASED_INTEGER.match(re.sub(_FONT + r"([^{}]*)\}", r"\1", text))
+    match = _BASED_INTEGER.match(re.sub(FONT + r"([^{}]*)\}", r"\1", text))
     return BasedInteger(match[1], match[2]) if match else None
 
 
@@ -350,13 +346,12 @@ _FILLERS = {
 
 
 def _digits_with_unit(text: str) -> Quantity | None:
-    """Read a number in digits, with its unit."""
     text, unit, percent = _without_unit(text)
     number = _number(text)
     return None if number is None else Quantity(number, percent, unit)
 
 
-_UNIT_IN_FONT = re.compile(_FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
+_UNIT_IN_FONT = re.compile(FONT + r"([^{}]*)\}\s*(\^\s*\{?-?\d\}?)?$")
 _UNIT = r"[a-zA-Z]+\.?(?: ?\^ ?\{?-?\d\}?)?"
 _UNIT_WORD = re.compile(rf"(?<=[\d}})])( ?)({_UNIT}(?:(?: ?/ ?| |-){_UNIT})*)$")
 _PERCENT = re.compile(r" ?(?:percent|pct|percentage)(?: points?)?\b")
@@ -377,7 +372,7 @@ def _quantity(text: str) -> Quantity:
 
 
 def _expression(text: str) -> Expression:
-    if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(_FONT, r"\\text{", text)):
+    if not re.search(r"[\da-zA-Z]", text) or _UNWANTED_WORD.search(re.sub(FONT, r"\\text{", text)):
         raise Unreadable(f"not mathematics: {text[:80]!r}")
     expression = Expression(text)
     expression_value(expression)
@@ -478,13 +473,9 @@ def _number(text: str) -> Number | None:
             num_places = max(0, len(places) - power) if places is not None else None
             return Number(-value if sign == "-" else value, num_places)
     if match := _FRACTION.match(text):
-        sign, integer_part, top_braced, top_digit, bottom_braced, bottom_digit, top_plain, bottom_plain = (
-            match.groups()
-        )
-        top, bottom = (
-            int(top_braced or top_digit or top_plain),
-            int(bottom_braced or bottom_digit or bottom_plain),
-        )
+        # Top and bottom are in braces, or one digit each, or with a slash between them.
+        sign, integer_part, *_ = match.groups()
+        top, bottom = int(match[3] or match[4] or match[7]), int(match[5] or match[6] or match[8])
         if bottom == 0 or (integer_part and top < 0):
             return None
         value = Fraction(top, bottom) + int(integer_part or 0)
@@ -518,11 +509,8 @@ def equal(gold: Value, answer: Value) -> bool:
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _equal_items(_as_items(gold), _as_items(answer))
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-        return (
-            len(gold.rows) == len(answer.rows)
-            and [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
-            and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
-        )
+        same_shape = [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
+        return same_shape and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
     if isinstance(gold, BasedInteger) or isinstance(answer, BasedInteger):
         return _equal_based_integers(gold, answer)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):

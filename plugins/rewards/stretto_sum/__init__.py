@@ -97,8 +97,7 @@ def _scores_of(
 def _summed(
     scores: Mapping[str, tuple[float, Mapping[str, float]]], weights: Mapping[str, float], main: str
 ) -> dict[str, float | None]:
-    """Return the reward and the metrics of one answer, from the reward and the metrics of each part that has
-    one for it. `main` is the name of the first part."""
+    """Return the reward and the metrics of one answer. `main` is the name of the first part."""
     if not scores:
         return {"reward": None}
     _, of_main = scores.get(main, (0.0, {}))

@@ -117,7 +117,6 @@ class MlflowTracker:
 
 
 def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys and their values as text."""
     if isinstance(node, Mapping):
         for key, value in cast("Mapping[str, Any]", node).items():
             yield from _leaves(value, f"{path}.{key}" if path else key)

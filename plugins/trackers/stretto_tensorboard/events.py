@@ -96,7 +96,6 @@ class _Events:
         self._writer.flush()
 
     def add_figures(self, metrics: Mapping[str, Any]) -> None:
-        """Write the figures of a line of metrics."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in figures(metrics).items()]
         self._add(Summary(value=values), metrics["step"], metrics["time"])
 
@@ -118,7 +117,6 @@ class _Events:
         self._add(Summary(value=[value]), step, wall_time)
 
     def close(self) -> None:
-        """Close the file."""
         self._writer.close()
 
     def _add(self, summary: Any, step: int, wall_time: float) -> None:

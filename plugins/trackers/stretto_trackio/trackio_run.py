@@ -41,7 +41,8 @@ class TrackioTracker:
                 raise ConfigError(
                     f"unset {name}: the tracker trackio writes to this machine; `trackio sync` sends"
                 )
-        self._name = kept_id(self._config, self._context, self._new_name)
+        base = self._config.run_name or Path(self._context.folder).name
+        self._name = kept_id(self._config, self._context, lambda: f"{base}-{secrets.token_hex(2)}")
         self._run = trackio.init(
             self._config.project,
             self._name,
@@ -62,12 +63,10 @@ class TrackioTracker:
         )
 
     def step(self, metrics: Mapping[str, Any]) -> None:
-        """Log the figures of a step."""
+        """Log the figures of a step, or of an evaluation at the version that was evaluated."""
         self._run.log(figures(metrics), step=metrics["step"])
 
-    def evaluation(self, metrics: Mapping[str, Any]) -> None:
-        """Log the figures of an evaluation, at the version that was evaluated."""
-        self._run.log(figures(metrics), step=metrics["step"])
+    evaluation = step
 
     def advice(self, advice: Mapping[str, Any]) -> None:
         """Send given advice as an alert of the dashboard."""
@@ -84,10 +83,6 @@ class TrackioTracker:
         del summary
         self._run.finish()
 
-    def _new_name(self) -> str:
-        return f"{self._config.run_name or Path(self._context.folder).name}-{secrets.token_hex(2)}"
-
 
 def _newest(rows: Sequence[Mapping[str, Any]], name: str, default: int) -> int:
-    """Return the newest step of which there is something under a name."""
     return max((row["step"] for row in rows if name in row), default=default)

@@ -1,6 +1,5 @@
-"""Workflow `agent`: each sample is one run of an agent program that calls the policy over HTTP.
-
-It calls the API of OpenAI or of Anthropic.
+"""Workflow `agent`: each sample is one run of an agent program that calls the policy over HTTP, with the
+API of OpenAI or of Anthropic.
 
 The program is any command or Python function, unmodified: it finds the address and its own key in
 `OPENAI_BASE_URL` and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in a

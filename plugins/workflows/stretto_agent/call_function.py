@@ -34,11 +34,7 @@ def load(reference: str) -> Callable[..., Any]:
 
 
 def arguments(function: Callable[..., Any], row: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that the function has parameters for.
-
-    Raises:
-        TypeError: if the function has another parameter without a default.
-    """
+    """Return the arguments that the function has parameters for."""
     address = {"base_url": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
     values = {**row, "row": row, **address}
     parameters = inspect.signature(function).parameters

@@ -39,8 +39,6 @@ class AgentError(StrettoError):
 
 @dataclass(frozen=True)
 class _AgentResult:
-    """How a run of an agent ended."""
-
     status: int | None
     """Exit status; None if the agent exceeded its time."""
     output: str
@@ -76,7 +74,6 @@ class AgentWorkflow:
         ]
 
     async def _run(self, prompt: Prompt, session: Session, number: int) -> tuple[CallRecorder, _AgentResult]:
-        """Run the agent once, and raise AgentError if the run failed."""
         config = self._config
         recorder = CallRecorder(session, f"a{number}", config.call_limits)
         async with (
@@ -189,10 +186,8 @@ class _Tail:
 
     @property
     def text(self) -> str:
-        """The end of the stream as text, without white space around it."""
         return self._data.decode(errors="replace").strip()
 
     async def read(self, stream: ByteReceiveStream) -> None:
-        """Read the stream until it ends."""
         async for part in stream:
             self._data = (self._data + part)[-self._limit :]

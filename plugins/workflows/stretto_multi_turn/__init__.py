@@ -38,8 +38,6 @@ class MultiTurnConfig(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkno
 
 @dataclass
 class _TurnLoop:
-    """One conversation, with the environment's rewards and metrics."""
-
     conversation: Conversation
     rewards: list[float] = field(default_factory=list[float])
     metrics: dict[str, float] = field(default_factory=dict[str, float])

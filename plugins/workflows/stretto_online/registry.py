@@ -90,11 +90,8 @@ class SessionRegistry:
         self.endpoint = Endpoint(config.tool_parser, routes)
 
     async def open(self) -> None:
-        """Listen, and write address and token into the run's folder. Idempotent.
-
-        Raises:
-            OSError: if the port is not free.
-        """
+        """Listen, and write address and token into the run's folder. Idempotent. Raise OSError if the port is
+        not free."""
         async with self._opening:
             if self._opened:
                 return
@@ -134,7 +131,6 @@ class SessionRegistry:
     # ------------------------------------------------------------------------------------ handlers
 
     async def _start(self, request: web.Request) -> web.Response:
-        """Start the session that has waited longest."""
         if not _has_key(request, self._token):
             raise ApiError(
                 f"the key is not the token in the run's sessions/{self._file.name}; read the file again, "
@@ -183,7 +179,6 @@ class SessionRegistry:
         return _json(_state(session))
 
     def _session_of(self, request: web.Request) -> AgentSession:
-        """Return the session that a request names."""
         id = request.match_info["id"]
         session = self._sessions.get(id)
         own, ending = (session.key, "") if session is not None else self._over.get(id, ("", ""))
@@ -217,7 +212,6 @@ def _state(session: AgentSession) -> dict[str, Any]:
 
 
 async def _body_of(request: web.Request) -> bytes:
-    """Return the body of a request about a session."""
     if (request.content_length or 0) <= _MAX_BODY and len(body := await request.read()) <= _MAX_BODY:
         return body
     raise ApiError(f"a body may have {_MAX_BODY} bytes", status=413)

@@ -26,11 +26,7 @@ class OnlineWorkflow:
         """It serves as long as the worker lives."""
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Return the trajectories of all sessions; those of one session have the same score.
-
-        Raises:
-            OSError: if the worker cannot listen on its port.
-        """
+        """Return the trajectories of all sessions; those of one session have the same score."""
         await self.registry.open()
         samples = await session.members(lambda number: self._sample(prompt, session, number))
         return [trajectory for recorder, score in samples for trajectory in recorder.trajectories(score)]
@@ -51,7 +47,6 @@ class OnlineWorkflow:
         return recorder, score
 
     async def _score_of(self, agent: AgentSession) -> Score:
-        """Offer a session and return its reward, once it has ended."""
         timeout_s = self._config.session_timeout_s
         async with self.registry.endpoint.serve(agent.recorder) as agent.key:
             await self.registry.offer(agent)

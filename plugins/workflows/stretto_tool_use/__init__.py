@@ -29,14 +29,7 @@ from stretto.models.files import known_config
 from stretto.models.prompts import name_of_tool
 from stretto.models.tokenizer import Message, load_tokenizer
 from stretto.models.vision import is_vision_language
-from stretto.tools import (
-    ParserName,
-    ToolAnswer,
-    ToolCall,
-    ToolsConfig,
-    assistant_message,
-    parse_calls,
-)
+from stretto.tools import ParserName, ToolAnswer, ToolCall, ToolsConfig, assistant_message, parse_calls
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
 __all__ = ["ToolUse", "ToolUseConfig"]
@@ -56,8 +49,6 @@ class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 @dataclass
 class _ToolLoop:
-    """One conversation, with the number of its calls and of those that failed."""
-
     conversation: Conversation
     calls: int = 0
     errors: int = 0
@@ -140,13 +131,9 @@ def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
     for them in prompts. That of a model that reads images belongs to its processor, which is not loaded
     here."""
     del config
-    if is_vision_language(known_config(run.model)):
+    model = run.model
+    if is_vision_language(known_config(model)) or model is None or not Path(model).is_dir():
         return
-    if run.model is not None and Path(run.model).is_dir():
-        yield from _template_problems(run.model)
-
-
-def _template_problems(model: str) -> Iterator[Problem]:
     try:
         form = load_tokenizer(model).form
     except ConfigError as error:

@@ -129,7 +129,6 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     environment it gets only PATH."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if self.episode_timeout_s >= self.timeout_s:
             raise ValueError(
                 f"episode_timeout_s={self.episode_timeout_s:g} must be less than "

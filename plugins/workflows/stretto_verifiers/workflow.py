@@ -22,8 +22,8 @@ from stretto.user_code.sandbox import kill, sandbox_command
 from stretto.workflow import Prompt, Session, Trajectory
 from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
-_START_S = 600.0
-_END_S = 5.0
+_START_S = 600.0  # importing an environment compiles its libraries, and may download its tasks
+_END_S = 5.0  # a process that has closed its pipes ends at once, unless it hangs
 _MAX_LINE = 2**30
 _SCRATCH_MB = 4096
 # Prints the folders of an interpreter, with links resolved.
@@ -72,7 +72,6 @@ class VerifiersWorkflow:
     async def _play(
         self, environment: _Environment, prompt: Prompt, session: Session, number: int
     ) -> tuple[CallRecorder, dict[str, float]]:
-        """Play one episode, and return it with the environment's reward and metrics."""
         recorder = CallRecorder(session, f"v{number}", self._limits)
         source = prompt.row["verifiers"]
         async with self._episodes, self.endpoint.serve(recorder) as key:
@@ -147,7 +146,6 @@ class _Environment:
         self.ended = False
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Wait until the process is ready."""
         await self._send(settings)
         reply = await self._next_reply()
         if "error" in reply:
@@ -172,7 +170,6 @@ class _Environment:
             del self._replies[id]
 
     async def end(self) -> None:
-        """End the process and all processes that it started."""
         self.ended = True
         kill(self._process)
         with anyio.CancelScope(shield=True):
