@@ -142,8 +142,7 @@ def _expect_measurable_parts(run: Mapping[str, Any]) -> None:
 
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
     """Return the numbers of processes and replicas with which a run uses so many GPUs. Processes are a power
-    of two, or three times one.
-    """
+    of two, or three times one."""
     of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
     if not of_trainer or not of_engine:
         raise ConfigError(
@@ -203,7 +202,7 @@ def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTime
 
 
 def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be the same for service times to hold, by its key."""
+    """What must be the same for service times to hold."""
     engines = {f"{part}.{key}": run[part][key] for part in _ENGINES for key in ("use", "gpus")}
     return {**engines, "model": run["model"]}
 
@@ -245,12 +244,6 @@ def _measure_times(
 
 
 class _Planner:
-    """Forecasts of one run file with changed numbers.
-
-    Args:
-        splits: numbers of processes and replicas to try.
-    """
-
     def __init__(
         self,
         run: dict[str, Any],
@@ -264,7 +257,6 @@ class _Planner:
         """Tokens per second of the forecast that has speed 1; None for that of the run file."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
-        """Return the forecast with other values, by their keys."""
         from stretto.simulation import forecast
         from stretto_plan.fitting import computes, shortened
 
@@ -275,7 +267,6 @@ class _Planner:
         return self._known[key]
 
     def show(self, what: str, seen: Forecast) -> None:
-        """Print a forecast."""
         speed = seen.tokens_per_s / (self.reference or self.forecast({}).tokens_per_s)
         engine, trainer = min(1.0, seen.engine_busy), min(1.0, seen.train_share)
         typer.echo(
@@ -284,7 +275,6 @@ class _Planner:
         )
 
     def compare(self, folder: RunFolder) -> None:
-        """Print what the run itself did, and how far its forecast is from it."""
         from stretto_plan.measuring import steady_part
 
         step_s, tokens, staleness = steady_part(folder.steps)
@@ -306,7 +296,6 @@ class _Planner:
         return best
 
     def advice(self, best: Mapping[str, Any]) -> str:
-        """Return what to set, and why."""
         base, seen = self.forecast({}), self.forecast(best)
         if best:
             speed = seen.tokens_per_s / base.tokens_per_s

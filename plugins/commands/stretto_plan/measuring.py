@@ -68,11 +68,7 @@ class _Reading:
 
 
 def measure(file: Path, overrides: Sequence[str]) -> Measured:
-    """Run a run file for some steps, and return what they cost.
-
-    Args:
-        overrides: values of the run file's keys.
-    """
+    """Run a run file for some steps, and return what they cost."""
     run = composed(file, overrides)
     with scratch_folder("stretto-plan-") as (folder, until_ended):
         out = folder / "run"
@@ -103,11 +99,7 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
 
 def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Return seconds, sampled tokens and mean staleness of a step of a run, without its first third, in which
-    the queue fills, and without the waits for evaluations and checkpoints.
-
-    Args:
-        steps: lines of `metrics.jsonl`.
-    """
+    the queue fills, and without the waits for evaluations and checkpoints."""
     steady = steps[len(steps) // 3 :]
     if len(steady) < FEWEST_STEPS:
         raise RunError(
@@ -155,7 +147,6 @@ def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Readi
 
 
 def _steps_at(pace: float) -> int:
-    """How many steps to measure that take `pace` seconds each."""
     wanted = max(_SHORT_S, min(FEWEST_STEPS * pace, _LONG_S), _FEWEST_SLOW * pace)
     return min(_MOST, math.ceil(wanted / pace)) if pace else _MOST
 

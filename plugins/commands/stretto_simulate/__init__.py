@@ -75,7 +75,6 @@ def _expect_kinds(kinds: Sequence[str]) -> None:
 
 
 def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | None:
-    """Run the universes until one fails. Return its tape."""
     from stretto.simulation import search
 
     num_done, num_faults, callbacks, virtual_s, cpu_s = 0, 0, 0, 0.0, 0.0
@@ -102,7 +101,6 @@ def _show(tape: Tape, outcome: Outcome) -> None:
 
 
 def _read(file: Path) -> Tape:
-    """Read a tape."""
     import msgspec
 
     from stretto.simulation import Tape
@@ -114,7 +112,6 @@ def _read(file: Path) -> Tape:
 
 
 def _keep(tape: Tape) -> None:
-    """Write a failing tape into this folder."""
     import msgspec
 
     file = Path(f"tape-{tape.seed}.json")

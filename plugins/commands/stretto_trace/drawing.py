@@ -40,8 +40,6 @@ def write_trace(folder: Path, file: Path) -> None:
 
 
 class _Drawing:
-    """Draws a run's history as tracks of a trace."""
-
     def __init__(self, trace: PerfettoFile, history: RunHistory, record: RunFolder) -> None:
         self._trace = trace
         self._history = history
@@ -206,7 +204,6 @@ class _Drawing:
             self._trace.span(track, ready, end, "ready", "worker", facts)
 
     def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
-        """Draw the versions that an inference worker serves, and the swaps between them."""
         track = self._trace.track("weights", parent)
         ends = [self._end(life.ended) for life in self._history.lives if life.worker == worker]
         for place, swap in enumerate(swaps):

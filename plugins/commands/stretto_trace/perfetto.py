@@ -33,11 +33,8 @@ _SEQUENCE = 1
 
 
 class PerfettoFile:
-    """Writes a trace into an open file, packet by packet. Times are Unix seconds.
-
-    Args:
-        start: a time near the beginning. The viewer needs one moment to show the time of day.
-    """
+    """Writes a trace into an open file, packet by packet. Times are Unix seconds. The viewer needs a `start`
+    near the beginning to show the time of day."""
 
     def __init__(self, file: BinaryIO, start: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -48,11 +45,8 @@ class PerfettoFile:
         self._builder.write_packet(packet)
 
     def track(self, name: str, parent: int | None = None) -> int:
-        """Add a track, below another one or at the top, and return its id.
-
-        The viewer keeps the order in which tracks are added. It draws tracks of the same name below the same
-        parent as one.
-        """
+        """Add a track, below another one or at the top, and return its id. The viewer keeps the order in
+        which tracks are added, and draws tracks of the same name below the same parent as one."""
         return self._write_track(TrackDescriptor(name=name), parent)
 
     def counter(self, name: str, unit: str, parent: int) -> int:
@@ -120,11 +114,7 @@ class PerfettoFile:
 
 
 class SpanTracks:
-    """Tracks of one name for spans that overlap: as many as there are spans at once.
-
-    Args:
-        parent: the track below which they are.
-    """
+    """Tracks of one name below a parent for spans that overlap: as many as there are spans at once."""
 
     def __init__(self, trace: PerfettoFile, name: str, parent: int) -> None:
         self._trace = trace

@@ -41,11 +41,7 @@ _REFUSAL = (
 
 
 class Access:
-    """The access to one server.
-
-    Args:
-        host: the address or name on which the server listens.
-    """
+    """The access to one server, which listens on an address or name."""
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -56,8 +52,7 @@ class Access:
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer an allowed request with the handler, and every other one with a refusal. All answers get the
-        headers."""
+        """Answer an allowed request with the handler, another with a refusal. All answers get the headers."""
         try:
             response = await self._admit(request, handler)
         except web.HTTPException as error:
@@ -89,7 +84,6 @@ class Access:
         return True
 
     def _welcome(self, token: str) -> web.Response:
-        """Turn the token of the address into a cookie, and lead to the page without it."""
         if not self._is_token(token):
             return web.Response(status=401, text=_REFUSAL)
         response = web.Response(text=_WELCOME, content_type="text/html")

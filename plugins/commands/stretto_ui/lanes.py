@@ -87,11 +87,8 @@ class Lanes(msgspec.Struct):
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
-    """Return the timeline of a run in a window; None if it has none.
-
-    Args:
-        start, end: Unix seconds; by default the newest steps.
-    """
+    """Return the timeline of a run in a window (Unix seconds), by default of the newest steps; None if it has
+    none."""
     bounds = run.time_range()
     if bounds is None:
         return None
@@ -112,7 +109,6 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
 
 
 def _newest_steps(run: RunFolder, begun: float) -> float:
-    """Return the beginning of the newest steps."""
     return float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
 
 
@@ -128,7 +124,6 @@ def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
 
 
 def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[str, float]]:
-    """Add up the spans in the window by their part of a step, the longest first."""
     totals: defaultdict[str, float] = defaultdict(float)
     for span in steps:
         totals[span.part] += min(end, span.end) - max(start, span.start)
@@ -136,8 +131,7 @@ def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[s
 
 
 def _spans(history: RunHistory) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
-    """Return the evaluations, the calls of each worker group, and the swaps of each inference worker, by kind
-    and name of the lane. The lanes are in the order of the picture."""
+    """Return spans by kind and name of their lane, in the order of the picture."""
     spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
     for each in history.evaluations:
         counts = f"{each.result.samples} samples, {each.result.failed} failed"
@@ -158,12 +152,8 @@ def _tickets(
     attempts: Iterable[Attempt], start: float, end: float, width: int, open_until: float | None
 ) -> list[Lane]:
     """Return a lane for each rollout worker with its tickets: one by one if they are few, or else how many
-    were in flight.
-
-    Args:
-        open_until: the end of the timeline, up to which tickets that are not done are drawn; None if the
-            events end before it, so that it is not known which these are.
-    """
+    were in flight. Tickets that are not done are drawn up to `open_until`; None: the events end before the
+    timeline does, so it is not known which these are."""
     named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
     for attempt in attempts:
         span = _ticket(attempt, open_until)

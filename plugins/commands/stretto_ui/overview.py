@@ -58,7 +58,6 @@ def overview(record: RunFolder) -> dict[str, Any]:
 
 
 def _resume(record: RunFolder) -> str:
-    """Return the command that continues a run which did not end well; empty for another one."""
     if record.state not in ("stopped", "failed", "interrupted"):
         return ""
     return shlex.join(["stretto", "resume", str(record.folder)])
@@ -69,7 +68,6 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _not_trained(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return the most frequent causes for which tickets were not trained, with their counts."""
     causes: Counter[str] = Counter()
     for line in steps:
         causes.update(line.get("not_trained", {}))

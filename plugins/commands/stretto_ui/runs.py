@@ -54,11 +54,7 @@ class ListedRun:
 
     @contextmanager
     def read(self) -> Generator[RunFolder]:
-        """Lend the run's record, with what was appended to its files.
-
-        Raises:
-            ConfigError: if the run's folder is gone, or a file in it is a link that leads out of it.
-        """
+        """Lend the run's record, with what was appended to its files."""
         with self._lock:
             self._refuse_links()
             self._record = self._record or RunFolder(self.folder)
@@ -66,11 +62,7 @@ class ListedRun:
             yield self._record
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in the list of runs.
-
-        Raises:
-            ConfigError: like `read`; also if a file of the run is damaged.
-        """
+        """Return the run's row in the list of runs."""
         stamp = [(state.st_ino, state.st_size, state.st_mtime_ns) for state in _states(self.folder)]
         if stamp != self._row_stamp or self._row["state"] == "running":
             was_open = self._record is not None
@@ -119,11 +111,7 @@ class Runs:
         return self.folder is not None and is_run(self.folder)
 
     def all(self) -> list[ListedRun]:
-        """Return the runs, new ones included.
-
-        Raises:
-            ConfigError: if the folder is gone.
-        """
+        """Return the runs, new ones included."""
         with self._lock:
             if time.monotonic() >= self._searched + _SEARCH_S:
                 below = [each for folder in self._folders for each in find_runs(folder)]
@@ -135,11 +123,7 @@ class Runs:
             return list(self._known.values())
 
     def get(self, run_id: str) -> ListedRun:
-        """Return the run with this id, to read it.
-
-        Raises:
-            KeyError: if there is none.
-        """
+        """Return the run with this id, to read it. There is a KeyError if there is none."""
         self.all()
         with self._lock:
             run = self._known[run_id]
@@ -205,6 +189,6 @@ def _verdict(record: RunFolder) -> str:
 
 
 def _states(folder: Path) -> list[os.stat_result]:
-    """Return the states of the files that have a run's values and figures."""
+    """Of the files that have a run's values and figures."""
     files = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
     return [file.stat() for file in files if file.exists()]

@@ -47,11 +47,7 @@ _Handler = Callable[[ListedRun, Query], Any]
 
 
 def save_report(folders: Sequence[Path], file: Path) -> str:
-    """Write the report of the runs in and below some folders. Return what there was no room for, in words.
-
-    Raises:
-        ConfigError: if a folder holds no run, if no run can be read, or if the file cannot be written.
-    """
+    """Write the report of the runs in and below some folders. Return what there was no room for, in words."""
     for folder in folders:
         if not find_runs(folder):
             raise ConfigError(f"{folder} holds no run")
@@ -86,8 +82,6 @@ def save_report(folders: Sequence[Path], file: Path) -> str:
 
 
 class _SavedRun:
-    """The answers about one run that the file holds, as far as there is room for them."""
-
     def __init__(self, page: Page, run: ListedRun, runs: int) -> None:
         self.answers: dict[str, str] = {}
         self.left_out = Counter[str]()
@@ -127,7 +121,7 @@ class _SavedRun:
             self._add("tokens of a group", page.tokens, "/tokens", **of)
 
     def _newest(self) -> list[dict[str, str]]:
-        """Return the conditions of the groups to add; without samples no conditions: the view says so."""
+        """The conditions of the groups to add; without samples none: the view says so."""
         pages: list[dict[str, str]] = []
         for purpose in ("train", "eval"):
             asked = {"purpose": purpose, "order": "-step", "limit": "1"}
@@ -166,7 +160,6 @@ def _asked(handler: Callable[[], Any], run: str) -> tuple[Any, Any]:
 
 
 def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield what names each image of a group in a request: those of its row, then of its conversations."""
     names = [name for row in rows[:1] for name in names_in(row["dataset_row"])]
     yield from ({"number": str(number)} for number, name in enumerate(names) if isinstance(name, str))
     digests = _SHA256.findall(_json([row["messages"] for row in rows]))
@@ -177,7 +170,6 @@ def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def _document(answers: Mapping[str, str], without: str) -> str:
-    """Return index.html with all that it links to, and the answers."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inline(link: re.Match[str]) -> str:

@@ -192,7 +192,6 @@ class Page:
 
     @contextmanager
     def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
-        """Lend the records of several runs."""
         try:
             runs = [self._runs.get(each) for each in ids]
         except KeyError as error:
@@ -250,15 +249,8 @@ async def serve(
     certificate: Path | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve the page until SIGINT or SIGTERM.
-
-    Args:
-        folder: of a run or of runs; None for this user's living runs.
-        port: 0 for any free port.
-        announce: gets the address with its token when the server listens.
-        certificate: certificate for TLS; its key is in the file with the suffix `.key`.
-        insecure: other machines may reach the page without TLS.
-    """
+    """Serve the page until SIGINT or SIGTERM. `announce` gets the address with its token when the server
+    listens."""
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: whoever can read the network would read the page and its token; give "
@@ -394,8 +386,6 @@ def colours() -> str:
 
 
 def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler that answers with a file's content."""
-
     async def respond(request: web.Request) -> web.Response:
         del request
         return web.Response(body=body, content_type=content_type, charset="utf-8")

@@ -136,7 +136,6 @@ def _name(row: Row) -> str:
 
 
 def _fate_of(row: Row) -> str:
-    """Describe in words what became of a row."""
     match row["outcome"]:
         case "trained":
             return f"trained in step {row['step']} at staleness {row['staleness']}"
@@ -167,7 +166,6 @@ def _makers(row: Row) -> str:
 
 
 def _sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
     if row["messages"]:
         yield "conversation", list(_conversation(row["messages"]))
     if row["text"] is not None and not row["messages"]:
@@ -175,7 +173,6 @@ def _sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
 
 
 def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and printable lines of what the samples of a group share: prompt and row."""
     yield "prompt", _lines(row["prompt_text"] or "")
     columns = row["dataset_row"]
     if isinstance(columns, dict):
@@ -185,7 +182,6 @@ def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
 
 
 def _conversation(messages: Any) -> Iterator[str]:
-    """Yield the lines of a chat, with its tool calls."""
     if not isinstance(messages, list):  # it was too long, and was cut
         yield from _lines(str(messages))
         return

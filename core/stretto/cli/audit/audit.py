@@ -87,8 +87,6 @@ def audit_run(folder: Path) -> AuditReport:
 
 @dataclass(frozen=True)
 class _Terms:
-    """The values of a run that bound its batches."""
-
     batch_size: int
     max_staleness: int
 
@@ -108,8 +106,6 @@ class _Account:
 
 
 class _Checker:
-    """The checks of one run."""
-
     def __init__(
         self,
         folder: Path,
@@ -151,7 +147,6 @@ class _Checker:
         return max(self._history.reached, default=0)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the results of all checks."""
         yield self._check_journal()
         yield self._check_doubled()
         yield self._check_lost()
@@ -184,9 +179,8 @@ class _Checker:
         )
 
     def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
-        """Return the messages of the journal that checkpoints and the summary name, and which of these files
-        are older than the newest loss of a part of the journal.
-        """
+        """Return the messages that checkpoints and the summary name, and which of these files are older than
+        the newest loss of a part of the journal."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
         for place, record in records:
@@ -254,8 +248,7 @@ class _Checker:
         )
 
     def _check_batches(self) -> Check:
-        """Each batch has as many tickets as the values in force at its version say; a completed run has all
-        its steps."""
+        """Each batch has as many tickets as the values in force say; a completed run has all its steps."""
         violations = [
             f"the batch of version {version} has {len(batch.tickets)} tickets, expected {size}"
             for version, batch in self._batches.items()
@@ -278,7 +271,6 @@ class _Checker:
         return f"versions {_ranges(range(self._first))}: the journal begins later" if self._first else ""
 
     def _terms_at(self, version: int) -> _Terms:
-        """Return the values that are in force for the batch of a version."""
         number = self._history.values_at(version)
         if number not in self._terms:
             file = values_file(self._folder, number)
@@ -292,8 +284,8 @@ class _Checker:
     # -------------------------------------------------------------------------------------- ledgers
 
     def _check_lost(self) -> Check:
-        """Check that each ledger of the run accounts for every issued ticket: trained by a batch of the
-        journal, retired, or open."""
+        """Each ledger accounts for every issued ticket: trained by a batch of the journal, retired, or
+        open."""
         accounts = [] if self._first else list(self._accounts())
         violations: list[str] = []
         trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
@@ -326,12 +318,8 @@ class _Checker:
             yield _Account("summary.json", summary["version"], summary["ledger"], None, reasons)
 
     def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
-        """Yield what is wrong with a ledger.
-
-        Args:
-            trained: number of tickets that the journal's batches before `account.version` trained.
-            highest: highest number of these tickets; -1 if there are none.
-        """
+        """`trained` and `highest` (-1: none) are of the tickets that the journal trained before
+        `account.version`."""
         ledger, place = account.ledger, account.place
         known = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
         self.lost = max(self.lost, ledger["issued"] - known, ledger["trained"] - trained)
@@ -354,7 +342,6 @@ class _Checker:
                     yield f"{place}: {ledger[name]} tickets {name}, with reasons for {sum(counts)}"
 
     def _is_in_force(self, incarnation: int, version: int) -> bool:
-        """Return whether a state of the run belongs to the history in force."""
         latest = self._batches.get(version - 1)
         return (
             incarnation == self._history.incarnation
@@ -429,7 +416,6 @@ class _Checker:
         )
 
     def _group_faults(self, version: int, rows: Sequence[RowRef]) -> Iterator[str]:
-        """Yield the differences between the rows of a group in a batch and its kept samples."""
         attempt = rows[0].group, rows[0].attempt
         if (kept := self._samples.members[attempt]) != (trained := [row.id for row in rows]):
             where = f"group {attempt[0]}/{attempt[1]} of version {version}"
@@ -461,8 +447,7 @@ class _Checker:
         )
 
     def _rows(self) -> Iterator[tuple[int, RowRef]]:
-        """Yield the sampled rows of all batches in force, with their versions. Rows of a dataset have no
-        length and no versions."""
+        """Yield the sampled rows of all batches in force. Rows of a dataset have no length."""
         for version, batch in self._batches.items():
             yield from ((version, row) for row in batch.rows if row.length)
 
@@ -506,7 +491,6 @@ class _Checker:
         )
 
     def _repetitions(self) -> tuple[int, int]:
-        """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
         lines = read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
         events = Counter(line.get("event") for line in lines)
         return events["step repeated"], events["repetition differs"]
@@ -514,7 +498,6 @@ class _Checker:
     # --------------------------------------------------------------------------- metrics, evaluations
 
     def _check_metrics(self) -> Check:
-        """metrics.jsonl has each step once, in order."""
         steps, present = [line["step"] for line in self._step_lines], self._present_version
         violations: list[str] = []
         if steps != list(range(1, len(steps) + 1)):
@@ -575,7 +558,6 @@ class _Checker:
         )
 
     def _evaluation_line_faults(self, results: Collection[Evaluation]) -> Iterator[str]:
-        """Yield what is wrong with the lines of evaluations in metrics.jsonl."""
         written = Counter(line["step"] for line in self._evaluation_lines)
         for version, count in written.items():
             if count > 1:
@@ -595,7 +577,6 @@ class _Checker:
 
 
 def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
-    """Yield what does not fit between the rows and the tickets of a batch."""
     attempts: defaultdict[int, set[str]] = defaultdict(set)
     for row in batch.rows:
         ticket, attempt, _ = row.id.split("/")

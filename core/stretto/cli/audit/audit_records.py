@@ -85,11 +85,7 @@ class JournalRecord:
 
 
 def read_journal(folder: Path) -> JournalRecord:
-    """Read the whole journal of a run that no kernel owns, from its files.
-
-    Raises:
-        RunError: if a kernel owns the run, or if its files cannot be read.
-    """
+    """Read the whole journal of a run that no kernel owns, from its files."""
     if is_locked(lock := folder / "bus" / "kernel.lock"):
         owner = read_record(lock).decode().strip()
         raise RunError(f"the run in {folder} is owned by {owner}; try again when it has ended")
@@ -178,8 +174,6 @@ def read_samples(folder: Path) -> SampleRecord:
 
 
 def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[TrajectoryFacts]:
-    """Yield the facts of the kept samples, group by group. A group that is not what its rollout worker
-    finished is among the faults."""
     for group in kept_groups(folder, purpose):
         if group[0]["digest"] and not has_its_digest(group):
             name = f"{group[0]['ticket']}/{group[0]['attempt']}"
@@ -188,8 +182,7 @@ def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[Traject
 
 
 def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
-    """Compute the facts of a kept row; None for an attempt without a trajectory. A row that contradicts
-    itself is among the faults."""
+    """None for an attempt without a trajectory."""
     if row["index"] is None:
         return None
     mask, versions = row["loss_mask"], row["versions"]
@@ -242,9 +235,6 @@ def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
 
 
 def _checkpoint(folder: Path) -> CheckpointRecord:
-    """Read a checkpoint, and compare its files with the hashes in its manifest. Those in a store are read
-    there.
-    """
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
         state = json.loads((folder / "kernel.json").read_bytes())
@@ -270,7 +260,7 @@ def _checkpoint(folder: Path) -> CheckpointRecord:
 
 
 def _read_store(url: str) -> dict[str, str]:
-    """Return the name and the SHA-256 of every file in a folder of a store."""
+    """The SHA-256 of every file in a folder of a store, by name."""
     import fsspec.core
 
     try:
@@ -292,11 +282,8 @@ def _sha256(opened: BinaryIO) -> str:
 
 
 def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON objects; none if there is no file.
-
-    Args:
-        is_log: leave out lines that are not JSON: one that did not fit on a full disk, with the next behind.
-    """
+    """Return the complete lines of a file of JSON objects; none if there is no file. Of a log, lines that are
+    not JSON are left out: one that did not fit on a full disk, with the next behind."""
     try:
         lines = read_record(file).splitlines(keepends=True)
         found: list[dict[str, Any]] = []

@@ -88,7 +88,6 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
 
 
 def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None:
-    """Return the checkpoint to begin with; None for the initial models."""
     if version is None or version == "0":
         return None
     checkpoint = find_checkpoint(folder, version, option="--from")
@@ -117,7 +116,6 @@ def _free_folder(run: Path, out: Path | None) -> Path:
 
 
 def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]) -> ConfigError:
-    """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
     last = len(recording.batches)
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
     after = max(missing) + 1
@@ -182,7 +180,6 @@ def _check(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
 ) -> None:
-    """Refuse overrides that do not fit the recorded samples or the checkpoint."""
     for one, other in zip(former, segments, strict=True):
         place = other.assembly.composed.place
         was, now = one.assembly.graph, other.assembly.graph
@@ -204,9 +201,7 @@ def _check(
 def _accept(
     former: Sequence[ReplaySegment], segments: Sequence[ReplaySegment], overrides: Sequence[str]
 ) -> None:
-    """Refuse values with errors. Print the warnings that the recorded values do not have, and the overrides
-    without effect.
-    """
+    """Refuse values with errors. Print the warnings that the recorded values do not have."""
     from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
 
     shown: set[str] = set()
@@ -226,7 +221,6 @@ def _accept(
 
 
 def _check_rows(folder: Path, assembly: Assembly) -> None:
-    """Refuse a dataset whose rows have changed."""
     dataset = assembly.make("dataset")
     recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])
     if recorded.get("dataset", dataset.fingerprint) != dataset.fingerprint:

@@ -113,11 +113,7 @@ def report_of(
     replay: RunFolder,
     weights: Sequence[Iterable[StepWeights]],
 ) -> ReplayReport:
-    """Compare a complete replay with its run.
-
-    Args:
-        weights: importance weights of both.
-    """
+    """Compare a complete replay with its run, and the importance weights of both."""
     replayed = read_journal(replay.folder).history
     recorded_digests, digests = recording.reached, replayed.reached
     compared = identical = 0
@@ -219,7 +215,6 @@ def report_lines(report: ReplayReport) -> list[str]:
 
 
 def _causes(difference: Difference) -> Iterator[str]:
-    """Yield what the journal says about possible causes of a difference that no override explains."""
     recorded, replayed = difference.recorded_layout, difference.replayed_layout
     if recorded != replayed:
         yield f"the layout differs: recorded {recorded!r}, here {replayed!r}"
@@ -238,7 +233,6 @@ def _causes(difference: Difference) -> Iterator[str]:
 
 
 def _off_policy_lines(report: ReplayReport) -> Iterator[str]:
-    """Yield the off-policy error of the replay in words."""
     measured = [each for each in report.steps if "kl" in each.replayed]
     if not measured:
         yield "off-policy error: not known, the trainers recorded no importance weights"

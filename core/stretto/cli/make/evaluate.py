@@ -96,11 +96,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the run that evaluates a run's checkpoint, or a model.
-
-    Args:
-        source: a run's folder, a model folder, or a hub id.
-    """
+    """Compose the run that evaluates a run's checkpoint, or a model by its folder or hub id."""
     if misplaced := next(
         (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
     ):
@@ -137,7 +133,6 @@ def compose_evaluation(source: str, options: EvaluationOptions, overrides: Seque
 
 
 def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
-    """Return the document for a run's checkpoint, before the options of the command line."""
     # Keep the references to environment variables: they are resolved when the evaluation is composed.
     run = read_document(folder / "config.yaml")
     evaluation: dict[str, Any] = run.get("evaluation") or {}
@@ -184,7 +179,6 @@ def _name_of(source: str) -> str:
 
 
 def _apply_options(document: dict[str, Any], options: EvaluationOptions) -> None:
-    """Write the command line's options into the document. They replace the run's values."""
     evaluation: dict[str, Any] = document["evaluation"]
     evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
     if options.dataset is not None:
@@ -215,7 +209,6 @@ def _dataset_of(name: str) -> dict[str, Any]:
 
 
 def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse an evaluation without held-out rows, or without a reward or a workflow that may score."""
     keys = [item.partition("=")[0] for item in overrides]
     if "dataset" not in document["evaluation"] and not any(
         key.startswith("evaluation.dataset") for key in keys

@@ -60,13 +60,9 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write the model of a checkpoint to a folder, and return the folder. It is complete or absent.
-
-    Args:
-        version: a version of the run, or the name of a checkpoint; None for the newest intact one.
-        form: the whole model, with adapters merged, or only the adapter.
-        to: a folder that does not exist, or is empty. None: `<run>-step-000040` in the working directory.
-    """
+    """Write the model of a checkpoint, by default of the newest intact one, to a folder that does not exist
+    or is empty; by default `<run>-step-000040` in the working directory. Return the folder, which is complete
+    or absent."""
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -89,8 +85,7 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
 
 def push_to_hub(folder: Path, repository: str) -> str:
     """Upload a folder to a repository of the Hugging Face hub, and return its address. A repository that does
-    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN.
-    """
+    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -214,15 +209,10 @@ def export_samples(
     folder: Path, file: Path, *, min_reward: float | None = None, best_of_group: bool = False
 ) -> ExportedSamples:
     """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
-    with `images`, if the rows have some.
+    with `images`, if the rows have some. The file is complete or unchanged.
 
     A row trains the tokens that the run has trained. If the algorithm `sft` would make other tokens of its
     prompt and completion, the row also has `tokens` and `loss_mask`.
-
-    Args:
-        file: is replaced if it exists. It is complete or unchanged.
-        min_reward: leave out samples with a lower reward.
-        best_of_group: take only the sample with the highest reward of each group; of equal ones, the first.
     """
     wanted = SampleFilter(purpose="train", reward=(min_reward, None))
     store = open_samples(folder)
@@ -258,8 +248,7 @@ def export_samples(
 
 
 def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
-    """Return the function that encodes a row as `sft` does with the run's model; it returns None for a row
-    that `sft` would refuse."""
+    """Encode a row as `sft` does with the run's model; None for a row that `sft` would refuse."""
     document = read(RunFile(folder / "config.yaml", ()))[0]
     model, section = document.get("model"), document.get("dataset", {})
     known = {key: section[key] for key in ("template", "special_tokens") if key in section}
@@ -278,7 +267,6 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
 
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all rows of the sample with the highest reward of each group."""
     best: dict[Any, dict[str, Any]] = {}
     for sample in samples:
         former = best.setdefault(sample["ticket"], sample)
@@ -293,12 +281,8 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
-    """Return the row of a trajectory; None if the dataset has its images in itself, or if it is a
-    conversation with images.
-
-    Args:
-        parts: number of trajectories of its sample.
-    """
+    """None if the dataset has the images in itself, or for a conversation with images. `parts`: trajectories
+    of its sample."""
     columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
     images = names_in(columns)
     prompt: Any = columns.get("prompt")

@@ -107,7 +107,6 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
 
 
 def _nested(place: str, info: types.Type) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    """Yield the structs that a value may hold, with the place of each."""
     match info:
         case types.Metadata(type=inner):
             yield from _nested(place, inner)
@@ -166,11 +165,6 @@ def _names_of(info: types.Type) -> list[str]:
 
 
 def _names_schema(section: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a mapping of names to sections.
-
-    Args:
-        plain: the mapping's own schema, with its description.
-    """
     return {"type": "object", "additionalProperties": section, "description": plain["description"]}
 
 
@@ -186,7 +180,6 @@ def _allow_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _allow_interpolation(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow `${key}` where the schema expects a number or a bool."""
     kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
     if not kinds & {"integer", "number", "boolean"}:
         return schema
@@ -206,7 +199,6 @@ def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:
 
 
 def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Struct]]:
-    """Yield the structs, and all structs that their fields hold."""
     seen: set[type[msgspec.Struct]] = set()
     stack = list(roots)
     while stack:

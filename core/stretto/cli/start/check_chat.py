@@ -60,7 +60,6 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
 
 
 def _contents(form: ChatForm) -> str:
-    """Return which forms of a content the template writes, by roles if they differ."""
     names = {role: " or ".join(sorted(each, reverse=True)) for role, each in form.content.items() if role}
     by_role = ", ".join(f"{name} ({role})" for role, name in names.items())
     return by_role if len({*names.values()}) > 1 else next(iter(names.values()), "text")
@@ -92,7 +91,6 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
 
 
 def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Warn of an end of turns that the tokenizer does not find where the template writes it."""
     form = tokenizer.form
     if not (form.has_template and form.writes_end and form.closing):
         return
@@ -194,12 +192,7 @@ def _odd_messages(
 
 
 def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
-    """Return the tokenizer of the run's model; None without a whole model on this machine, or if it reads
-    images.
-
-    Raises:
-        ConfigError: if the model has no tokenizer that can be loaded.
-    """
+    """None without a whole model on this machine, or if it reads images."""
     model = assembly.config.model
     if model is None or is_vision_language(known_config(model)):
         return None

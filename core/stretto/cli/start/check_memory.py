@@ -25,8 +25,6 @@ _VERSIONS = 2
 
 
 class _Need(NamedTuple):
-    """What the processes of one kind of engine take together."""
-
     name: str
     number: int
     each: HostMemory
@@ -53,11 +51,8 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
 
 
 def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
-    """Yield what is wrong with the memory of a run on this machine.
-
-    Args:
-        limited: whether engines that take more than there is are an error.
-    """
+    """Yield what is wrong with the memory of a run on this machine; with `limited`, too little is an
+    error."""
     if assembly.config.launcher.use != "local":
         return
     known, memory = [*_processes(assembly)], available_memory()
@@ -75,7 +70,6 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
 
 
 def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Warn if two versions of the weights do not fit into shared memory."""
     config, folder = assembly.config, folder_of_model(assembly.config.model)
     section = config.training
     is_sent = assembly.graph.samples and config.weights.use == "file"
@@ -95,7 +89,7 @@ def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _processes(assembly: Assembly) -> Iterator[_Need]:
-    """Yield the processes of each kind of engine; none for an engine that does not say what it takes."""
+    """Yield nothing for an engine that does not say what it takes."""
     config, placement = assembly.config, assembly.placement
     for group in placement.groups.values():
         if (each := _of_group(assembly, group)) is not None:
@@ -108,7 +102,7 @@ def _processes(assembly: Assembly) -> Iterator[_Need]:
 
 
 def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
-    """Return what each process of a worker group takes; None if a model is not on this machine."""
+    """None if a model is not on this machine."""
     sizes = {True: 0, False: 0}
     for name in group.models:
         folder = folder_of_model(assembly.config.source_of(name))

@@ -95,7 +95,6 @@ def _copy_problems(assembly: Assembly, source: str, adapter: str) -> Iterator[Pr
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find samples that are longer than the model's positions, if its config is on this machine."""
     positions = text_config(config.model).get("max_position_embeddings")
     if positions is None:
         return
@@ -147,7 +146,7 @@ def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterat
 
 
 def _vocabulary(model: str | None) -> int | None:
-    """Return the size of a model's vocabulary; None if its config cannot be read on this machine."""
+    """None if the model's config cannot be read on this machine."""
     config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
@@ -182,7 +181,6 @@ _OF_GGUF = "transformers converts them: from_pretrained(…, gguf_file=…), the
 
 
 def _what_is(folder: Path) -> str:
-    """Return what a folder without a `config.json` is, and which path is meant."""
     if (folder / "adapter_config.json").is_file():
         base = base_of(folder)
         return (
@@ -203,7 +201,6 @@ def _what_is(folder: Path) -> str:
 
 
 def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
-    """Find models that write no text token by token."""
     config = known_config(model)
     names: list[str] = config.get("architectures") or []
     if config.get("is_encoder_decoder"):

@@ -141,7 +141,6 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
 
 
 def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Warn if the answer in the first row is longer than a sample can be."""
     samplings = dict(config.samplings())
     key = "evaluation.sampling" if path != "dataset" and "evaluation.sampling" in samplings else "sampling"
     answer, limit = row.get("answer"), samplings[key].max_tokens
@@ -154,7 +153,6 @@ def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenize
 
 
 def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
-    """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
     config = assembly.config
     limit = assembly.composed.section(path).max_prompt_tokens
     tokenizer = assembly.tokenizer
@@ -198,7 +196,6 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
 
 
 def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
-    """Look for a prompt that is short enough, for `_LOOK_S` seconds at most."""
     start, shortest, count = time.monotonic(), math.inf, 0
     while count < len(dataset) and time.monotonic() - start < _LOOK_S:
         shortest = min(shortest, len(prompt_ids(dataset[count], tokenizer)))
@@ -232,8 +229,7 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
 
 
 def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iterator[Problem]:
-    """Have the algorithm make the sequences of the first row, and of rows of other forms, if the tokenizer is
-    on this machine."""
+    """Have the algorithm make the sequences of the first row, and of rows of other forms."""
     config = assembly.config
     model = config.model
     if source.encode is None or (model is not None and not Path(model).is_dir()):

@@ -71,10 +71,8 @@ def problems(
 ) -> list[Problem]:
     """Return everything wrong with the run as a whole, errors first.
 
-    Args:
-        starting: the run is about to start. Do not make the engines in a trial: the workers will make them.
-        resumed: the run continues in its own folder. Do not check whether that folder is empty.
-        memory_limit: engines that take more memory than there is are an error, in a run that is new.
+    The workers of a run that is `starting` will make its engines: no trial makes them. Only a run that is not
+    `resumed` needs an empty folder, and with `memory_limit` enough memory for its engines.
     """
     found = _problems(assembly, starting, memory_limit and not resumed)
     faults = [*found, *([] if resumed else _folder_problems(assembly))]
@@ -85,12 +83,8 @@ def problems(
 def faults_and_warnings(
     assembly: Assembly, *, starting: bool, resumed: bool = False, memory_limit: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Return the problems as texts with their places: those that refuse the run, and those that do not.
-
-    Args:
-        starting: a fault of this machine's environment refuses the run too.
-        resumed, memory_limit: see `problems`.
-    """
+    """Return the problems as texts with their places: those that refuse the run, and those that do not. A
+    fault of this machine's environment refuses only a run that is `starting`."""
     composed = assembly.composed
     faults: list[str] = []
     warnings: list[str] = []
@@ -159,7 +153,6 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
 
 
 def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Refuse an output folder that is not empty."""
     config, folder = assembly.config, assembly.folder
     if config.out and "://" in config.out:
         advice = "is a URL, and a run's folder is on the kernel's machine; write it as `checkpoint.store`"
@@ -179,7 +172,6 @@ def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _placement_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Yield what is wrong with the dataflow, or with the placement of its models."""
     try:
         _ = assembly.placement
     except ConfigError as error:
@@ -217,11 +209,7 @@ def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
 
 
 def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) -> Iterator[Problem]:
-    """Check a section with its component's `check`, and the models that the section names.
-
-    Args:
-        models: the models that the section's worker group will hold.
-    """
+    """`models` are those that the section's worker group will hold."""
     component, config = assembly.composed.components[path], assembly.config
     section = assembly.composed.section(path)
     for field in msgspec.structs.fields(type(section)):
@@ -266,7 +254,6 @@ def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str
 def _component_trial_problems(
     assembly: Assembly, paths: list[str], failed_sections: Set[str]
 ) -> Iterator[Problem]:
-    """Make the components of these sections in a child process, except stretto's own."""
     from stretto.children.trial import try_to_make
 
     composed = assembly.composed
@@ -290,7 +277,6 @@ def _component_trial_problems(
 def _reward_problems(
     assembly: Assembly, read: Mapping[str, ReadRows], failed_sections: Set[str]
 ) -> Iterator[Problem]:
-    """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = assembly.config
     if config.reward is None:
         scores = assembly.graph.scores or config.evaluation is not None
@@ -382,7 +368,6 @@ def _scoring_tasks(
 
 
 def _tool_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find what is wrong with the tools of a workflow without making them."""
     section = config.workflow
     if not isinstance(section, ToolsConfig):
         return
@@ -406,7 +391,6 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find trackers that would share a folder."""
     folders = Counter(section.folder_name for section in config.trackers)
     for index, section in enumerate(config.trackers):
         if folders[section.folder_name] > 1:
@@ -417,7 +401,6 @@ def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Iterator[Problem]:
-    """Make the tools of a workflow in a child process, as the verifiers will."""
     from stretto.children.tools import try_to_make
 
     config = assembly.config
@@ -429,7 +412,6 @@ def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Itera
 def _row_problems(
     assembly: Assembly, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
 ) -> Iterator[Problem]:
-    """Check rows of the datasets with the `check_row` of reward and workflow, in child processes."""
     components = assembly.composed.components
     datasets = ["dataset"] if assembly.graph.samples else []  # else it has no answers to score
     datasets += ["evaluation.dataset"] if "evaluation.dataset" in components else []
@@ -459,7 +441,6 @@ def _row_problems_of(assembly: Assembly, section: str, path: str) -> Iterator[Pr
 
 
 def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Find batches that cannot be split into a call's minibatches, or over a group's data-parallel ranks."""
     config, graph = assembly.config, assembly.graph
     batch = config.queue.batch_size
     for call in graph.step_calls:
@@ -543,7 +524,6 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Check the A/B test as a whole, and each variant as a run of its own."""
     config, variants = assembly.config, variants_of(assembly.config)
     if not variants:
         return
@@ -605,7 +585,6 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:
-    """Warn about values that are allowed but are probably a mistake."""
     bound, evaluation = config.queue.max_staleness, config.evaluation
     for path, seconds in _time_limits(config):
         if seconds < _SHORT_S:
@@ -651,7 +630,7 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def _time_limits(struct: msgspec.Struct, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the time limits of a section and of the sections in it, in seconds, each with its dotted key."""
+    """Yield the time limits of a section and of those in it, in seconds, each with its dotted key."""
     for key in struct.__struct_fields__:
         value = getattr(struct, key)
         inner = f"{path}.{key}" if path else key

@@ -204,7 +204,6 @@ def _apart(
 
 
 def _detach(arguments: Sequence[str], folder: Path) -> None:
-    """Start a run in the background, and say how to follow it."""
     from stretto.cli.start.detach import run_detached
 
     process = run_detached(arguments, folder)

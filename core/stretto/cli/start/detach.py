@@ -19,9 +19,7 @@ _TAIL_BYTES = 4000
 
 
 def run_detached(arguments: Sequence[str], folder: Path) -> int:
-    """Start a command of stretto that owns the run in a folder, and wait until the run trains. Return the
-    process id.
-    """
+    """Start a command that owns the run in a folder, wait until the run trains, and return the process id."""
     output, began = folder / OUTPUT, clock.wall()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

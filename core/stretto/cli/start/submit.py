@@ -39,7 +39,6 @@ def submitted_resume(
 
 
 def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
-    """Submit a run if its launcher does so."""
     launcher: Launcher = assembly.make("launcher")
     text = None
     if isinstance(launcher, SubmittingLauncher):
