@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 from stretto.rl.supervised import fitted
 from stretto.training.config import ModelTrainingConfig
+
+_warning = partial(Problem, severity="warning")
 
 _LOOK_S = 2.0
 """Time limit of the search for a prompt that is short enough."""
@@ -76,11 +79,10 @@ class ReadRows:
         """Yield the problem that rows have no valid prompt."""
         if self.faults:
             shown = RowFaults.of(self.rows, self.read, self.faults).shown
-            yield Problem(
+            yield _warning(
                 path,
                 f"{len(self.faults):,} of {self.read:,} rows have no valid prompt, and their tickets would "
                 f"fail {shown}",
-                "warning",
             )
 
 
@@ -126,17 +128,15 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
-        yield Problem(
+        yield _warning(
             "evaluation.rows",
             f"is {config.evaluation.rows}, but the dataset has {len(dataset)} rows: the run uses all of them",
-            "warning",
         )
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
-        yield Problem(
+        yield _warning(
             "queue.batch_size",
             f"is {config.queue.batch_size}, but the dataset has {len(dataset)} rows: one step would train on "
             "the same row several times",
-            "warning",
         )
 
 
@@ -145,10 +145,9 @@ def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenize
     key = "evaluation.sampling" if path != "dataset" and "evaluation.sampling" in samplings else "sampling"
     answer, limit = row.get("answer"), samplings[key].max_tokens
     if isinstance(answer, str) and (length := len(tokenizer.encode_text(answer))) > limit:
-        yield Problem(
+        yield _warning(
             f"{key}.max_tokens",
             f"is {limit}, but the answer in the first row has {length} tokens: answers like it are cut",
-            "warning",
         )
 
 
@@ -159,10 +158,9 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
     tokens = len(prompt_ids(dataset[0], tokenizer))
     whole: int | None = getattr(config.workflow, "max_tokens", None)
     if whole is not None and tokens >= whole:
-        yield Problem(
+        yield _warning(
             "workflow.max_tokens",
             f"is {whole}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
-            "warning",
         )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
@@ -173,11 +171,10 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
         longest = tokens + config.sampling.max_tokens
         context: int | None = getattr(config.inference, "context_length", None)
         if assembly.graph.samples and context is not None and longest > context:
-            yield Problem(
+            yield _warning(
                 "inference.context_length",
                 f"is {context}; the first row's prompt has {tokens} tokens, and with sampling.max_tokens, "
                 f"{config.sampling.max_tokens}, a sample needs {longest}: the tickets of such rows fail",
-                "warning",
             )
         for group in assembly.placement.groups.values():
             budget = (
@@ -186,12 +183,11 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
                 else longest
             )
             if budget < longest:
-                yield Problem(
+                yield _warning(
                     f"{group.path}.micro_batch_tokens",
                     f"is {budget}, but a sequence can have {longest} tokens: the first row's prompt has "
                     f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A sequence above "
                     "the limit gets a micro-batch of its own, which takes more memory",
-                    "warning",
                 )
 
 
@@ -221,7 +217,7 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         faults = faults_of_rows(document, path, "model", assembly.trial_context, _IMAGES_S)
     except TimeoutError:
         text = f"not verified: reading the first row took longer than {_IMAGES_S:.0f} s"
-        yield Problem(path, text, "warning")
+        yield _warning(path, text)
     except ChildProcessError as error:
         yield Problem(path, f"the first row: the process that reads it failed: {error}")
     else:
@@ -251,10 +247,9 @@ def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iter
         return
     for form in rows.other_forms():
         if fault := fault_in(form.row):
-            yield Problem(
+            yield _warning(
                 "dataset",
                 f"row {form.index + 1}: {fault}; {form.count:,} of {rows.read:,} rows have these columns",
-                "warning",
             )
 
 
@@ -288,12 +283,11 @@ def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
     leaked = len(train.contents & held_out.contents)
     of_train, of_held_out = (checked_rows(each.read, each.rows) for each in (train, held_out))
     if leaked > _MAX_LEAK * len(held_out.contents):
-        yield Problem(
+        yield _warning(
             "evaluation.dataset",
             f"{leaked:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
             f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
             f"{of_train}); remove them from one of the two",
-            "warning",
         )
 
 

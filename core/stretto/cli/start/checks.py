@@ -48,6 +48,8 @@ from stretto.user_code.sandbox import sandbox_problems
 if TYPE_CHECKING:
     from stretto.children.reward import Task
 
+_warning = partial(Problem, severity="warning")
+
 _TRY_S = 60.0
 """Time limit of each trial: making components, or scoring the first rows."""
 _NOT_TRIED = "the run does not need this check; move downloads and large imports out of it"
@@ -269,9 +271,7 @@ def _component_trial_problems(
         yield from try_to_make(document, paths, assembly.trial_context, _TRY_S)
     except TimeoutError:
         for path in paths:
-            yield Problem(
-                path, f"not verified: making it took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
-            )
+            yield _warning(path, f"not verified: making it took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
 
 
 def _reward_problems(
@@ -299,18 +299,15 @@ def _reward_problems(
             results |= zip(again, scored, strict=False)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
-        yield Problem(
-            "reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
-        )
+        yield _warning("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
         return
     if error:
         yield Problem("reward", error)
     if unused := next((each.unused for each in results.values() if each.unused), ()):
-        yield Problem(
+        yield _warning(
             "reward",
             f"no column of the rows is called {unused[0]!r}, an optional parameter of the function: it "
             "always has its default",
-            "warning",
         )
     label, refused, first_faults = assembly.composed.origin("reward").label, set[str](), set[str]()
     for (path, form), result in results.items():
@@ -321,11 +318,10 @@ def _reward_problems(
                 first_faults.add(fault)
                 yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
         elif fault and form is not None and path not in refused:
-            yield Problem(
+            yield _warning(
                 "reward",
                 f"{label} cannot score row {form.index + 1} of `{path}`, and {form.count:,} of "
                 f"{read[path].read:,} rows have these columns; their tickets would fail: {fault}",
-                "warning",
             )
 
 
@@ -426,9 +422,9 @@ def _row_problems_of(assembly: Assembly, section: str, path: str) -> Iterator[Pr
     try:
         faults = faults_of_rows(document, path, section, assembly.trial_context, _TRY_S)
     except TimeoutError:
-        yield Problem(path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s", "warning")
+        yield _warning(path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s")
     except ChildProcessError as error:
-        yield Problem(path, f"rows not verified: {error}", "warning")
+        yield _warning(path, f"rows not verified: {error}")
     else:
         if faults.faulty:
             use = "score" if section == "reward" else "use"
@@ -461,10 +457,9 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
             )
     least = config.queue.min_members
     if isinstance(least, int) and graph.samples and least > graph.source.samples:
-        yield Problem(
+        yield _warning(
             "queue.min_members",
             f"is {least}, but a group has {graph.source.samples} samples: all are needed, as with 'all'",
-            "warning",
         )
     if not graph.samples and config.queue.max_divergence is not None:
         yield Problem(
@@ -501,25 +496,22 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
                 "options in `evaluation.sampling`, or another engine",
             )
     if sampling.temperature > _HIGH_TEMPERATURE:
-        yield Problem(
+        yield _warning(
             "sampling.temperature",
             f"is {sampling.temperature:g}: answers become almost random tokens; usual values are 0.6 to 1.2",
-            "warning",
         )
     for path, each in config.samplings():
         if odd := [text for text in each.stop if re.search(r"\\[nrt](?![a-zA-Z])", text)]:
-            yield Problem(
+            yield _warning(
                 f"{path}.stop",
                 f"has {odd[0]!r}, a backslash and a letter, at which no answer ends; in YAML a line end is "
                 'written in double quotes: "\\n"',
-                "warning",
             )
     if config.model is not None and sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-        yield Problem(
+        yield _warning(
             "sampling.ignore_eos",
             "is true, and there is no `stop` and no `stop_token_ids`: every answer has sampling.max_tokens "
             "tokens",
-            "warning",
         )
 
 
@@ -588,44 +580,37 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
     bound, evaluation = config.queue.max_staleness, config.evaluation
     for path, seconds in _time_limits(config):
         if seconds < _SHORT_S:
-            yield Problem(
-                path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds", "warning"
-            )
+            yield _warning(path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds")
     capacity = config.rollout.most * config.rollout.processes
     if config.steps and capacity < min(config.queue.batch_size / 4, _FEW_TICKETS):
-        yield Problem(
+        yield _warning(
             "rollout.concurrency",
             f"is {config.rollout.most}: rollout workers run {capacity} of the "
             f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
-            "warning",
         )
     if config.checkpoint.keep_best and evaluation is None:
-        yield Problem(
+        yield _warning(
             "checkpoint.keep_best",
             "has no effect: there is no `evaluation` that says which version is the best",
-            "warning",
         )
     greedy = evaluation is not None and (evaluation.sampling or config.sampling).temperature == 0
     if evaluation is not None and evaluation.samples > 1 and greedy:
-        yield Problem(
+        yield _warning(
             "evaluation.samples",
             f"is {evaluation.samples}, but at temperature 0 all answers to a row are equal; set it to 1, or "
             "`evaluation.sampling.temperature` above 0",
-            "warning",
         )
     if bound > _FAR_STALENESS:
-        yield Problem(
+        yield _warning(
             "queue.max_staleness",
             f"is {bound}: tokens may be {bound} train steps old, and training on them rarely works; usual "
             "values are 0 to 8",
-            "warning",
         )
     if evaluation is not None and config.steps and evaluation.every > config.steps:
-        yield Problem(
+        yield _warning(
             "evaluation.every",
             f"is {evaluation.every}, but the run has {config.steps} steps: the run evaluates only versions 0 "
             f"and {config.steps}",
-            "warning",
         )
 
 
@@ -648,12 +633,11 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
             threads[worker.role] += worker.resources.threads
     training, inference = threads["trainer"] if assembly.config.steps else 0, threads["inference"]
     if training + inference > cores:
-        yield Problem(
+        yield _warning(
             "training.threads",
             f"{training} training + {inference} inference threads on {cores:g} cores: threads that share "
             "cores wait for each other and run up to 30 times slower; expected at most "
             f"{cores:.0f} threads in all",
-            "warning",
         )
 
 
@@ -669,9 +653,8 @@ def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
     ):
         is_meant = section.gpus or getattr(section, "device", "auto") == "cpu"
         if role in roles and composed.components[path].needs_model and not is_meant:
-            yield Problem(
+            yield _warning(
                 f"{path}.gpus",
                 "is 0, so a GPU of this machine stays idle; set it, and `share` where processes share a GPU, "
                 "or `device: cpu`",
-                "warning",
             )
