@@ -25,10 +25,8 @@ import yaml
 from stretto.cli.arguments import RunFile, WithOverrides
 from stretto.errors import ConfigError, StrettoError, printable
 
-_LOOK_S = 0.25
-"""Seconds between two looks at the processes: a run takes at least some seconds."""
+_LOOK_S = 0.25  # seconds between two looks at the processes: a run takes at least some seconds
 _MOST_CHARACTERS = 40
-"""Maximum length of a value in a folder's name."""
 
 app = typer.Typer()
 

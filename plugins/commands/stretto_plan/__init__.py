@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
-_HOURS_FROM_S = 600
+_HOURS_FROM_S = 600  # the duration of a shorter run is told in seconds
 _SURE = 0.2
 """A forecast that is farther from the measured step is said to be so."""
 _WORTH = 1.1

@@ -12,7 +12,6 @@ from stretto_plan.measuring import Measured
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
 STEPS = 24
-"""Steps of a simulated run."""
 ROUNDS = 3
 """Each forecast with new service times counts other callbacks."""
 _GUESS_S = 5e-5

@@ -26,36 +26,31 @@ from stretto.user_code.guard import end_with_parent
 
 _FIRST, _FIRST_SLOW = 6, 3
 """Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
-_SLOW_S = 2.0
-"""Seconds of a step of a slow run."""
+_SLOW_S = 2.0  # seconds of a step of a slow run
 FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
 """Steps that are measured at least, and at most; of a slow run, the second."""
+# Seconds of measurement that are enough, and after which the least number of steps of a slow run is.
 _SHORT_S, _LONG_S = 15.0, 30.0
-"""Seconds of measurement that are enough, and after which the least number of steps of a slow run is."""
-_SAY_S = 10.0
-_POLL_S = 0.05
+_SAY_S = 10.0  # between two lines of progress
+_POLL_S = 0.05  # short beside a step, so that the readings are at its end
 _MOST_LENGTHS = 2048
 
 
 @dataclass
 class Measured:
-    """The steady part of a real run."""
+    """The steady part of a real run: seconds and tokens are means of a step."""
 
     run: Mapping[str, Any]
-    """The run file."""
     step_s: float
-    """Mean seconds of a step."""
     staleness: float
     processor_s: dict[str, float]
     """Role -> processor seconds in a step."""
     sampled_tokens: float
-    """In a step."""
     generate_s: float
     """Seconds in a step in which an engine works."""
     train_s: float
     """Seconds in a step in which the trainer computes."""
     lengths: tuple[int, ...] = ()
-    """Lengths of sampled answers."""
     tokens_per_sampled: float = 1.0
     """Tokens of a batch, prompts included, for each sampled one."""
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from stretto.simulation import Outcome, Tape
 
 _LAST_LINES = 60
-"""Lines of the log of a failed universe that are printed."""
 
 
 def simulate(

@@ -18,7 +18,6 @@ from stretto.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpa
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
-"""Keys of `metrics.jsonl` that have a counter."""
 
 
 def write_trace(folder: Path, file: Path) -> None:

@@ -25,7 +25,6 @@ class ShownCurve(msgspec.Struct):
     """Empty, like `smooth_y`, without smoothing."""
     smooth_y: list[float]
     total: int
-    """Number of points in the window before any was left out."""
     ci95: list[float | None]
     """For held-out scores of one run, half the width of each 95 % interval, as if answers were independent;
     else empty."""

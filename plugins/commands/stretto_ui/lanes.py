@@ -24,7 +24,6 @@ _MOST_ROWS = 24
 _MOST_TICKETS = 1500
 """Most tickets in a window that are drawn one by one. Beyond, the lane shows how many are in flight."""
 _STEPS_SHOWN = 12
-"""Number of newest steps of the window that is shown at first."""
 
 
 LaneKind = Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
@@ -39,15 +38,12 @@ class LaneSpan(msgspec.Struct, omit_defaults=True):
     kind: str
     """What the page colours: `step`, `wait`, `evaluation`, `call`, `swap`, `train`, `eval`."""
     text: str
-    """What it was, in words."""
     part: str = ""
     """Of a step or a wait: the part of a step's time, a key of `STEP_PARTS`."""
     count: int = 1
-    """Number of spans that this one stands for."""
     busy_s: float = 0.0
     """Seconds of the spans that this one stands for, if they are several."""
     row: int = 0
-    """Row of the lane."""
     ticket: int | None = None
     score: float = 0.0
     """Share of a ticket's time in which a verifier worked."""

@@ -20,7 +20,6 @@ _MEANS = (
     *("ticket_s", "ticket_generate_s", "ticket_score_s", "ticket_tool_s", "ticket_environment_s"),
     *("ticket_own_s", "reward/turns"),
 )
-"""Figures of which the view shows means over the newest steps."""
 
 
 def overview(record: RunFolder) -> dict[str, Any]:

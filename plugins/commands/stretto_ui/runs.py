@@ -26,14 +26,11 @@ from stretto.run_folder import (
 )
 from stretto_ui.samples import Samples
 
-_SEARCH_S = 5.0
-"""Search the folder for new runs at most this often."""
+_SEARCH_S = 5.0  # search the folder for new runs at most this often
 _OPEN = 6
 """Number of runs whose metrics stay in memory after a page has read them: a long run takes some 100 MB."""
 _CURVE = 48
-"""Number of points of the small curve in the list of runs."""
 _MOST_KEYS = 40
-"""Send at most this many of the keys whose values differ."""
 
 
 class ListedRun:
@@ -47,7 +44,6 @@ class ListedRun:
         self.samples = Samples(folder)
         self._record: RunFolder | None = None
         self.values: dict[str, str] = {}
-        """The run's values when its row was read."""
         self._row: dict[str, Any] = {}
         self._row_stamp: object = None
         self._lock = threading.Lock()
@@ -101,7 +97,6 @@ class Runs:
         """The folder that has them all; None without a folder."""
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
-        """The runs that were read last, the newest at the end."""
         self._searched = -_SEARCH_S
         self._lock = threading.Lock()
 
@@ -123,7 +118,7 @@ class Runs:
             return list(self._known.values())
 
     def get(self, run_id: str) -> ListedRun:
-        """Return the run with this id, to read it. There is a KeyError if there is none."""
+        """Return the run with this id, to read it; a KeyError says that there is none."""
         self.all()
         with self._lock:
             run = self._known[run_id]

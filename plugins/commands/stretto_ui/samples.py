@@ -17,9 +17,7 @@ from stretto.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_ui.token_text import pieces
 
 _MOST_ROWS = 200
-"""Most rows of one answer."""
 _MOST_GROUPS = 50
-"""Most groups of one answer."""
 _THUMBNAIL = 384
 """Most pixels of an image's side."""
 _PREVIEW = 240

@@ -37,14 +37,11 @@ _TYPES = {
     ".LICENSE": "text/plain",
 }
 _log = logging.getLogger(__name__)
-_SHUTDOWN_S = 2.0
-"""Seconds for which the server's end waits for requests that are not answered yet."""
+_SHUTDOWN_S = 2.0  # seconds for which the server's end waits for requests that are not answered yet
 _COMPRESSED = 1024
-"""Compress answers from this many bytes on."""
 _MOST_POINTS = 4000
 _MOST_KEYS = 400
 _MOST_LINES = 1000
-"""Newest lines of a log that one answer has."""
 
 Query = Mapping[str, str]
 

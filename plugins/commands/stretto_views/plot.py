@@ -15,7 +15,6 @@ from stretto.run_folder import MAIN_FIGURES, RunFolder
 
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
-"""Height of a panel in the terminal."""
 _TICKS = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 """Without colours, each of several runs is drawn with its letter."""

@@ -23,20 +23,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Number of finished steps; None if the run has no status."""
     steps: int | None = None
     reward: float | None = None
-    """Mean reward of the newest 10 steps."""
     score: float | None = None
-    """Held-out score of the newest evaluation."""
     measure: str = "accuracy"
     """What the scores are: `accuracy` or `reward`."""
     best: float | None = None
-    """The highest held-out score."""
     started: float
-    """Unix time of the run's first start."""
     duration_s: float | None = None
-    """The run's duration (see `RunFolder.wall_s`)."""
     folder: str
     fault: str = ""
-    """Why the run cannot be read; empty if it can."""
 
 
 def runs_below(folder: Path) -> list[RunRow]:

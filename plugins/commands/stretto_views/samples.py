@@ -21,7 +21,6 @@ _WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
 """Option -> the words that it accepts."""
 _PARQUET_ROWS = 1000
 _MOST_COLUMNS = 4
-"""Samples of a group that stand side by side."""
 _IMAGE = re.compile("[0-9a-f]{64}")
 
 

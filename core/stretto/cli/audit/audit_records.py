@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, repeat
 from pathlib import Path
@@ -25,7 +24,6 @@ from stretto.records.files import read_record
 from stretto.records.history import RunHistory
 
 _PIECE = 2**20
-"""Bytes that are read at once."""
 
 # ---------------------------------------------------------------------------------------- journal
 
@@ -37,7 +35,6 @@ class JournalMessage:
     sequence: int
     digest: str
     former: str
-    """Digest of the message that it follows."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class NamedMessage:
     """A message of the journal that a file names."""
 
     place: str
-    """The file."""
     sequence: int
     digest: str
 
@@ -55,15 +51,11 @@ class JournalRecord:
     """The journal of a run."""
 
     history: RunHistory = field(default_factory=RunHistory)
-    """What its events tell."""
     messages: list[JournalMessage] = field(default_factory=list[JournalMessage])
-    """Those that can be read."""
     unreadable: list[int] = field(default_factory=list[int])
-    """Sequence numbers of the messages that cannot be read."""
     batch_faults: list[str] = field(default_factory=list[str])
     """Batches that replaced another one in the same incarnation, and steps without an earlier batch."""
     draw_faults: list[str] = field(default_factory=list[str])
-    """Draws that replaced another one."""
 
     def add(self, time: float, event: Event) -> None:
         """Take in the next event."""
@@ -142,7 +134,6 @@ class TrajectoryFacts:
     newest: int
     """Versions of the oldest and the newest token under the loss mask."""
     accuracy: float | None
-    """None if there is none."""
     reward: float | None
     sample: int
     """Index of the ticket's sample that it is, or is a part of."""
@@ -153,11 +144,9 @@ class SampleRecord:
     """The kept samples of a run."""
 
     trained: dict[str, TrajectoryFacts] = field(default_factory=dict[str, TrajectoryFacts])
-    """Id -> trajectory, for training."""
     members: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
     """(ticket, attempt) -> ids of its trajectories, in order."""
     evaluated: list[TrajectoryFacts] = field(default_factory=list[TrajectoryFacts])
-    """In order."""
     faults: list[str] = field(default_factory=list[str])
     """Rows whose columns say something else than their arrays."""
 
@@ -216,7 +205,6 @@ class CheckpointRecord:
     damage: str
     """What is wrong with its files; empty if they are as the manifest says."""
     state: Mapping[str, Any]
-    """Content of `kernel.json`; empty if it cannot be read."""
 
     @property
     def version(self) -> int:
@@ -246,17 +234,10 @@ def _checkpoint(folder: Path) -> CheckpointRecord:
     if store:
         found = _read_store(store) | found
     del found["manifest.json"]
-    damage = "; ".join(
-        [
-            *(
-                f"{name} differs from its hash"
-                for name in hashes
-                if found.get(name, hashes[name]) != hashes[name]
-            ),
-            *(f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())),
-        ]
-    )
-    return CheckpointRecord(folder.name, damage, state)
+    altered = [name for name in hashes if found.get(name, hashes[name]) != hashes[name]]
+    damage = [f"{name} differs from its hash" for name in altered]
+    damage += [f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())]
+    return CheckpointRecord(folder.name, "; ".join(damage), state)
 
 
 def _read_store(url: str) -> dict[str, str]:
@@ -284,28 +265,29 @@ def _sha256(opened: BinaryIO) -> str:
 def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
     """Return the complete lines of a file of JSON objects; none if there is no file. Of a log, lines that are
     not JSON are left out: one that did not fit on a full disk, with the next behind."""
-    try:
-        lines = read_record(file).splitlines(keepends=True)
-        found: list[dict[str, Any]] = []
-        for line in lines:
-            with suppress(*([ValueError] if is_log else [])):
-                found += [json.loads(line)] if line.endswith(b"\n") else []
-        return found
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise RunError(f"{file}: a line is not JSON: {error}") from error
+    found: list[dict[str, Any]] = []
+    for line in (_content_of(file) or b"").splitlines(keepends=True):
+        try:
+            found += [json.loads(line)] if line.endswith(b"\n") else []
+        except ValueError as error:
+            if not is_log:
+                raise RunError(f"{file}: a line is not JSON: {error}") from error
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no file."""
+    content = _content_of(file)
     try:
-        return json.loads(read_record(file))
+        return None if content is None else json.loads(content)
+    except ValueError as error:
+        raise RunError(f"{file} is not JSON: {error}") from error
+
+
+def _content_of(file: Path) -> bytes | None:
+    try:
+        return read_record(file)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise RunError(f"{file} is not JSON: {error}") from error

@@ -23,7 +23,6 @@ app = typer.Typer()
 
 
 _MOST_VIOLATIONS = 20
-"""Maximum number of violations of one check that the table's text lists."""
 
 
 @app.command()

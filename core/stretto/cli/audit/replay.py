@@ -41,7 +41,6 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     start: str | None
     """Version, or name of the checkpoint, to begin with; None for the initial models."""
     stop: int | None
-    """The last step; None for all."""
     out: Path | None
 
 
@@ -51,7 +50,6 @@ class Replayed(msgspec.Struct, frozen=True):
     folder: Path
     summary: dict[str, Any]
     report: ReplayReport | None
-    """The comparison with the run; None if the replay did not complete."""
 
 
 def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -> Replayed:

@@ -28,7 +28,6 @@ _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
 """Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""
 _OFF_POLICY = ("kl", "ess", "ess_sequences", "outside")
 _MOST_STEPS = 10
-"""Number of steps that a table shows."""
 _MOSTLY_OFF = 0.5
 """Below this effective sample size, the weighted figures of a step say little."""
 
@@ -39,7 +38,6 @@ _LIMITS = (
     "from that, is not known",
     "groups that the recorded algorithm filtered out are not there for another algorithm",
 )
-"""What a comparison cannot show, in words."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +45,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     recorded: str
-    """Digest of the recorded weights after the step."""
     replayed: str
     recorded_layout: str
     replayed_layout: str
@@ -72,9 +69,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replay and its comparison, as `replay.json` has them."""
 
     run: str
-    """Folder of the recorded run."""
     first: int
-    """The first step that was trained again."""
     last: int
     overrides: list[str]
     state: Literal["begun", "complete"]
@@ -84,7 +79,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number of these steps up to the first that differs."""
     difference: Difference | None = None
     digest: str = ""
-    """Digest of the replay's last weights."""
     steps: list[ComparedStep] = []
     limits: list[str] = []
     """What the comparison cannot show. Empty for a replay without overrides."""

@@ -47,9 +47,7 @@ class EvaluationOptions:
     """The options of the command line; None means the run's own value, or the default."""
 
     version: str | None = None
-    """A version of the run, or the name of one of its checkpoints."""
     dataset: str | None = None
-    """A file with one JSON object on each line, or the name of a dataset component."""
     reward: str | None = None
     n: int | None = None
     temperature: float | None = None
@@ -73,19 +71,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     """Answers to each row; the smallest number where rows differ."""
     samples: int
-    """Answers to all rows."""
     avg: Estimate
     """Score of an answer: its accuracy or its reward, as `measure` says."""
     measure: Measure
     """`accuracy` if all answers have one, otherwise `reward`."""
     reward: Estimate
-    """Reward of an answer."""
     pass_at: dict[int, Estimate]
     """k -> pass@k, for the powers of two up to n, and n itself."""
     threshold: float
     """An answer with at least this score passes."""
     length: float
-    """Mean number of sampled tokens of an answer."""
     truncated: float
     """Share of answers that reached the length limit."""
     tokens_per_s: float

@@ -49,11 +49,9 @@ _KEYS = (
     *("algorithm.use", "algorithm.group_size", "reward.use", "dataset.use", "training.use", "training.lr"),
     *("queue.batch_size", "queue.max_staleness", "sampling.temperature", "sampling.max_tokens", "seed"),
 )
-"""Keys of the run file whose values a model card shows."""
 _FIGURES = ("reward", "length", "entropy", "staleness")
 """Keys of `metrics.jsonl` whose values a model card shows, of the step that made the version."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
-"""Files of a model that its adapter does without."""
 
 
 # ------------------------------------------------------------------------------------------- models

@@ -23,8 +23,7 @@ from stretto.errors import ConfigError, one_error
 A = TypeVar("A", bound=Message)
 
 _MOST = 10_000
-_ANSWER_S = 120.0
-"""Deadline for the kernel's answer. A launcher may need some time to start workers."""
+_ANSWER_S = 120.0  # deadline for the kernel's answer. A launcher may need some time to start workers
 
 
 def numbers_of(items: Sequence[str]) -> dict[str, int]:

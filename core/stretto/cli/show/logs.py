@@ -10,7 +10,7 @@ from pathlib import Path
 from stretto.records.logs import log_text, open_log, whole_lines
 from stretto.run_folder import RunFolder
 
-_LOOK_S = 0.3
+_LOOK_S = 0.3  # a line is seen soon enough for a reader, and a look costs a few file reads
 
 
 def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) -> Iterator[str]:

@@ -28,7 +28,7 @@ from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 from stretto.run_folder import RunFolder
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # the kernel writes its status about once in a second
 
 
 def watch_folder(folder: Path) -> int:

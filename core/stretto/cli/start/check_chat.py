@@ -22,10 +22,8 @@ from stretto.models.prompts import as_meant, both_tools, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 
-_MAX_S = 1.0
-"""Time for the rows of a dataset."""
+_MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400
-"""Characters of the first prompt that are shown."""
 
 
 def chat_lines(assembly: Assembly) -> Iterator[str]:

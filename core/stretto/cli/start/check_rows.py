@@ -32,14 +32,11 @@ from stretto.training.config import ModelTrainingConfig
 
 _warning = partial(Problem, severity="warning")
 
-_LOOK_S = 2.0
-"""Time limit of the search for a prompt that is short enough."""
-_IMAGES_S = 60.0
-"""Time limit of reading a row with images."""
+_LOOK_S = 2.0  # time limit of the search for a prompt that is short enough
+_IMAGES_S = 60.0  # time limit of reading a row with images
 _MAX_FORMS = 3
-"""Maximum number of rows besides the first that are tried, each with other columns."""
 
-_MAX_S = 1.0
+_MAX_S = 1.0  # for the rows of a dataset: the check of a large one stays short
 _MAX_LEAK = 0.05
 """Generated rows may meet by chance: warn from this share of held-out rows that are also training rows."""
 
@@ -49,10 +46,8 @@ class RowForm:
     """Rows with the same columns, whose values have the same types."""
 
     index: int
-    """The smallest index of such a row that was read."""
     row: Row
     count: int = 0
-    """Number of rows that were read."""
 
 
 @dataclass
@@ -60,11 +55,9 @@ class ReadRows:
     """The rows of a dataset that were read: all, or a random part."""
 
     rows: int
-    """Number of rows of the dataset."""
     first: Row
     read: int = 0
     forms: dict[Set[tuple[str, type]], RowForm] = field(default_factory=dict[Set[tuple[str, type]], RowForm])
-    """The forms of the rows with a valid prompt."""
     faults: dict[int, str] = field(default_factory=dict[int, str])
     """Index of the rows without a valid prompt -> fault."""
     contents: set[bytes] = field(default_factory=set[bytes])

@@ -50,17 +50,14 @@ if TYPE_CHECKING:
 
 _warning = partial(Problem, severity="warning")
 
-_TRY_S = 60.0
-"""Time limit of each trial: making components, or scoring the first rows."""
+_TRY_S = 60.0  # time limit of each trial: making components, or scoring the first rows
 _NOT_TRIED = "the run does not need this check; move downloads and large imports out of it"
 _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
-"""The answer that the reward scores in its trial."""
 _HIGH_TEMPERATURE = 2.0
 _FEW_TICKETS = 8
-_SHORT_S = 0.1
-"""Warn of a shorter time limit of a ticket, a call or a score."""
+_SHORT_S = 0.1  # warn of a shorter time limit of a ticket, a call or a score
 _TIME_LIMIT = re.compile(
     r"(.*_)?timeout_s|time_s|answer_s|request_s|answer_cpu_s|outage_s|deadline_s|start_s"
 )

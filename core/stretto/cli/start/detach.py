@@ -14,7 +14,7 @@ from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
 from stretto.records.status import read_status
 
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # a run takes some seconds until it trains
 _TAIL_BYTES = 4000
 
 
