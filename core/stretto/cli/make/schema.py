@@ -62,39 +62,39 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     for struct in _all_structs(structs):
         if struct.__name__ in definitions:
             _describe(definitions[struct.__name__], struct)
-    run = definitions["RunConfig"]
+    properties = {name: definition.get("properties", {}) for name, definition in definitions.items()}
+    run = properties["RunConfig"]
+
+    def section(kind: Kind, plain: dict[str, Any]) -> dict[str, Any]:
+        return _section_schema(choices[kind], plugins.names(kind), plain)
+
     for key, kind in SECTIONS.items():
         owner, _, name = key.rpartition(".")
-        properties = definitions["EvaluationConfig" if owner else "RunConfig"]["properties"]
-        properties[name] = _section_schema(choices[kind], plugins.names(kind), properties[name])
+        keys = properties["EvaluationConfig"] if owner else run
+        keys[name] = section(kind, keys[name])
     for key, kind in LIST_SECTIONS.items():
-        run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
+        run[key]["items"] = section(kind, {})
     for key, kind in NAMED_SECTIONS.items():
-        section = _section_schema(choices[kind], plugins.names(kind), {})
-        run["properties"][key] = _names_schema(section, run["properties"][key])
+        run[key] = _names_schema(section(kind, {}), run[key])
     for key, kind in VARIANT_SECTIONS.items():
-        properties = definitions["VariantConfig"]["properties"]
-        section = _section_schema(choices[kind], plugins.names(kind), properties[key])
-        section["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
-        properties[key] = section
+        own = section(kind, properties["VariantConfig"][key])
+        own["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
+        properties["VariantConfig"][key] = own
     for kind, structs_of_kind in choices.items():
-        section = _section_schema(structs_of_kind, plugins.names(kind), {})
         for struct in structs_of_kind:
-            fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
-            if fields.get("parts") is ComponentParts:
-                properties = definitions[struct.__name__]["properties"]
-                properties["parts"] = _names_schema(section, properties["parts"])
-    variant = {"$ref": "#/$defs/VariantConfig"}
-    run["properties"]["variants"] = _names_schema(variant, run["properties"]["variants"])
+            keys = properties[struct.__name__]
+            if any(field.type is ComponentParts for field in msgspec.structs.fields(struct)):
+                keys["parts"] = _names_schema(section(kind, {}), keys["parts"])
+    run["variants"] = _names_schema({"$ref": "#/$defs/VariantConfig"}, run["variants"])
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:
-            properties = definitions[struct.__name__]["properties"]
+            keys = properties[struct.__name__]
             if names := _names_of(field.type):
-                properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
-    for definition in definitions.values():
-        for name, schema in definition.get("properties", {}).items():
-            definition["properties"][name] = _allow_interpolation(schema)
+                keys[field.encode_name] = _allow_name(keys[field.encode_name], names)
+    for keys in properties.values():
+        for name, schema in keys.items():
+            keys[name] = _allow_interpolation(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stretto run file",
