@@ -92,8 +92,7 @@ for wing in (start, sweep, make, show, audit):
 
 
 def main() -> None:
-    """Entry point of the `stretto` command. Only this user can read the files that it and its workers
-    write."""
+    """Entry point of the `stretto` command. Only this user can read the files of it and its workers."""
     os.umask(0o077)
     spare_this_machine()
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler

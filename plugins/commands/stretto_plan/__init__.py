@@ -208,8 +208,7 @@ def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run file alone; None if the service times do not hold for it, or if it is no run without the
-    overrides."""
+    """None if the service times do not hold for the run file alone, or if that is no run."""
     from stretto.simulation import composed
 
     try:

@@ -30,8 +30,7 @@ def computes(run: Mapping[str, Any]) -> bool:
 
 
 def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a run file of a short simulated run, with `numbers` in place of values such as
-    `inference.slots`."""
+    """Return the run file of a short simulated run, with other `numbers`, such as `inference.slots`."""
     checkpoint = {**run["checkpoint"], "every": 0}
     changed: dict[str, Any] = {**run, "steps": STEPS, "checkpoint": checkpoint}
     changed.pop("evaluation", None)

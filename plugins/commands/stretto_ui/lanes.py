@@ -83,8 +83,7 @@ class Lanes(msgspec.Struct):
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
-    """Return the timeline of a run in a window (Unix seconds), by default of the newest steps; None if it has
-    none."""
+    """Return the timeline in a window (Unix seconds), by default of the newest steps; None without one."""
     bounds = run.time_range()
     if bounds is None:
         return None

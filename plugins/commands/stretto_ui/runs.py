@@ -135,9 +135,8 @@ def _here() -> list[RunFolder]:
 
 
 def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys whose values differ between runs, with the value in each run, and why their scores
-    are not the same measure. First comes the key by which most runs differ from the others.
-    """
+    """Return the keys whose values differ, with the value in each run, and why their scores are not the same
+    measure. First comes the key by which most runs differ from the others."""
     found = differences([run.values for run in runs])
     unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in found.items()}
     first = {key: found[key] for key in sorted(found, key=lambda key: -unlike[key])[:_MOST_KEYS]}

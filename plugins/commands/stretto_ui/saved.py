@@ -105,8 +105,8 @@ class _SavedRun:
         self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
 
     def add_samples(self) -> None:
-        """Add the groups of the newest step and of the newest evaluation with samples: texts of all, then
-        images, then tokens."""
+        """Add the groups of the newest step and evaluation with samples: all texts, then images, then
+        tokens."""
         page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
         for query in self._newest():
             listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}

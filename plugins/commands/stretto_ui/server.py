@@ -97,8 +97,8 @@ class Page:
             return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
-        """Curves in a window, of the run or as the mean of it and `others`. Versions of evaluations are their
-        steps."""
+        """Curves in a window, of the run or as the mean with `others`. An evaluation's step is its
+        version."""
         keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
         x = query.get("x", "step")
         if x not in ("step", "time_s"):
@@ -246,8 +246,7 @@ async def serve(
     certificate: Path | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve the page until SIGINT or SIGTERM. `announce` gets the address with its token when the server
-    listens."""
+    """Serve the page until SIGINT or SIGTERM; `announce` gets the address with its token."""
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: whoever can read the network would read the page and its token; give "

@@ -264,8 +264,7 @@ class _Checker:
     # -------------------------------------------------------------------------------------- ledgers
 
     def _check_lost(self) -> Check:
-        """Each ledger accounts for every issued ticket: trained by a batch of the journal, retired, or
-        open."""
+        """Each ledger accounts for every issued ticket: trained by a batch, retired, or open."""
         accounts = [] if self._first else list(self._accounts())
         trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
         for version in range(max((account.version for account in accounts), default=0)):
@@ -296,8 +295,7 @@ class _Checker:
             yield _Account("summary.json", summary["version"], summary["ledger"], None, summary["reasons"])
 
     def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
-        """`trained` and `highest` (-1: none) are of the tickets that the journal trained before
-        `account.version`."""
+        """`trained` and `highest` (-1: none) are of the tickets that the journal trained before."""
         ledger, place = account.ledger, account.place
         known = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
         self.lost = max(self.lost, ledger["issued"] - known, ledger["trained"] - trained)

@@ -19,8 +19,7 @@ _ROWS_AT_ONCE = 512
 def kept_rows(
     folder: Path, purpose: Purpose, columns: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the kept samples of training or of evaluations, in the order of their segments. Lists are
-    arrays."""
+    """Yield the kept samples of a purpose in the order of their segments, with lists as arrays."""
     names = [name for name in segments_in(folder / FOLDER) if name.purpose == purpose]
     if not names:
         return  # a simulated run keeps none, and pyarrow cannot be imported in a simulated world

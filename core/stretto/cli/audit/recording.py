@@ -37,8 +37,7 @@ _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 
 
 def read_recording(folder: Path) -> RunHistory:
-    """Return the history of a run that has ended, or whose kernel is dead. It has all batches from version 0
-    on."""
+    """Return the history of a run that no kernel owns, with all batches from version 0 on."""
     journal = read_journal(folder)
     if journal.unreadable:
         raise RunError(f"{folder}: message {journal.unreadable[0]} of the journal is unreadable")
@@ -179,8 +178,7 @@ def kept_weights(folder: Path) -> Iterator[StepWeights]:
 
 
 def sums_of(weights: Iterable[StepWeights], batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
-    """Return the sums over the importance weights of batches, by the number of the step. A trajectory counts
-    once."""
+    """Return the sums over the importance weights of batches, by step. A trajectory counts once."""
     steps: dict[int, WeightSums] = {}
     left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
     for step, id, values in weights:

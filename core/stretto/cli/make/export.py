@@ -58,9 +58,8 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write the model of a checkpoint, by default of the newest intact one, to a folder that does not exist
-    or is empty; by default `<run>-step-000040` in the working directory. Return the folder, which is complete
-    or absent."""
+    """Write the model of a checkpoint (default: the newest intact one) to a free folder (default: here,
+    `<run>-step-000040`), and return the folder. It is complete or absent."""
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -102,8 +101,7 @@ def push_to_hub(folder: Path, repository: str) -> str:
 
 @contextmanager
 def _written_aside(to: Path) -> Generator[Path]:
-    """Give a new folder beside `to`, and rename it to `to` at the end of the block. Remove it after an
-    error."""
+    """Give a new folder beside `to` that becomes `to` at the end of the block, or goes after an error."""
     if not is_free(to):
         raise ConfigError(f"{to} exists and is not empty; give another folder with --to")
     aside = to.absolute().with_name(f".{to.name}-{os.getpid()}")
@@ -279,8 +277,7 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
-    """None if the dataset has the images in itself, or for a conversation with images. `parts`: trajectories
-    of its sample."""
+    """None for images in the dataset itself or in a conversation. `parts`: trajectories of the sample."""
     columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
     images = names_in(columns)
     prompt: Any = columns.get("prompt")

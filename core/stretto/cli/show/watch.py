@@ -55,8 +55,7 @@ def watch_folder(folder: Path) -> int:
 
 
 def watch_bus(viewer: Bootstrap) -> int:
-    """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
-    view. Return the exit status."""
+    """Show the run whose kernel sends its status over the bus, as `watch_folder` does."""
     # The view says what is wrong with the connection.
     log_nothing()
     listener = _Listener()

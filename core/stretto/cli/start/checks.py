@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -73,9 +73,10 @@ def problems(
     The workers of a run that is `starting` will make its engines: no trial makes them. Only a run that is not
     `resumed` needs an empty folder, and with `memory_limit` enough memory for its engines.
     """
-    found = _problems(assembly, starting, memory_limit and not resumed)
-    faults = [*found, *([] if resumed else _folder_problems(assembly))]
-    faults = list(dict.fromkeys(faults))  # a variant has the faults of the sections that it takes over
+    faults = [*_problems(assembly, starting, memory_limit and not resumed)]
+    faults += [] if resumed else _folder_problems(assembly)
+    # A variant has the faults of the sections that it takes over; an engine may have one for each model.
+    faults = list(dict.fromkeys(faults))
     return sorted(faults, key=lambda problem: problem.severity == "warning")
 
 
@@ -99,7 +100,7 @@ def faults_and_warnings(
 
 def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
-    placement_problems = _plugin_problems(assembly, "algorithm", partial(_placement_problems, assembly))
+    placement_problems = _plugin_problems(assembly, "algorithm", _placement_problems(assembly))
     section_problems = _section_problems(assembly, is_placed=not placement_problems)
     yield from (*section_problems, *placement_problems)
     if placement_problems:
@@ -114,12 +115,11 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         wait([tools])  # the prompts show them
         for path in ("dataset", "evaluation.dataset"):
             if path in components:
-                find_problems = partial(dataset_problems, assembly, path, read)
-                yield from _plugin_problems(assembly, path, find_problems)
+                yield from _plugin_problems(assembly, path, dataset_problems(assembly, path, read))
         if config.steps:
             yield from leaked_rows(read)
         rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
-        yield from _plugin_problems(assembly, "model", partial(model_problems, assembly))
+        yield from _plugin_problems(assembly, "model", model_problems(assembly))
         yield from _batch_problems(assembly)
         if config.steps == 0 and config.evaluation is None:
             yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
@@ -130,10 +130,8 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
             yield Problem("checkpoint.store", fault, "environment")
         yield from _thread_problems(assembly)
         yield from _gpu_problems(assembly)
-        yield from _plugin_problems(
-            assembly, "model", partial(memory_problems, assembly, limited=memory_limit)
-        )
-        yield from _plugin_problems(assembly, "launcher", partial(_launcher_problems, assembly))
+        yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
+        yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
         if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
             yield Problem(
                 "metrics.address",
@@ -143,11 +141,8 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
             yield Problem("metrics", needed, "environment")
-        yield from server.result()
-        yield from rewards.result()
-        yield from rows.result()
-        yield from made.result()
-        yield from tools.result()
+        for trial in (server, rewards, rows, made, tools):
+            yield from trial.result()
     yield from _variant_problems(assembly, read)
 
 
@@ -177,12 +172,10 @@ def _placement_problems(assembly: Assembly) -> Iterator[Problem]:
         yield Problem(error.path or "algorithm", str(error))
 
 
-def _plugin_problems(
-    assembly: Assembly, path: str, problems: Callable[[], Iterable[Problem]]
-) -> list[Problem]:
+def _plugin_problems(assembly: Assembly, path: str, problems: Iterator[Problem]) -> list[Problem]:
     """Return the problems that a plugin's code reports, or its failure as a problem."""
     try:
-        return list(problems())
+        return list(problems)
     except StrettoError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
@@ -197,8 +190,8 @@ def _section_problems(assembly: Assembly, *, is_placed: bool = True) -> list[Pro
     models = {group.path: group.models for group in groups}
     for path in assembly.composed.components:
         if not path.startswith("variants."):  # a variant is checked as a run of its own
-            find_problems = partial(_component_problems, assembly, path, models.get(path, ()))
-            found += _plugin_problems(assembly, path, find_problems)
+            of_component = _component_problems(assembly, path, models.get(path, ()))
+            found += _plugin_problems(assembly, path, of_component)
     return [*found, *_tool_problems(assembly.config), *_tracker_problems(assembly.config)]
 
 
@@ -220,20 +213,17 @@ def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) ->
     elif component.check is not None:
         # Call a training engine's `check` once for each model that it will hold, as the run's `model`.
         runs = [msgspec.structs.replace(config, model=config.source_of(model)) for model in models]
-        reported: set[Problem] = set()
         for run in runs or [config]:
             for problem in component.check(section, run):
                 kind = kind_of(path)  # a check names the keys of its kind's usual section
                 if path.startswith(("groups.", f"{kind}.parts.")) and problem.path.startswith(kind):
                     problem = replace(problem, path=path + problem.path.removeprefix(kind))
-                if problem not in reported:
-                    reported.add(problem)
-                    yield problem
+                yield problem
 
 
-def _launcher_problems(assembly: Assembly) -> Iterable[Problem]:
+def _launcher_problems(assembly: Assembly) -> Iterator[Problem]:
     launcher: Launcher = assembly.composed.make("launcher", assembly.trial_context)
-    return launcher.check([worker.job() for worker in assembly.workers])
+    yield from launcher.check([worker.job() for worker in assembly.workers])
 
 
 def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str]) -> Iterator[Problem]:
