@@ -118,26 +118,15 @@ def plan(
     )
 
 
-def _expect_measurable_parts(run: Mapping[str, Any]) -> None:
+def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a run that cannot be measured here, each with what is measured."""
     if (launcher := run["launcher"]["use"]) != "local":
-        raise ConfigError(
-            "launcher.use: a forecast without `--from RUN` measures the run on this machine; expected "
-            f"'local', not {launcher!r}",
-            path="launcher.use",
-        )
+        yield "launcher.use", f"the run on this machine; expected 'local', not {launcher!r}"
     for section, known in _ENGINES.items():
-        use = run[section]["use"]
-        if use not in known:
-            raise ConfigError(
-                f"{section}.use: a forecast without `--from RUN` measures what {' and '.join(known)} cost on "
-                f"processor cores, not {use!r}",
-                path=f"{section}.use",
-            )
+        if (use := run[section]["use"]) not in known:
+            yield f"{section}.use", f"what {' and '.join(known)} cost on processor cores, not {use!r}"
         if run[section]["gpus"]:
-            raise ConfigError(
-                f"{section}.gpus: a forecast without `--from RUN` measures processor cores alone",
-                path=f"{section}.gpus",
-            )
+            yield f"{section}.gpus", "processor cores alone"
 
 
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
@@ -224,7 +213,8 @@ def _measure_times(
     from stretto_plan.fitting import fit
     from stretto_plan.measuring import measure
 
-    _expect_measurable_parts(run)
+    for key, what in _immeasurable(run):
+        raise ConfigError(f"{key}: a forecast without `--from RUN` measures {what}", path=key)
     typer.echo(
         "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
     )

@@ -40,7 +40,7 @@ def simulate(
     Each seed is a universe that repeats itself. The first one that fails is written to `tape-SEED.json` with
     as few faults as possible.
     """
-    from stretto.simulation import CalmRunFails, run_tape, shrink, tapes_of
+    from stretto.simulation import KINDS, CalmRunFails, run_tape, shrink, tapes_of
 
     if replay is not None:
         tape = _read(replay)
@@ -50,7 +50,8 @@ def simulate(
     if file is None:
         raise ConfigError("name a run file, or a tape: stretto simulate --replay TAPE")
     kinds = [each.strip() for each in faults.split(",") if each.strip()]
-    _expect_kinds(kinds)
+    if unknown := [each for each in kinds if each not in KINDS]:
+        raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
     try:
         tapes = tapes_of(
             file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
@@ -64,13 +65,6 @@ def simulate(
     _show(fewest, outcome)
     _keep(fewest)
     raise typer.Exit(1)
-
-
-def _expect_kinds(kinds: Sequence[str]) -> None:
-    from stretto.simulation import KINDS
-
-    if unknown := [each for each in kinds if each not in KINDS]:
-        raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
 
 
 def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | None:

@@ -76,7 +76,8 @@ class Access:
     def _knows(self, host: str) -> bool:
         """Whether a Host header names this server. An address is no name that could be made to point here, so
         every address is accepted; so is every port, because ssh may forward another."""
-        name = host.rpartition(":")[0] if _has_port(host) else host
+        has_port = ":" in host and not host.endswith("]")
+        name = host.rpartition(":")[0] if has_port else host
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
@@ -100,7 +101,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _has_port(host: str) -> bool:
-    return ":" in host and not host.endswith("]")

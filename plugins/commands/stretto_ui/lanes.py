@@ -89,7 +89,8 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
         return None
     begun, ended = bounds
     end = ended if end is None else end
-    start = _newest_steps(run, begun) if start is None else start
+    if start is None:
+        start = float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
     margin = max(_MARGIN_S, end - start)
     history = RunHistory.of(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
@@ -101,10 +102,6 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     found += _tickets(history.attempts, start, end, width, open_until)
     marks = [mark for mark in _marks(history) if start <= mark.time <= end]
     return Lanes(begun, ended, start, end, found, marks, part_texts(_totals(steps, start, end)))
-
-
-def _newest_steps(run: RunFolder, begun: float) -> float:
-    return float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
 
 
 def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:

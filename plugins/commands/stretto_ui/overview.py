@@ -31,6 +31,7 @@ def overview(record: RunFolder) -> dict[str, Any]:
     except ConfigError as error:
         status, fault = None, str(error)
     last = steps[-1] if steps else {}
+    ended_badly = record.state in ("stopped", "failed", "interrupted")
     return {
         "name": record.name,
         "state": record.state,
@@ -50,16 +51,10 @@ def overview(record: RunFolder) -> dict[str, Any]:
         "status": None if status is None else msgspec.to_builtins(status),
         "standstill": "" if fault else record.standstill,
         "verdict": "" if fault else record.verdict,
-        "resume": _resume(record),
+        "resume": shlex.join(["stretto", "resume", str(record.folder)]) if ended_badly else "",
         "summary": summary,
         "fault": fault,
     }
-
-
-def _resume(record: RunFolder) -> str:
-    if record.state not in ("stopped", "failed", "interrupted"):
-        return ""
-    return shlex.join(["stretto", "resume", str(record.folder)])
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:

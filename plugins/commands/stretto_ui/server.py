@@ -36,6 +36,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain",
 }
+_STATIC = Path(str(files("stretto_ui") / "static"))
 _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 2.0  # seconds for which the server's end waits for requests that are not answered yet
 _COMPRESSED = 1024
@@ -54,7 +55,6 @@ class Page:
 
     def index(self, query: Query) -> Any:
         """The list of runs."""
-        del query
         shown: list[ListedRun] = []
         rows: list[dict[str, Any]] = []
         problems: list[str] = []
@@ -74,7 +74,6 @@ class Page:
 
     def figures(self, query: Query) -> Any:
         """How views show each figure."""
-        del query
         return {
             key: {
                 **msgspec.structs.asdict(figure),
@@ -92,7 +91,6 @@ class Page:
 
     def overview(self, run: ListedRun, query: Query) -> Any:
         """The first view of a run."""
-        del query
         with run.read() as record:
             return {"id": run.id, "path": run.path, **overview(record)}
 
@@ -120,7 +118,6 @@ class Page:
 
     def time(self, run: ListedRun, query: Query) -> Any:
         """Where the time of steps went: of all in columns, and of the newest; null before the second step."""
-        del query
         with run.read() as record:
             times = step_times(record)
         if times is None:
@@ -129,7 +126,6 @@ class Page:
 
     def staleness(self, run: ListedRun, query: Query) -> Any:
         """How many trajectories were trained at each staleness."""
-        del query
         with run.read() as record:
             summary = record.summary
         if summary is not None:
@@ -173,7 +169,6 @@ class Page:
 
     def config(self, run: ListedRun, query: Query) -> Any:
         """The values of a run by their dotted keys, and where it comes from."""
-        del query
         with run.read() as record:
             return {"name": record.name, "values": list(record.values().items()), "origin": record.origin()}
 
@@ -212,8 +207,10 @@ def application(folder: Path | None, access: Access) -> web.Application:
     app.router.add_get("/", _file("index.html"))
     # Browsers ask for it where a document names no icon, such as the one that takes the token.
     app.router.add_get("/favicon.ico", _file("icon.svg"))
-    for name in _static_files():
-        app.router.add_get(f"/static/{name}", _file(name))
+    for file in _STATIC.rglob("*"):
+        if file.is_file():
+            name = str(file.relative_to(_STATIC))
+            app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/static/colours.css", _content(colours().encode(), "text/css"))
     app.router.add_get("/api/runs", _answer(page.index))
     app.router.add_get("/api/figures", _answer(page.figures))
@@ -361,15 +358,9 @@ def _json(value: Any, status: int) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _static_files() -> list[str]:
-    folder = Path(str(files("stretto_ui") / "static"))
-    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-
-
 def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
-    file = files("stretto_ui") / "static" / name
-    return _content(file.read_bytes(), _TYPES[Path(name).suffix])
+    return _content((_STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
 
 
 def colours() -> str:
@@ -383,7 +374,6 @@ def colours() -> str:
 
 def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def respond(request: web.Request) -> web.Response:
-        del request
         return web.Response(body=body, content_type=content_type, charset="utf-8")
 
     return respond

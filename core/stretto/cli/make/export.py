@@ -75,7 +75,9 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
         if form == "adapter":
             ignore = shutil.ignore_patterns(*_WEIGHTS)
             shutil.copytree(model, aside, dirs_exist_ok=True, ignore=ignore)
-            _name_base(aside / "adapter_config.json", run)
+            file = aside / "adapter_config.json"  # with the base by its hub id, or a folder by its last part
+            config = {**json.loads(file.read_text()), "base_model_name_or_path": _base_of(run)[0]}
+            file.write_text(json.dumps(config, indent=2) + "\n")
         (aside / "README.md").write_text(_card(run, checkpoint, form))
     return to
 
@@ -113,12 +115,6 @@ def _written_aside(to: Path) -> Generator[Path]:
         raise ConfigError(f"{to}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _name_base(file: Path, run: RunFolder) -> None:
-    """Name the base model of an adapter by its hub id; a folder of this machine by its last part."""
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "base_model_name_or_path": _base_of(run)[0]}, indent=2) + "\n")
 
 
 def _base_of(run: RunFolder) -> tuple[str, bool]:
