@@ -96,11 +96,6 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_prompts_of_which_none_has_a_token_are_refused(tmp_path: Path) -> None:
-    assert "error: run.yaml" in checked(tmp_path, "", "")
-    assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
-
-
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
     written = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
     write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")
@@ -168,8 +163,9 @@ def test_a_prompt_that_opens_no_answer_is_named(tmp_path: Path) -> None:
     assert "1 of 2 prompts open no answer in the chat template: the model has to write the header" in said
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    write_model(FORMS["plain lines"], tmp_path / "model")
+def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(tmp_path: Path) -> None:
+    assert "error: run.yaml" in checked(tmp_path, "", "")  # of no token
+    assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 7}')
     assert "have tokens outside of the model's vocabulary" in checked(tmp_path, [ASK])
     (tmp_path / "model" / "tokenizer.json").unlink()

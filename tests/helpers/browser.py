@@ -40,15 +40,18 @@ def open_browser(
     driver = webdriver.Chrome(options, Service(server))
     try:
         driver.set_page_load_timeout(60)
-        driver.execute_cdp_cmd(  # a window is no narrower than 500 pixels; a phone is
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-        )
+        resize(driver, width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         yield driver
     finally:
         driver.quit()
+
+
+def resize(driver: webdriver.Chrome, width: int = 1280, height: int = 900) -> None:
+    """Give pages another size: a window is no narrower than 500 pixels, and a phone is."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def complaints(driver: webdriver.Chrome) -> list[str]:

@@ -24,7 +24,16 @@ _MOST_COLUMNS = 4
 _IMAGE = re.compile("[0-9a-f]{64}")
 
 
-def bounds_of(text: str | None, option: str) -> Bounds:
+def sample_filter(bounds: Mapping[str, str | None], **conditions: Any) -> SampleFilter:
+    """Return a filter from what a user wrote."""
+    ranges = {name: _bounds_of(text, f"--{name}") for name, text in bounds.items()}
+    for name, accepted in _WORDS.items():
+        if (word := conditions[name]) not in (None, *accepted):
+            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
+    return SampleFilter(**ranges, **conditions)
+
+
+def _bounds_of(text: str | None, option: str) -> Bounds:
     """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone."""
     if text is None:
         return None, None
@@ -34,14 +43,6 @@ def bounds_of(text: str | None, option: str) -> Bounds:
         return (lowest, lowest) if not colon else (lowest, float(high) if high else None)
     except ValueError:
         raise ConfigError(f"{option} {text!r}: expected A:B, A:, :B or A, with numbers") from None
-
-
-def sample_filter(**conditions: Any) -> SampleFilter:
-    """Return a filter from what a user wrote."""
-    for name, accepted in _WORDS.items():
-        if (word := conditions[name]) not in (None, *accepted):
-            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
-    return SampleFilter(**conditions)
 
 
 def why_none(store: SampleStore, wanted: SampleFilter) -> str:
@@ -64,11 +65,14 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    flat = [{name: _flat(name, value) for name, value in row.items()} for row in rows]
+    nested = {"metrics", "messages", "dataset_row", "images"}
+
+    def flat(name: str, value: Any) -> Any:
+        return json.dumps(value) if name in nested and value is not None else value
+
+    table = pa.Table.from_pylist([{name: flat(name, each) for name, each in row.items()} for row in rows])
     try:
-        parquet.write_table(
-            pa.Table.from_pylist(flat), file, compression="zstd", row_group_size=_PARQUET_ROWS
-        )
+        parquet.write_table(table, file, compression="zstd", row_group_size=_PARQUET_ROWS)
     except OSError as error:
         raise ConfigError(f"--output {file}: cannot write there: {error}") from error
 
@@ -76,7 +80,8 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
 def print_samples(rows: Iterable[Row], console: Console) -> None:
     """Print rows one below the other."""
     for row in rows:
-        console.print(Text(_headline(row), style="bold"))
+        head = "  ".join(filter(None, (row["id"], _fate_of(row), *_figures_of(row), _makers(row))))
+        console.print(Text(printable(head), style="bold"))
         _print_sections((*_common_sections(row), *_sections_of_one(row)), console)
         console.print()
 
@@ -118,16 +123,6 @@ def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console)
     for title, body in sections:
         console.print(Text(f"  {title}", style="dim"))
         console.print(Text("\n".join(f"    {line}" for line in body)))
-
-
-def _flat(name: str, value: Any) -> Any:
-    is_json = name in ("metrics", "messages", "dataset_row", "images") and value is not None
-    return json.dumps(value) if is_json else value
-
-
-def _headline(row: Row) -> str:
-    figures = [row["id"], _fate_of(row), *_figures_of(row), _makers(row)]
-    return printable("  ".join(figure for figure in figures if figure))
 
 
 def _name(row: Row) -> str:

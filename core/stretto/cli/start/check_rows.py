@@ -170,17 +170,13 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
                 f"{config.sampling.max_tokens}, a sample needs {longest}: the tickets of such rows fail",
             )
         for group in assembly.placement.groups.values():
-            budget = (
-                group.section.micro_batch_tokens
-                if isinstance(group.section, ModelTrainingConfig)
-                else longest
-            )
-            if budget < longest:
+            section = group.section
+            if isinstance(section, ModelTrainingConfig) and section.micro_batch_tokens < longest:
                 yield _warning(
                     f"{group.path}.micro_batch_tokens",
-                    f"is {budget}, but a sequence can have {longest} tokens: the first row's prompt has "
-                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A sequence above "
-                    "the limit gets a micro-batch of its own, which takes more memory",
+                    f"is {section.micro_batch_tokens}, but a sequence can have {longest} tokens: the first "
+                    f"row's prompt has {tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A "
+                    "sequence above the limit gets a micro-batch of its own, which takes more memory",
                 )
 
 
