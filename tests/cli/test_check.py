@@ -6,7 +6,7 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,30 +118,6 @@ def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:
 # ---------------------------------------------------------------------------------------- contracts
 
 
-class _Tracker:
-    def start(self, config: Any, resumed_at: Any) -> None: ...
-
-    def step(self, metrics: Any) -> None: ...
-
-    def evaluation(self, metrics: Any) -> None: ...
-
-    def advice(self, advice: Any) -> None: ...
-
-    def samples(self, rows: Any) -> None: ...
-
-    def finish(self, summary: Any) -> None: ...
-
-
-class _Rows:
-    fingerprint = "one"
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {}
-
-
 def takes_nothing(self: object) -> None: ...
 
 
@@ -159,6 +135,15 @@ async def is_async(self: object, metrics: Any) -> None: ...
 
 class _Engine:
     load = forward = weights = save = stop = takes_all
+
+
+class _Tracker:
+    start = step = evaluation = advice = samples = finish = takes_all
+
+
+class _Rows:
+    fingerprint = "one"
+    __len__ = __getitem__ = takes_all
 
 
 def variant(base: type, **members: Any) -> object:
@@ -584,34 +569,17 @@ def test_an_engine_that_leaves_a_gpu_idle_is_named(run_file: Path, monkeypatch: 
 # ---------------------------------------------------------------------------------------------- bus
 
 
-@pytest.fixture
-def answering() -> Iterator[Callable[[bytes], str]]:
-    """`answering(b"...")`: address of a server that says so much to whoever connects."""
-    servers: list[socket.socket] = []
-
-    def serve(words: bytes) -> str:
-        server = socket.create_server(("127.0.0.1", 0))
-        servers.append(server)
-
-        def answer() -> None:
-            connection, _ = server.accept()
-            connection.sendall(words)
-            connection.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        return f"nats://127.0.0.1:{server.getsockname()[1]}"
-
-    yield serve
-    for server in servers:
-        server.close()
-
-
-async def test_a_nats_server_is_told_from_what_is_none(
-    server: NatsServer, answering: Callable[[bytes], str]
-) -> None:
+async def test_a_nats_server_is_told_from_what_is_none(server: NatsServer) -> None:
     [refusal] = await faults_of_bus(BusConfig(url=server.url), 3)
     assert refusal.message.endswith(": Authorization Violation")
-    [stranger] = await faults_of_bus(BusConfig(url=answering(b"SSH-2.0")), 3)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def greet() -> None:
+            with other.accept()[0] as connection:
+                connection.sendall(b"SSH-2.0")
+
+        threading.Thread(target=greet, daemon=True).start()
+        [stranger] = await faults_of_bus(BusConfig(url=f"nats://127.0.0.1:{other.getsockname()[1]}"), 3)
     assert "is no nats-server" in stranger.message
 
 
