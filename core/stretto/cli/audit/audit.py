@@ -151,7 +151,7 @@ class _Checker:
     def _check_chain(self) -> Check:
         """Each message of the journal follows the one before it, and those that checkpoints and the summary
         name are there. What they named before a part of the journal was lost need not be there."""
-        messages, named, lost = self._journal.messages, *self._named_messages()
+        messages, (named, lost) = self._journal.messages, self._named_messages()
         newest = max((each.sequence for each in named), default=0)
         later = [message.sequence for message in messages if message.sequence > newest]
         unchecked = [f"messages {_ranges(later)}: no file names a later one"] if later else []
@@ -219,11 +219,7 @@ class _Checker:
             name="no ticket twice",
             checked=f"{len(tickets)} tickets, {len(rows)} trajectories, versions {_ranges(self._batches)}",
             unchecked=self._before_journal,
-            violations=[
-                *_in_several("ticket", tickets),
-                *_in_several("trajectory", rows),
-                *faults,
-            ],
+            violations=[*_in_several("ticket", tickets), *_in_several("trajectory", rows), *faults],
             empty=not self._batches,
         )
 

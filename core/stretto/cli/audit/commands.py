@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from stretto.cli.arguments import (
-    Overrides,
-    TrustPlugins,
-    WithOverrides,
-)
+from stretto.cli.arguments import Overrides, TrustPlugins, WithOverrides
 from stretto.cli.output import fail, print_table
 from stretto.errors import StrettoError, printable
 

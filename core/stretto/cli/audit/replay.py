@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +106,16 @@ def _free_folder(run: Path, out: Path | None) -> Path:
         if not is_free(out.expanduser()):
             raise ConfigError(f"--out {out}: exists and is not an empty folder")
         return out.expanduser().absolute()
-    number, folder = 1, run.with_name(f"{run.name}-replay")
-    while not is_free(folder):
-        number += 1
-        folder = run.with_name(f"{run.name}-replay-{number}")
-    return folder
+    ends = chain([""], (f"-{number}" for number in count(2)))
+    folders = (run.with_name(f"{run.name}-replay{end}") for end in ends)
+    return next(folder for folder in folders if is_free(folder))
 
 
 def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]) -> ConfigError:
-    last = len(recording.batches)
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
-    after = max(missing) + 1
-    checkpoints = sorted(
-        state_of(path).version
-        for path in (folder / "checkpoints").glob("step-*")
-        if (path / "kernel.json").exists()
-    )
-    later = [version for version in checkpoints if after <= version < last]
+    states = (folder / "checkpoints").glob("step-*/kernel.json")
+    versions = sorted(state_of(state.parent).version for state in states)
+    later = [each for each in versions if max(missing) < each < len(recording.batches)]
     hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
     return ConfigError(
         f"{folder} has not kept the trajectories of {len(missing)} of the steps, the first of them step "
@@ -184,9 +177,7 @@ def _check(
         if was.samples != now.samples:
             kind = "samples" if was.samples else "rows of a dataset"
             raise ConfigError(f"{place('algorithm')}: the run has trained on {kind}; this algorithm does not")
-        had, needs = (
-            {name for name, model in graph.models.items() if model.trainable} for graph in (was, now)
-        )
+        had, needs = ({name for name, each in graph.models.items() if each.trainable} for graph in (was, now))
         if start is not None and (missing := sorted(needs - had)):
             raise ConfigError(
                 f"{place('algorithm')}: checkpoint {start[0].name} has no model {missing[0]!r}; "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -109,32 +110,28 @@ def report_of(
 ) -> ReplayReport:
     """Compare a complete replay with its run, and the importance weights of both."""
     replayed = read_journal(replay.folder).history
-    recorded_digests, digests = recording.reached, replayed.reached
-    compared = identical = 0
+    then, now = recording.reached, replayed.reached
+    compared = [each for each in batches if each.version + 1 in then]  # the run may have ended in a step
+    identical = [*takewhile(lambda each: then[each.version + 1] == now[each.version + 1], compared)]
     difference: Difference | None = None
-    for batch in batches:
+    if len(identical) < len(compared):
+        batch = compared[len(identical)]
         version = batch.version + 1
-        if version not in recorded_digests:
-            continue  # the run ended in this step
-        compared += 1
-        if recorded_digests[version] == digests[version]:
-            identical += difference is None
-        elif difference is None:
-            difference = Difference(
-                step=version,
-                recorded=recorded_digests[version],
-                replayed=digests[version],
-                recorded_layout=batch.layout,
-                replayed_layout=replayed.batches[batch.version].layout,
-                incarnation_from=_break_before(recording, version),
-            )
+        difference = Difference(
+            step=version,
+            recorded=then[version],
+            replayed=now[version],
+            recorded_layout=batch.layout,
+            replayed_layout=replayed.batches[batch.version].layout,
+            incarnation_from=_break_before(recording, version),
+        )
     return msgspec.structs.replace(
         begun,
         state="complete",
-        compared=compared,
-        identical=identical,
+        compared=len(compared),
+        identical=len(identical),
         difference=difference,
-        digest=digests[begun.last],
+        digest=now[begun.last],
         steps=list(_steps(begun, run, replay, [sums_of(each, batches) for each in weights])),
         limits=list(_LIMITS) if begun.overrides else [],
     )
@@ -156,17 +153,14 @@ def _steps(
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):
         recorded, replayed = (
-            {
-                **{
-                    key: float(own[step][key])
-                    for key in _OF_METRICS
-                    if own.get(step, {}).get(key) is not None
-                },
-                **(off_policy(found[step]) if step in found else {}),
-            }
-            for own, found in zip(lines, weights, strict=True)
+            _figures(own.get(step, {}), found.get(step)) for own, found in zip(lines, weights, strict=True)
         )
         yield ComparedStep(step=step, recorded=recorded, replayed=replayed)
+
+
+def _figures(line: Mapping[str, float], weights: WeightSums | None) -> dict[str, float]:
+    figures = {key: float(line[key]) for key in _OF_METRICS if line.get(key) is not None}
+    return figures if weights is None else figures | off_policy(weights)
 
 
 def off_policy(weights: WeightSums) -> dict[str, float]:
