@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -25,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.models.images import names_in
 from stretto.run_folder import HELD_OUT, find_runs
 from stretto_ui.runs import ListedRun, Runs
-from stretto_ui.server import Page, Query, colours, fault_of
+from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 
 _MOST_BYTES = 16 << 20
 """Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
@@ -35,7 +34,6 @@ _PARTS = frozenset({"points", "keys", "width"})
 """Parameters that choose a part of what the file holds whole. static/api.js leaves them out as well."""
 _FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
 """What static/samples.js asks for."""
-_STATIC = Path(str(files("stretto_ui") / "static"))
 _LINKED = re.compile(
     r'<(?:link rel="stylesheet" href|(script)( type="module")? src)="/static/([^"]+)"( defer)?>(</script>)?'
 )
@@ -178,7 +176,7 @@ def _document(answers: Mapping[str, str], without: str) -> str:
         hashes[tag].append(f"'sha256-{base64.b64encode(digest).decode()}'")
         return f"<{tag}{kind}>{source}</{tag}>"
 
-    html = _LINKED.sub(inline, (_STATIC / "index.html").read_text())
+    html = _LINKED.sub(inline, (STATIC / "index.html").read_text())
     scripts, styles = map(" ".join, hashes.values())
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; base-uri 'none'; "
@@ -193,14 +191,14 @@ def _document(answers: Mapping[str, str], without: str) -> str:
     )
     answers = {"written": _json(written), **answers}
     data = ",".join(f"{_json(path)}:{answer}" for path, answer in answers.items())
-    licence = (_STATIC / "vendor" / "uPlot.LICENSE").read_text()
+    licence = (STATIC / "vendor" / "uPlot.LICENSE").read_text()
     for mark, addition in (
         ('<meta charset="utf-8">', f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         ("<title>stretto</title>", f"<!-- uPlot: {licence} -->"),
         ("</main>", f'<footer>{note}</footer><script type="application/json" id="saved">{{{data}}}</script>'),
     ):
         html = html.replace(mark, mark + addition, 1)
-    icon = _data_address("image/svg+xml", (_STATIC / "icon.svg").read_bytes())
+    icon = _data_address("image/svg+xml", (STATIC / "icon.svg").read_bytes())
     return html.replace("/static/icon.svg", icon, 1)
 
 
@@ -211,12 +209,12 @@ def _source(name: str) -> str:
         modules: dict[str, str] = {}
         _add_module("app", modules)
         return "".join(modules.values())
-    return (_STATIC / name).read_text()
+    return (STATIC / name).read_text()
 
 
 def _add_module(name: str, modules: dict[str, str]) -> None:
     """Add a module as a constant `NAME_js` with its exports, after the modules that it imports."""
-    source = (_STATIC / f"{name}.js").read_text()
+    source = (STATIC / f"{name}.js").read_text()
     for _, imported in _IMPORT.findall(source):
         if imported not in modules:
             _add_module(imported, modules)

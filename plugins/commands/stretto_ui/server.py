@@ -36,7 +36,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain",
 }
-_STATIC = Path(str(files("stretto_ui") / "static"))
+STATIC = Path(str(files("stretto_ui") / "static"))
 _log = logging.getLogger(__name__)
 _SHUTDOWN_S = 2.0  # seconds for which the server's end waits for requests that are not answered yet
 _COMPRESSED = 1024
@@ -207,9 +207,9 @@ def application(folder: Path | None, access: Access) -> web.Application:
     app.router.add_get("/", _file("index.html"))
     # Browsers ask for it where a document names no icon, such as the one that takes the token.
     app.router.add_get("/favicon.ico", _file("icon.svg"))
-    for file in _STATIC.rglob("*"):
+    for file in STATIC.rglob("*"):
         if file.is_file():
-            name = str(file.relative_to(_STATIC))
+            name = str(file.relative_to(STATIC))
             app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/static/colours.css", _content(colours().encode(), "text/css"))
     app.router.add_get("/api/runs", _answer(page.index))
@@ -360,7 +360,7 @@ def _json(value: Any, status: int) -> web.Response:
 
 def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
-    return _content((_STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
+    return _content((STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
 
 
 def colours() -> str:

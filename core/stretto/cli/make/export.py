@@ -259,13 +259,10 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
 
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    best: dict[Any, dict[str, Any]] = {}
-    for sample in samples:
-        former = best.setdefault(sample["ticket"], sample)
-        if sample["reward"] > former["reward"]:
-            best[sample["ticket"]] = sample
-    chosen = set(map(_sample_of, best.values()))
-    return [each for each in samples if _sample_of(each) in chosen]
+    best: dict[int, tuple[int, int, int]] = {}
+    for sample in sorted(samples, key=lambda each: -each["reward"]):  # of equal ones, the first
+        best.setdefault(sample["ticket"], _sample_of(sample))
+    return [each for each in samples if _sample_of(each) == best[each["ticket"]]]
 
 
 def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
