@@ -191,7 +191,6 @@ def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTime
 
 
 def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for service times to hold."""
     engines = {f"{part}.{key}": run[part][key] for part in _ENGINES for key in ("use", "gpus")}
     return {**engines, "model": run["model"]}
 
@@ -273,7 +272,6 @@ class _Planner:
         )
 
     def search(self) -> dict[str, Any]:
-        """Try other numbers, one kind after the other, and return those that make the run faster."""
         best: dict[str, Any] = {}
         for choices in self._choices():
             changed = [{**best, **choice} for choice in choices]

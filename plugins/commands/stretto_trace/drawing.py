@@ -247,7 +247,6 @@ class _Drawing:
         return facts
 
     def _end(self, time: float | None) -> float:
-        """Return when something ended; the end of the trace if it has not."""
         return self._history.ended if time is None else time
 
 

@@ -196,7 +196,6 @@ def _pack(spans: Sequence[LaneSpan]) -> int:
 
 
 def _flight(spans: Sequence[LaneSpan], start: float, end: float, width: int) -> list[float]:
-    """Return how many of the spans are open in the middle of each pixel."""
     starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
     pixel = (end - start) / width
     moments = [start + (place + 0.5) * pixel for place in range(width)]

@@ -183,6 +183,5 @@ def _verdict(record: RunFolder) -> str:
 
 
 def _states(folder: Path) -> list[os.stat_result]:
-    """Of the files that have a run's values and figures."""
     files = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
     return [file.stat() for file in files if file.exists()]

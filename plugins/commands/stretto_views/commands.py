@@ -180,7 +180,6 @@ def plot(
 
 
 def _runs_in(folders: list[Path]) -> list[RunFolder]:
-    """Return the runs in these folders, and below those that are no runs."""
     from stretto.run_folder import find_runs
 
     found: list[RunFolder] = []

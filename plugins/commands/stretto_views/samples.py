@@ -140,7 +140,6 @@ def _fate_of(row: Row) -> str:
 
 
 def _figures_of(row: Row) -> Iterator[str]:
-    """Yield the reward, its parts, and how the policy sampled the trajectory, each as a text."""
     if row["reward"] is not None:
         yield f"reward {row['reward']:g}"
     for name, value in row["metrics"].items():

@@ -88,8 +88,6 @@ class _Terms:
 
 @dataclass(frozen=True)
 class _Account:
-    """A ledger of the training tickets that the run has written."""
-
     place: str
     version: int
     ledger: Mapping[str, int]
@@ -123,7 +121,6 @@ class _Checker:
 
     @property
     def _completed_at(self) -> int | None:
-        """The version at which the run completed; None if it has not completed."""
         summary = self._summary
         return summary["version"] if summary is not None and summary["status"] == "completed" else None
 

@@ -241,7 +241,6 @@ def _checkpoint(folder: Path) -> CheckpointRecord:
 
 
 def _read_store(url: str) -> dict[str, str]:
-    """The SHA-256 of every file in a folder of a store, by name."""
     import fsspec.core
 
     try:

@@ -255,7 +255,6 @@ def report_tables(report: ReplayReport) -> list[tuple[str, Table]]:
 
 
 def _spread(steps: Sequence[ComparedStep]) -> list[ComparedStep]:
-    """Return at most `_MOST_STEPS` steps, the first and the last among them."""
     if len(steps) <= _MOST_STEPS:
         return list(steps)
     places = np.linspace(0, len(steps) - 1, _MOST_STEPS).round().astype(int)

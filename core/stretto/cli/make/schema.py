@@ -156,7 +156,6 @@ def _section_schema(
 
 
 def _names_of(info: types.Type) -> list[str]:
-    """Return the names that the key `use` of a struct accepts; empty if `use` is not a choice of names."""
     for part in _parts(info):
         for field in _info(part.cls).fields if isinstance(part, types.StructType) else ():
             if field.encode_name == "use" and isinstance(field.type, types.LiteralType):
@@ -212,7 +211,6 @@ def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Str
 
 
 def _parts(info: types.Type) -> Iterator[types.Type]:
-    """Yield the members of a union, or the type itself."""
     if isinstance(info, types.Metadata):
         yield from _parts(info.type)
     elif isinstance(info, types.UnionType):

@@ -118,8 +118,6 @@ def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[st
 def _oddities(
     row: dict[str, Any], tokenizer: Tokenizer, size: int | None, of_run: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is odd in a row's prompt: a kind, and the place."""
-
     def write(messages: Sequence[Message]) -> str:
         return plain_text(tokenizer.render(messages, tools=tools))
 

@@ -104,7 +104,6 @@ def _processes(assembly: Assembly) -> list[_Need]:
 
 
 def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
-    """None if a model is not on this machine."""
     sizes = {True: 0, False: 0}
     for name in group.models:
         folder = folder_of_model(assembly.config.source_of(name))

@@ -214,7 +214,6 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
 
 
 def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iterator[Problem]:
-    """Have the algorithm make the sequences of the first row, and of rows of other forms."""
     config = assembly.config
     model = config.model
     if source.encode is None or (model is not None and not Path(model).is_dir()):
@@ -243,7 +242,6 @@ def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iter
 
 
 def _read_rows(dataset: Dataset) -> ReadRows:
-    """Read a dataset whose first row has a valid prompt: as many rows as the time allows."""
     found = ReadRows(len(dataset), dataset[0])
     for index in drawn_rows(found.rows, _MAX_S):
         found.read += 1

@@ -194,7 +194,6 @@ def _apart(
     supervise: bool,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Start a run in another process: in the background, under a supervisor, or both."""
     from stretto.cli.start import supervise as supervisor
     from stretto.cli.start.detach import run_detached
 

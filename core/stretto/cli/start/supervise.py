@@ -76,5 +76,4 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
 
 
 def _version(folder: Path) -> int:
-    """Return the newest version that a run has reported; 0 before the first one."""
     return max((line["step"] for line in MetricsFile(folder).read()), default=0)
