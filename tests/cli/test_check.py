@@ -6,7 +6,6 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -328,31 +327,17 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("names", "accepted"),
-    [
-        ("prompt, response", True),
-        ("question, text", True),
-        ("item, model_output", True),
-        ("x, y", True),
-        ("_, answer", True),
-        ("_, __", True),
-        ("response, ground_truth", False),
-        ("prompt, gold", False),
-        ("answer_text, score", False),
-        ("output, prompt", False),
-    ],
-)
-def test_prompt_and_completion_come_by_position_to_parameters_named_like_them(
-    names: str, accepted: bool
-) -> None:
-    reward: Callable[..., Any] = eval(f"lambda {names}: 1.0")
-    row = {"prompt": "1+1="}
-    if accepted:
-        assert score_group(reward, row, ("2",), {}) == [(1.0, {})]
-    else:
+def scored_with(names: str) -> list[Any]:
+    """What a reward function gives whose two parameters have these names."""
+    return score_group(eval(f"lambda {names}: 1.0"), {"prompt": "1+1="}, ("2",), {})
+
+
+def test_prompt_and_completion_come_by_position_to_parameters_named_like_them() -> None:
+    for names in ("prompt, response", "question, text", "item, model_output", "x, y", "_, answer", "_, __"):
+        assert scored_with(names) == [(1.0, {})], names
+    for names in ("response, ground_truth", "prompt, gold", "answer_text, score", "output, prompt"):
         with pytest.raises(RewardError, match="has no parameter 'completion'"):
-            score_group(reward, row, ("2",), {})
+            scored_with(names)
 
 
 def all_found(file: Path, *overrides: str) -> list[str]:

@@ -69,7 +69,8 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     if segments[0].assembly.graph.samples and (missing := kept.missing(batches)):
         raise _kept_too_little(folder, recording, missing)
     out.mkdir(parents=True, exist_ok=True)
-    report = ReplayReport.begun(folder, batches, overrides)
+    first, last = batches[0].version + 1, batches[-1].version + 1
+    report = ReplayReport(run=str(folder), first=first, last=last, overrides=[*overrides], state="begun")
     report.write(out)
     if (fingerprints := folder / "fingerprints.json").exists():
         shutil.copy(fingerprints, out)

@@ -84,17 +84,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     limits: list[str] = []
     """What the comparison cannot show. Empty for a replay without overrides."""
 
-    @classmethod
-    def begun(cls, run: Path, batches: Sequence[RecordedBatch], overrides: Sequence[str]) -> ReplayReport:
-        """Return the report of a replay that has not trained yet."""
-        return cls(
-            run=str(run),
-            first=batches[0].version + 1,
-            last=batches[-1].version + 1,
-            overrides=list(overrides),
-            state="begun",
-        )
-
     def write(self, folder: Path) -> None:
         """Write the report into the replay's folder."""
         (folder / REPLAY).write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
