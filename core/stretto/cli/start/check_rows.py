@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.algorithm import Call
+from stretto.algorithm import Encode
 from stretto.assembly.assembly import Assembly
 from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.cli.start.check_chat import chat_problems
@@ -68,16 +68,6 @@ class ReadRows:
         first = _form_of(self.first)
         return [each for form, each in self.forms.items() if form != first][:_MAX_FORMS]
 
-    def problems(self, path: str) -> Iterator[Problem]:
-        """Yield the problem that rows have no valid prompt."""
-        if self.faults:
-            shown = RowFaults.of(self.rows, self.read, self.faults).shown
-            yield _warning(
-                path,
-                f"{len(self.faults):,} of {self.read:,} rows have no valid prompt, and their tickets would "
-                f"fail {shown}",
-            )
-
 
 def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -> Iterator[Problem]:
     """Check the rows of a dataset. Store what was read in `read` if the first row has a valid prompt."""
@@ -101,7 +91,13 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         yield Problem(path, f"the first row's prompt: {fault}")
         return
     read[path] = rows = _read_rows(dataset)
-    yield from rows.problems(path)
+    if rows.faults:
+        shown = RowFaults.of(rows.rows, rows.read, rows.faults).shown
+        yield _warning(
+            path,
+            f"{len(rows.faults):,} of {rows.read:,} rows have no valid prompt, and their tickets would "
+            f"fail {shown}",
+        )
     yield from chat_problems(assembly, path, dataset)
     for key in ("template", "special_tokens"):
         if path != "dataset" and getattr(assembly.composed.section(path), key):
@@ -117,7 +113,7 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and source.encode is not None:
-        yield from _encoding_problems(assembly, source, rows)
+        yield from _encoding_problems(assembly, source.encode, rows)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
@@ -213,19 +209,16 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
 
 
-def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iterator[Problem]:
-    config = assembly.config
-    model = config.model
-    if source.encode is None or (model is not None and not Path(model).is_dir()):
+def _encoding_problems(assembly: Assembly, encode: Encode, rows: ReadRows) -> Iterator[Problem]:
+    model = assembly.config.model
+    if model is not None and not Path(model).is_dir():
         return
-    tokenizer = assembly.tokenizer
-    positions = positions_of(model)
+    tokenizer, positions = assembly.tokenizer, positions_of(model)
 
     def fault_in(row: Row) -> str:
-        assert source.encode is not None
         try:
-            for index in range(source.samples):
-                fitted(source.encode(row, index, tokenizer), config.dataset, positions)
+            for index in range(assembly.graph.source.samples):
+                fitted(encode(row, index, tokenizer), assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""
