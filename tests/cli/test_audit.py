@@ -47,11 +47,8 @@ class Books:
     def __init__(self) -> None:
         self.batch_sizes = {1: BATCH}
         self.groups: dict[int, tuple[TrajectoryBundle, TicketRecord, GroupDone]] = {}
-        """Ticket -> what the log has of its group."""
         self.journal: list[Event] = []
-        """What follows the first event."""
         self.alter: Callable[[list[EventBatch]], list[EventBatch]] = lambda batches: batches
-        """What somebody makes of the journal."""
         for ticket in range((STEPS + 1) * BATCH):  # a batch more than is trained
             bundle, kept = trajectories(ticket, version=max(0, ticket // BATCH - BOUND)), record(ticket)
             self.groups[ticket] = bundle, kept, done(bundle, kept)
@@ -82,7 +79,6 @@ class Books:
         return BatchStarted(version, tickets, rows)
 
     def write(self, folder: Path) -> Path:
-        """Make a run's folder with these books."""
         folder.mkdir()
         numbers = sorted(self.batch_sizes)
         for number in numbers:
@@ -301,7 +297,6 @@ def test_an_altered_journal_in_a_store_is_a_violation(
 
 
 def change_rows(books: Books, change: Callable[..., Iterable[RowRef]]) -> None:
-    """Change the four rows of the batch of version 2."""
     batch: Any = books.journal[4]
     books.journal[4] = msgspec.structs.replace(batch, rows=tuple(change(*batch.rows)))
 
@@ -323,7 +318,6 @@ def mix_an_evaluation(books: Books) -> None:
 
 
 Violation = tuple[Callable[[Books], Any], *tuple[str, ...]]
-"""What is done to the books, and words of what is found."""
 VIOLATIONS: list[Violation] = [
     (
         lambda books: books.journal.__setitem__(4, books.batch(2, 0, 5)),

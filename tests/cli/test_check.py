@@ -328,7 +328,6 @@ OWN = {
 
 
 def scored_with(names: str) -> list[Any]:
-    """What a reward function gives whose two parameters have these names."""
     return score_group(eval(f"lambda {names}: 1.0"), {"prompt": "1+1="}, ("2",), {})
 
 

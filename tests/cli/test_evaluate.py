@@ -286,7 +286,6 @@ def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable
 
 
 def held_out(tmp_path: Path, every: int, rows: int, samples: int) -> tuple[str, ...]:
-    """Overrides for evaluations beside the training of the mock engines."""
     return (
         *("evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
         *(f"evaluation.every={every}", f"evaluation.rows={rows}", f"evaluation.samples={samples}"),

@@ -47,7 +47,6 @@ def exported(*arguments: object) -> str:
 
 
 def in_rows(*arguments: object, file: Path) -> list[dict[str, Any]]:
-    """Export samples, and read the rows."""
     exported(*arguments, "--samples", file)
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -155,8 +154,6 @@ def test_a_mistake_is_refused_and_leaves_nothing(lora_run: Path, tmp_path: Path)
 
 
 class FakeHub:
-    """What `push_to_hub` asks of the hub's client."""
-
     files: dict[str, bytes]
     fault = ""
 

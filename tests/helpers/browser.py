@@ -23,11 +23,7 @@ def open_browser(
     profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False
 ) -> Generator[webdriver.Chrome]:
     """Run a browser for the duration of the block. Without Chromium, the test fails and says what to install.
-
-    Args:
-        profile: an empty folder for the browser's files, such as `tmp_path`.
-        dark: prefer dark colours (`prefers-color-scheme`).
-    """
+    The profile is an empty folder; `dark` prefers dark colours."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "no browser to test pages with: apt-get install chromium"
     server = shutil.which("chromedriver")

@@ -58,7 +58,6 @@ class Page:
         return self.one(selector).text
 
     def cells(self, selector: str) -> list[list[str]]:
-        """Return the texts of a table's body, by row."""
         script = (
             "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
             ".map((row) => [...row.cells].map((cell) => cell.textContent))"
@@ -84,7 +83,6 @@ class Page:
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """Serve a folder; yield the address with its token."""
     with subprocess.Popen([*STRETTO, "ui", folder], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:

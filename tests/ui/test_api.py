@@ -34,7 +34,6 @@ Ask = Callable[..., Awaitable[Any]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs."""
     folder = tmp_path_factory.mktemp("runs")
     make_run(folder / "one", name="one", steps=40)
     make_run(folder / "deeper" / "two", name="two", steps=20, seed=2)

@@ -76,7 +76,6 @@ def other_runs(page: Page, folder: Path) -> Generator[Page]:
 
 @contextmanager
 def sized(page: Page, width: int, height: int) -> Generator[None]:
-    """Give the page another size for the duration of the block."""
     resize(page.driver, width, height)
     yield
     resize(page.driver)
