@@ -65,10 +65,7 @@ def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> Non
     ("prompt", "words"),
     [
         ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
-        (
-            [{"role": "human", "content": "hidden"}, ASK],
-            "does not show, or not as it is written (row 2: message 1",
-        ),
+        ([{"role": "human", "content": "hidden"}, ASK], "not as it is written (row 2: message 1"),
         ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
         ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
         ("", "have no token, and are left out"),

@@ -29,6 +29,7 @@ except ImportError as error:
 Facts = Mapping[str, str | int | float | bool | None]
 """What the viewer shows of a span. A fact of None is left out."""
 
+_VALUES = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 _SEQUENCE = 1
 
 
@@ -75,17 +76,8 @@ class PerfettoFile:
         event.flow_ids.extend(flows)
         event.terminating_flow_ids.extend(ends)
         for key, value in facts.items():
-            if value is None:
-                continue
-            annotation = event.debug_annotations.add(name=key)
-            if isinstance(value, bool):
-                annotation.bool_value = value
-            elif isinstance(value, int):
-                annotation.int_value = value
-            elif isinstance(value, float):
-                annotation.double_value = value
-            else:
-                annotation.string_value = value
+            if value is not None:
+                event.debug_annotations.add(name=key, **{_VALUES[type(value)]: value})
         self._builder.write_packet(packet)
         packet = self._packet(end)
         packet.track_event.type, packet.track_event.track_uuid = TrackEvent.TYPE_SLICE_END, track
