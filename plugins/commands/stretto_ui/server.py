@@ -8,7 +8,7 @@ import math
 import signal
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +23,7 @@ from aiohttp import web
 from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
 from stretto.errors import ConfigError
 from stretto.run_folder import RunFolder, compare_runs
-from stretto_ui.access import Access, is_loopback
+from stretto_ui.access import Access, Handler, is_loopback
 from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview
@@ -283,9 +283,7 @@ def _server_context(certificate: Path) -> ssl.SSLContext:
 
 
 @web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await handler(request)
     except web.HTTPException:
@@ -307,9 +305,7 @@ def fault_of(error: Exception, run: str) -> str:
     return f"the files of {run} cannot be shown: {type(error).__name__}: {error}"
 
 
-def _of_run(
-    runs: Runs, handler: Callable[[ListedRun, Query], Any]
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _of_run(runs: Runs, handler: Callable[[ListedRun, Query], Any]) -> Handler:
     def answer(run_id: str, query: Query) -> Any:
         try:
             run = runs.get(run_id)
@@ -323,7 +319,7 @@ def _of_run(
     return respond
 
 
-def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _answer(handler: Callable[[Query], Any]) -> Handler:
     async def respond(request: web.Request) -> web.Response:
         return await _in_thread(partial(handler, request.query))
 
@@ -358,7 +354,7 @@ def _json(value: Any, status: int) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _file(name: str) -> Handler:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
     return _content((STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
 
@@ -372,7 +368,7 @@ def colours() -> str:
     return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
 
 
-def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _content(body: bytes, content_type: str) -> Handler:
     async def respond(request: web.Request) -> web.Response:
         return web.Response(body=body, content_type=content_type, charset="utf-8")
 

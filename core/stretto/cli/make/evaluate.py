@@ -92,12 +92,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
     """Compose the run that evaluates a run's checkpoint, or a model by its folder or hub id."""
-    if misplaced := next(
-        (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
-    ):
-        raise ConfigError(
-            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; write evaluation.{misplaced}"
-        )
+    for item in overrides:
+        if item.partition("=")[0].split(".")[0] == "dataset":
+            text = f"override {item!r}: an evaluation reads `evaluation.dataset`; write evaluation.{item}"
+            raise ConfigError(text)
     folder = Path(source).expanduser()
     if (folder / "config.yaml").is_file():
         file, document = folder / "config.yaml", _document_of_run(folder.absolute(), options.version)
