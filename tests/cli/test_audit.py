@@ -296,9 +296,9 @@ def test_an_altered_journal_in_a_store_is_a_violation(
 # ----------------------------------------------------------------------------- hand-made violations
 
 
-def change_rows(books: Books, change: Callable[..., Iterable[RowRef]]) -> None:
+def change_rows(books: Books, change: Callable[[list[RowRef]], list[RowRef]]) -> None:
     batch: Any = books.journal[4]
-    books.journal[4] = msgspec.structs.replace(batch, rows=tuple(change(*batch.rows)))
+    books.journal[4] = msgspec.structs.replace(batch, rows=tuple(change([*batch.rows])))
 
 
 def write_versions(books: Books, *versions: int, honest: bool = True) -> None:
@@ -325,7 +325,7 @@ VIOLATIONS: list[Violation] = [
         "trajectory 0/1/0 is in",
     ),
     (
-        lambda books: change_rows(books, lambda *rows: (*rows, rows[-1])),
+        lambda books: change_rows(books, lambda rows: [*rows, rows[-1]]),
         "trajectory 5/1/1 is in the batches of versions 2, 2",
     ),
     (
@@ -366,12 +366,12 @@ VIOLATIONS: list[Violation] = [
         "staleness of each token: step 2 has staleness_max 2, allowed 1",
     ),
     (
-        lambda books: change_rows(books, lambda a, b, c, d: (a, b, d, c)),
+        lambda books: change_rows(books, lambda rows: [*rows[:2], rows[3], rows[2]]),
         "trained samples: group 5/1 of version 2: 5/1/1, 5/1/0 were trained; its samples are 5/1/0, 5/1/1",
     ),
     (
         lambda books: change_rows(
-            books, lambda *rows: (*rows[:3], msgspec.structs.replace(rows[3], length=7))
+            books, lambda rows: [*rows[:3], msgspec.structs.replace(rows[3], length=7)]
         ),
         "trajectory 5/1/1 of version 2: its sample has 4 tokens, expected 7",
     ),

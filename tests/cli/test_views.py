@@ -131,9 +131,8 @@ def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
     def runs(*seeds: tuple[int, int]) -> list[RunFolder]:
         folder = tmp_path / str(seeds)
         kept = ((lr, seed) for lr in (0, 1) for seed in seeds[lr])
-        changes = {"steps": 10}
         return [
-            RunFolder(keep_run(folder / f"{n}-{seed}", seed=seed, lr=1e-4 * (1 + n), shift=n / 2, **changes))
+            RunFolder(keep_run(folder / f"{n}-{seed}", steps=10, seed=seed, lr=1e-4 * (1 + n), shift=n / 2))
             for n, seed in kept
         ]
 

@@ -13,7 +13,7 @@ from stretto_ui.curves import ShownCurve, curve, smooth
 
 def shown(*runs: list[dict[str, Any]], key: str = "loss", x: str = "step", **window: Any) -> ShownCurve:
     """The curve of runs, by default whole and without smoothing."""
-    usual = {"start": None, "end": None, "points": 100, "smoothing": 0}
+    usual: dict[str, Any] = {"start": None, "end": None, "points": 100, "smoothing": 0}
     return curve(runs, key, x=x, **{**usual, **window})
 
 

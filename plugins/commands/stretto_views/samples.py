@@ -26,7 +26,7 @@ _IMAGE = re.compile("[0-9a-f]{64}")
 
 def sample_filter(bounds: Mapping[str, str | None], **conditions: Any) -> SampleFilter:
     """Return a filter from what a user wrote."""
-    ranges = {name: _bounds_of(text, f"--{name}") for name, text in bounds.items()}
+    ranges: dict[str, Any] = {name: _bounds_of(text, f"--{name}") for name, text in bounds.items()}
     for name, accepted in _WORDS.items():
         if (word := conditions[name]) not in (None, *accepted):
             raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
