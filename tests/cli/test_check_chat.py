@@ -57,19 +57,15 @@ def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> Non
     """As some tokenizers do whose tokens are sought in the normalised text."""
     prepends = {"type": "Prepend", "prepend": "_"}
     changed(tmp_path / "model", "plain lines", of_tokens={"normalized": True}, normalizer=prepends)
-    assert "ends a turn with '<e>', but behind a text the tokenizer reads it as text" in checked(
-        tmp_path, [ASK]
-    )
+    said = checked(tmp_path, [ASK])
+    assert "ends a turn with '<e>', but behind a text the tokenizer reads it as text" in said
 
 
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
         ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
-        (
-            [{"role": "human", "content": "hidden"}, ASK],
-            "does not show, or not as it is written (row 2: message 1",
-        ),
+        ([{"role": "human", "content": "hidden"}, ASK], "not as it is written (row 2: message 1"),
         ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
         ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
         ("", "have no token, and are left out"),
@@ -91,14 +87,7 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
     prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
     said = checked(tmp_path, prompt, more=("dataset.special_tokens=text",))
-    assert (
-        "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess" in said
-    )
-
-
-def test_prompts_of_which_none_has_a_token_are_refused(tmp_path: Path) -> None:
-    assert "error: run.yaml" in checked(tmp_path, "", "")
-    assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
+    assert "have reasoning whose marks are text (dataset.special_tokens): it is not dropped" in said
 
 
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
@@ -120,9 +109,8 @@ def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> Non
 )
 def test_a_content_that_is_written_otherwise_is_named(content: str, tmp_path: Path) -> None:
     written = "{% for m in messages %}{{ '<r>' + m.role + '\n' }}{{ CONTENT }}{{ '<e>\n' }}{% endfor %}"
-    write_model(
-        replace(FORMS["plain lines"], template=written.replace("CONTENT", content)), tmp_path / "model"
-    )
+    form = replace(FORMS["plain lines"], template=written.replace("CONTENT", content))
+    write_model(form, tmp_path / "model")
     asked = [{"role": "user", "content": [{"type": "text", "text": "ok"}]}]
     said = checked(tmp_path, [*asked, {"role": "assistant", "content": "Yes"}, *asked])
     assert "does not show, or not as it is written (row 1: message" in said
@@ -160,16 +148,15 @@ def test_tools_are_sought_in_each_prompt(
 
 def test_a_prompt_that_opens_no_answer_is_named(tmp_path: Path) -> None:
     opens = "{% if loop.last and add_generation_prompt and m.role == 'user' %}<a>{% endif %}"
-    form = replace(
-        FORMS["plain lines"], template="{% for m in messages %}{{ m.content }}<e>" + opens + "{% endfor %}"
-    )
-    write_model(form, tmp_path / "model")
+    written = "{% for m in messages %}{{ m.content }}<e>" + opens + "{% endfor %}"
+    write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")
     said = checked(tmp_path, [{"role": "system", "content": "Be kind."}], [ASK])
     assert "1 of 2 prompts open no answer in the chat template: the model has to write the header" in said
 
 
-def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    write_model(FORMS["plain lines"], tmp_path / "model")
+def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(tmp_path: Path) -> None:
+    assert "error: run.yaml" in checked(tmp_path, "", "")  # of no token
+    assert "error: run.yaml" not in checked(tmp_path, "", [ASK])
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 7}')
     assert "have tokens outside of the model's vocabulary" in checked(tmp_path, [ASK])
     (tmp_path / "model" / "tokenizer.json").unlink()
@@ -180,12 +167,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
     assert fitted(row, rows, 4) == row
-    with pytest.raises(
-        ConfigError, match=r"4 tokens, and the model has 3 positions; dataset\.max_tokens cuts"
-    ):
+    with pytest.raises(ConfigError, match="4 tokens, and the model has 3 positions"):
         fitted(row, rows, 3)
-    assert fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3) == Encoded(
-        [1, 2, 3], [False, False, True]
-    )
+    cut = fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
+    assert cut == Encoded([1, 2, 3], [False, False, True])
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
         fitted(row, DatasetConfig(use="jsonl", max_tokens=2), 3)

@@ -12,6 +12,7 @@ from stretto.cli.start.check_models import source_problems
 from stretto.training.adapter_files import adapter_problems
 from stretto.training.config import LoraConfig
 
+BASE = "base_model_name_or_path"
 BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
@@ -21,11 +22,7 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"]}
     ("files", "source", "message"),
     [
         ({"adapter_config.json": {"r": 8}}, "", "a LoRA adapter of another model"),
-        (
-            {"adapter_config.json": {"base_model_name_or_path": "org/base"}},
-            "",
-            "a LoRA adapter of 'org/base'",
-        ),
+        ({"adapter_config.json": {BASE: "org/base"}}, "", "a LoRA adapter of 'org/base'"),
         ({"config.yaml": {}, "checkpoints/step-000002/model/config.json": QWEN}, "", "step-000002/model'"),
         ({"config.yaml": {}}, "", "it is the folder of a run; .* it has no checkpoint"),
         ({"model/config.json": QWEN}, "", "no config.json; '.*/model' has one"),
@@ -52,19 +49,11 @@ def test_what_is_no_model_says_what_it_is(
     ("own", "run", "message"),
     [
         ({}, {}, ""),
-        ({"base_model_name_or_path": "elsewhere/of/base"}, {}, ""),
-        ({"base_model_name_or_path": "/c/hub/models--org--base/snapshots/12ab"}, {}, ""),
-        (
-            {"base_model_name_or_path": "runs/other/checkpoints/step-000100/model"},
-            {},
-            "warning: .* is an adapter of",
-        ),
-        ({"base_model_name_or_path": None}, {}, "warning: .* is an adapter of None, and the model"),
-        (
-            {"base_model_name_or_path": "org/other"},
-            {},
-            "is an adapter of 'org/other', and the model is 'org/base'",
-        ),
+        ({BASE: "elsewhere/of/base"}, {}, ""),
+        ({BASE: "/c/hub/models--org--base/snapshots/12ab"}, {}, ""),
+        ({BASE: "runs/other/checkpoints/step-000100/model"}, {}, "warning: .* is an adapter of"),
+        ({BASE: None}, {}, "warning: .* is an adapter of None, and the model"),
+        ({BASE: "org/other"}, {}, "is an adapter of 'org/other', and the model is 'org/base'"),
         ({"r": 8}, {}, r"write rank: 8, alpha: 16, targets: \[k_proj, q_proj\]"),
         ({"target_modules": "all-linear"}, {}, r"targets: \[all-linear\]"),
         ({"use_rslora": True, "bias": "all"}, {}, "has .*use_rslora.*bias.* merge it into its model"),
@@ -76,16 +65,11 @@ def test_what_is_no_model_says_what_it_is(
 def test_an_adapter_that_cannot_go_on_is_refused(
     own: dict[str, object], run: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    usual = {
-        "peft_type": "LORA",
-        "base_model_name_or_path": "org/base",
-        "target_modules": ["q_proj", "k_proj"],
-    }
+    usual = {"peft_type": "LORA", BASE: "org/base", "target_modules": ["q_proj", "k_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(usual | {"r": 4, "lora_alpha": 16} | own))
     (tmp_path / "adapter_model.safetensors").touch()
-    lora = LoraConfig(
-        rank=4, alpha=16, targets=("q_proj", "k_proj"), adapter=run.get("adapter", str(tmp_path))
-    )
+    adapter = run.get("adapter", str(tmp_path))
+    lora = LoraConfig(rank=4, alpha=16, targets=("q_proj", "k_proj"), adapter=adapter)
     problems = adapter_problems(lora, "org/base", "training.lora")
     found = [f"{problem.severity}: {problem.message}" for problem in problems]
     assert len(found) == bool(message)

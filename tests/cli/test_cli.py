@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import typer
 
-from commands import stretto
+from commands import called, stretto
 from stretto.cli import main
 from stretto.cli.output import add_row, fail, figure_table, print_table
 from stretto.errors import ConfigError
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
-
-
-def test_it_says_its_version() -> None:
-    assert stretto("--version").stdout == f"stretto {version('stretto')}\n"
 
 
 def test_the_docstring_of_the_command_line_names_every_command() -> None:
@@ -26,32 +23,29 @@ def test_the_docstring_of_the_command_line_names_every_command() -> None:
     assert [name for name in names if f"`{name}`" not in (main.__doc__ or "")] == []
 
 
-@pytest.mark.parametrize("arguments", [["--steps=3"], ["--steps", "3"], ["seed=1", "--steps", "3", "out=x"]])
-def test_a_key_written_as_an_option_is_refused_with_what_to_write(arguments: list[str]) -> None:
-    done = stretto("run", QUICKSTART, *arguments)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["run", QUICKSTART, "--steps=3"], "no option '--steps'.* write steps=3$"),
+        (["run", QUICKSTART, "--steps", "3"], "no option '--steps'.* write steps=3$"),
+        (["run", QUICKSTART, "seed=1", "--steps", "3", "out=x"], "no option '--steps'.* write steps=3$"),
+        (["run", QUICKSTART, "--ui", "--detach", "out=x"], "--ui: another process owns this run; start it"),
+        (["evaluate", "somewhere", "--temprature", "0"], "No such option"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_with_what_to_write(arguments: list[str], said: str) -> None:
+    done = called(*arguments)
     assert done.returncode == 2
-    assert "no option '--steps'" in done.stderr
-    assert done.stderr.endswith("write steps=3\n")
+    assert re.search(said, done.stderr), done.stderr
 
 
-def test_a_page_for_the_run_of_another_process_is_refused() -> None:
-    done = stretto("run", QUICKSTART, "--ui", "--detach", "out=elsewhere")
-    assert done.returncode == 2
-    assert "--ui: another process owns this run; start it, then stretto ui " in done.stderr
-
-
-def test_options_that_are_no_keys_are_refused_as_options() -> None:
-    done = stretto("evaluate", "somewhere", "--temprature", "0")
-    assert done.returncode == 2
-    assert "No such option" in done.stderr
-
-
-def test_the_help_of_evaluations_speaks_of_evaluations() -> None:
-    assert "queue." not in stretto("evaluate", "--help").stdout
+def test_it_says_its_version_and_the_help_of_evaluations_speaks_of_evaluations() -> None:
+    assert stretto("--version").stdout == f"stretto {version('stretto')}\n"
+    assert "queue." not in called("evaluate", "--help").stdout
 
 
 def test_the_quickstart_can_be_checked_as_a_run_of_no_steps() -> None:
-    done = stretto("check", QUICKSTART, "steps=0")
+    done = called("check", QUICKSTART, "steps=0")
     assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
     assert "evaluation version 0" in done.stdout
 

@@ -40,10 +40,6 @@ def findings(folder: Path, source: str) -> list[Observation]:
     return [finding for finding in examine_plugins("acme", plugins) if finding.level != "ok"]
 
 
-def test_a_good_plugin_has_no_finding(tmp_path: Path) -> None:
-    assert findings(tmp_path, GOOD) == []
-
-
 SUMMARY = '"1 for short answers"'
 
 
@@ -70,31 +66,22 @@ def test_a_fault_is_named(tmp_path: Path, former: str, now: str, level: str, tex
     assert (finding.level, text in finding.text) == (level, True), finding
 
 
-def test_a_plugin_for_this_api_has_no_finding(tmp_path: Path) -> None:
+def test_a_good_plugin_has_no_finding_also_if_it_names_this_api(tmp_path: Path) -> None:
+    assert findings(tmp_path, GOOD) == []
     assert findings(tmp_path, GOOD.replace(SUMMARY, f'{SUMMARY}, api="{API_VERSION}"')) == []
 
 
 def test_stretto_itself_is_well() -> None:
     found = examine_plugins("stretto", Plugins())
     assert [finding for finding in found if finding.level not in ("ok", "note")] == []
-    with pytest.raises(
-        PluginError, match="no distribution 'streto' offers a component; did you mean 'stretto'"
-    ):
+    with pytest.raises(PluginError, match="'streto' offers a component; did you mean 'stretto'"):
         examine_plugins("streto", Plugins())
 
 
 def test_the_machine_has_what_a_run_needs() -> None:
     subjects = {finding.subject: finding for finding in examine_machine()}
-    assert {
-        "python",
-        "stretto",
-        "cores",
-        "bfloat16",
-        "memory",
-        "nats-server",
-        "sandbox",
-        "libraries",
-    } <= subjects.keys()
+    needed = "python stretto cores bfloat16 memory nats-server sandbox libraries"
+    assert {*needed.split()} <= subjects.keys()
     assert subjects["nats-server"].text.startswith("v2.")
     assert not [finding for finding in subjects.values() if finding.level == "fault"]
 

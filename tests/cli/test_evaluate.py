@@ -53,7 +53,7 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     answers += [
         answer(1, score, sample=index, tokens=30, finish="length") for index, score in enumerate((1, 1, 0, 1))
     ]
-    result = result_of(answers, source="m", version=0, failed=2, threshold=1.0, tokens_per_s=5.0)
+    result = result_of(answers, **{**PLAIN, "failed": 2})
     # Row means 1/4 and 3/4: s = 0.353553, and 1.959964 s / sqrt(2) = 0.489991.
     assert (result.rows, result.samples, result.n, result.failed) == (2, 8, 4, 2)
     assert result.avg.mean == 0.5
@@ -67,13 +67,6 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     assert (result.length, result.truncated) == (20.0, 0.5)
 
 
-def test_pass_at_n_is_there_for_every_n() -> None:
-    answers = [answer(0, float(index == 5), sample=index) for index in range(6)]
-    result = result_of(answers, **PLAIN)
-    assert list(result.pass_at) == [1, 2, 4, 6]
-    assert result.pass_at[6].mean == 1.0
-
-
 def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
     scores = [(0.9, 0.0), (2.5, 1.0), (0.5, 0.0)]
     answers = [
@@ -84,20 +77,16 @@ def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
     assert (result.avg.mean, result.avg.ci95) == (pytest.approx(1 / 3), None)
     assert result.reward.mean == pytest.approx(1.3)
     means = {k: estimate.mean for k, estimate in result.pass_at.items()}
-    assert means == pytest.approx({1: 1 / 3, 2: 2 / 3, 3: 1.0})
+    assert means == pytest.approx({1: 1 / 3, 2: 2 / 3, 3: 1.0})  # n itself is there, too
 
 
-def test_a_sample_that_became_several_trajectories_counts_once() -> None:
+def test_a_sample_that_became_several_trajectories_counts_once_and_a_threshold_says_what_passes() -> None:
     answers = [answer(0, 1.0), answer(0, 1.0, tokens=5, finish="length"), answer(0, 0.0, sample=1)]
     result = result_of(answers, **PLAIN)
     assert (result.samples, result.n, result.avg.mean) == (2, 2, 0.5)
     assert (result.length, result.truncated) == (12.5, 0.5)
-
-
-def test_a_threshold_says_what_passes() -> None:
-    answers = [answer(0, 0.4), answer(0, 0.6, sample=1)]
-    result = result_of(answers, source="m", version=0, failed=0, threshold=0.5, tokens_per_s=0.0)
-    assert result.pass_at[1].mean == 0.5
+    passing = result_of([answer(0, 0.4), answer(0, 0.6, sample=1)], **{**PLAIN, "threshold": 0.5})
+    assert passing.pass_at[1].mean == 0.5
 
 
 # --------------------------------------------------------------------------------------- refusals
@@ -112,27 +101,14 @@ def run_folder(tmp_path: Path) -> Path:
     """What a run without a checkpoint leaves behind."""
     folder = tmp_path / "former"
     folder.mkdir()
-    document = {
-        "name": "former",
-        "steps": 4,
-        "seed": 7,
-        "model": MODEL,
-        "algorithm": {"use": "grpo"},
-        "training": {"use": "torch", "dtype": "bfloat16"},
-        "inference": {"use": "torch", "slots": 3},
-        "reward": {"use": "exact"},
-        "dataset": {"use": "jsonl", "path": str(QUICKSTART / "train.jsonl")},
-        "sampling": {"max_tokens": 24, "stop": ["${oc.env:HOME}"]},
-        "evaluation": {
-            "dataset": {"use": "jsonl", "path": HELDOUT},
-            "rows": 5,
-            "samples": 2,
-            "every": 2,
-            "sampling": {"temperature": 0.0, "max_tokens": 20},
-        },
-        "trackers": [],
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(document))
+    (folder / "config.yaml").write_text(f"""
+        {{name: former, steps: 4, seed: 7, model: {MODEL}, algorithm: {{use: grpo}}, reward: {{use: exact}},
+        training: {{use: torch, dtype: bfloat16}}, inference: {{use: torch, slots: 3}}, trackers: [],
+        dataset: {{use: jsonl, path: {QUICKSTART / "train.jsonl"}}},
+        sampling: {{max_tokens: 24, stop: ["${{oc.env:HOME}}"]}},
+        evaluation: {{dataset: {{use: jsonl, path: {HELDOUT}}}, rows: 5, samples: 2, every: 2,
+            sampling: {{temperature: 0.0, max_tokens: 20}}}}}}
+    """)
     return folder
 
 
@@ -166,14 +142,6 @@ def test_what_cannot_be_evaluated_is_refused(
         compose_evaluation(source, wanted(**changes), overrides)
 
 
-def test_the_first_version_of_a_run_that_continues_an_adapter_is_not_its_model(run_folder: Path) -> None:
-    file = run_folder / "config.yaml"
-    run = yaml.safe_load(file.read_text())
-    file.write_text(yaml.safe_dump(run | {"training": {**run["training"], "lora": {"adapter": "ad"}}}))
-    with pytest.raises(ConfigError, match="began with the adapter 'ad', which no engine can load"):
-        compose_evaluation(str(run_folder), EvaluationOptions(version="0"))
-
-
 def test_an_unknown_reward_or_model_is_refused() -> None:
     with pytest.raises(PluginError, match="did you mean 'exact'"):
         compose_evaluation(MODEL, wanted(reward="exakt"))
@@ -181,12 +149,17 @@ def test_an_unknown_reward_or_model_is_refused() -> None:
     assert [problem.message for problem in found] == ["no such folder: './no/such/model'"]
 
 
-def test_a_damaged_checkpoint_is_refused(run_folder: Path) -> None:
+def test_an_adapter_that_no_engine_loads_and_a_damaged_checkpoint_are_refused(run_folder: Path) -> None:
+    file = run_folder / "config.yaml"
+    run = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump(run | {"training": {**run["training"], "lora": {"adapter": "ad"}}}))
+    with pytest.raises(ConfigError, match="began with the adapter 'ad', which no engine can load"):
+        compose_evaluation(str(run_folder), EvaluationOptions(version="0"))
     checkpoint = run_folder / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text('{"kernel.json": "00"}')
     (checkpoint / "kernel.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is damaged: kernel.json differs from its hash|is damaged"):
+    with pytest.raises(ConfigError, match="is damaged"):
         compose_evaluation(str(run_folder), EvaluationOptions(version="2"))
 
 
@@ -312,25 +285,7 @@ def test_no_row_with_a_result_is_a_failure(tmp_path: Path, tiny_models: Callable
     assert "3 x not evaluated: begun 3 times; at last RewardError: reward raised ValueError: n" in done.stderr
 
 
-@pytest.mark.slow
-def test_a_training_run_keeps_the_answers_of_its_evaluations(start: Any, tmp_path: Path) -> None:
-    run = start(
-        *("steps=4", "evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
-        *("evaluation.rows=9", "evaluation.samples=3", "evaluation.keep_answers=true", "evaluation.every=2"),
-        *("checkpoint.every=1", "samples.keep=none"),
-    )
-    assert run.end() == 0, run.text()
-    store = SampleStore(run.folder)
-    assert [evaluation["version"] for evaluation in run.summary()["evaluation"]] == [0, 2, 4]
-    for version in (0, 2, 4):
-        kept = read_answers(store, version)
-        assert [(each.row, each.sample) for each in kept] == [(r, s) for r in range(9) for s in range(3)]
-    assert store.count(SampleFilter(purpose="train")) == 0
-    assert run.summary()["problems"] == []
-
-
 def held_out(tmp_path: Path, every: int, rows: int, samples: int) -> tuple[str, ...]:
-    """Overrides for evaluations beside the training of the mock engines."""
     return (
         *("evaluation.dataset.use=jsonl", f"evaluation.dataset.path={tmp_path}/rows.jsonl"),
         *(f"evaluation.every={every}", f"evaluation.rows={rows}", f"evaluation.samples={samples}"),
@@ -415,9 +370,11 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
         *("run", str(QUICKSTART / "run.yaml"), f"out={run}", "steps=3", "queue.max_staleness=2"),
         *("training.dtype=bfloat16", "training.threads=1", "training.lr=0.002", "evaluation.rows=64"),
         *("evaluation.every=2", "evaluation.keep_answers=true", "inference.deterministic=true"),
-        *("checkpoint.every=2", "checkpoint.keep=9"),
+        *("checkpoint.every=2", "checkpoint.keep=9", "samples.keep=none"),
     )
     assert former.returncode == 0, former.stderr + former.stdout
+    assert SampleStore(run).count(SampleFilter(purpose="train")) == 0
+    assert summary_of(run)["problems"] == []
     reported = {each["version"]: each["accuracy"] for each in summary_of(run)["evaluation"]}
     assert list(reported) == [0, 2, 3]
     texts = [[each.completion for each in answers_in(run, version)] for version in reported]
@@ -436,6 +393,6 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
 def answers_in(folder: Path, version: int) -> list[KeptAnswer]:
     """The kept answers of a version, but for who gave them and under which number."""
     kept = read_answers(SampleStore(folder), version, texts=True)
-    assert kept
+    assert [(each.row, each.sample) for each in kept] == [(row, 0) for row in range(64)]
     assert all(each.columns is not None and each.columns.keys() == {"id", "answer"} for each in kept)
     return [msgspec.structs.replace(each, version=0, engine="") for each in kept]

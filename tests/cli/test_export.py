@@ -46,6 +46,11 @@ def exported(*arguments: object) -> str:
     return done.output
 
 
+def in_rows(*arguments: object, file: Path) -> list[dict[str, Any]]:
+    exported(*arguments, "--samples", file)
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the quickstart with adapters: two steps, and their samples."""
@@ -119,10 +124,8 @@ def test_no_file_names_a_place_of_this_machine_or_a_secret(
         (run / "config.yaml").write_text(yaml.safe_dump(document))
         exported(source, form, "--to", folder)
         for file in folder.iterdir():
-            text = file.read_bytes()
-            assert not any(
-                place.encode() in text for place in (str(ROOT), str(lora_run.parents[1]), "secret")
-            )
+            text, places = file.read_bytes(), (str(ROOT), str(lora_run.parents[1]), "secret")
+            assert not any(place.encode() in text for place in places)
     card = (tmp_path / "a" / "README.md").read_text()
     head = yaml.safe_load(card.split("---")[1])
     assert head["library_name"] == ("peft" if form == "--adapter" else "transformers")
@@ -151,22 +154,15 @@ def test_a_mistake_is_refused_and_leaves_nothing(lora_run: Path, tmp_path: Path)
 
 
 class FakeHub:
-    """What `push_to_hub` asks of the hub's client."""
-
-    def __init__(self) -> None:
-        self.repository = ""
-        self.files: dict[str, bytes] = {}
-        self.private = False
-        self.fault = ""
+    files: dict[str, bytes]
+    fault = ""
 
     def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> str:
-        assert exist_ok
-        self.repository, self.private = repo_id, private
+        assert (repo_id, private, exist_ok) == ("me/arithmetic", True, True)
         return f"https://huggingface.co/{repo_id}"
 
     def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> None:
-        assert repo_id == self.repository
-        assert commit_message
+        assert (repo_id, bool(commit_message)) == ("me/arithmetic", True)
         if self.fault:
             raise OSError(self.fault)
         self.files = {path.name: path.read_bytes() for path in folder_path.iterdir()}
@@ -186,7 +182,6 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
     monkeypatch.chdir(tmp_path)
     pushed = exported(lora_run, "--push-to-hub", "me/arithmetic")
     assert pushed == "see https://huggingface.co/me/arithmetic\n"
-    assert hub.private
     checkpoint = lora_run / "checkpoints" / "step-000002" / "model"
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     assert "README.md" in hub.files
@@ -206,16 +201,9 @@ def test_a_refused_push_does_not_show_the_token(lora_run: Path, hub: FakeHub, tm
 # ------------------------------------------------------------------------------------------ samples
 
 
-def rows_in(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) -> None:
-    file = tmp_path / "sft.jsonl"
-    said = exported(lora_run, "--samples", file)
-    rows = rows_in(file)
-    assert f"{len(rows)} rows in" in said
+    rows = in_rows(lora_run, file=(file := tmp_path / "sft.jsonl"))
     config = {
         "name": "sft",
         "model": QUICKSTART / "model",
@@ -232,24 +220,22 @@ def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) 
 
 
 def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: Path) -> None:
-    every, good, best = (tmp_path / f"{name}.jsonl" for name in ("every", "good", "best"))
-    exported(lora_run, "--samples", every)
-    exported(lora_run, "--samples", good, "--min-reward", "1")
-    exported(lora_run, "--samples", best, "--best-of-group")
-    store = SampleStore(lora_run).find(limit=None)
-    assert {row["id"] for row in rows_in(every)} == {row["id"] for row in store if row["finish"] == "stop"}
-    assert {row["reward"] for row in rows_in(good)} == {1.0}
-    assert {row["reward"] for row in rows_in(every)} == {0.0, 1.0}
-    groups = {row["id"].split("/")[0] for row in rows_in(every)}
-    assert len(rows_in(best)) == len(groups)
-    highest = {
-        group: max(row["reward"] for row in rows_in(every) if row["id"].startswith(f"{group}/"))
-        for group in groups
-    }
-    assert {row["id"].split("/")[0]: row["reward"] for row in rows_in(best)} == highest
-    first = next(row for row in store if row["id"] == rows_in(every)[0]["id"])
-    assert rows_in(every)[0]["prompt"] == first["prompt_text"]
-    assert rows_in(every)[0]["completion"] == first["text"]
+    file = tmp_path / "rows.jsonl"
+    every = in_rows(lora_run, file=file)
+    good = in_rows(lora_run, "--min-reward", "1", file=file)
+    best = in_rows(lora_run, "--best-of-group", file=file)
+    store = {row["id"]: row for row in SampleStore(lora_run).find(limit=None)}
+    assert {row["id"] for row in every} == {id for id, row in store.items() if row["finish"] == "stop"}
+    assert {row["reward"] for row in good} == {1.0}
+    assert {row["reward"] for row in every} == {0.0, 1.0}
+    highest: dict[str, float] = {}
+    for row in every:
+        group = row["id"].split("/")[0]
+        highest[group] = max(highest.get(group, 0.0), row["reward"])
+    assert len(best) == len(highest)
+    assert {row["id"].split("/")[0]: row["reward"] for row in best} == highest
+    first = store[every[0]["id"]]
+    assert (every[0]["prompt"], every[0]["completion"]) == (first["prompt_text"], first["text"])
 
 
 def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
@@ -260,8 +246,7 @@ def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
     files, itself = (
         make_run(tmp_path / f"made-{n}", steps=1, row=json.dumps(row)) for n, row in enumerate(rows)
     )
-    exported(files, "--samples", tmp_path / "files.jsonl")
-    images = [row["images"] for row in rows_in(tmp_path / "files.jsonl")]
+    images = [row["images"] for row in in_rows(files, file=tmp_path / "files.jsonl")]
     assert images == [["/a.png", "/b.png"]] * len(images) != []
     refused = export(itself, "--samples", tmp_path / "itself.jsonl")
     assert "images must be files" in str(refused.exception)
@@ -310,10 +295,10 @@ async def test_rows_of_a_tool_run_train_the_tokens_of_the_run(tmp_path: Path) ->
         for wire, each in zip(wires, sampled, strict=True):
             expected[wire.id] = each.tokens.tolist(), each.loss_mask.tolist()
     kept.flush()
-    said = exported(folder, "--samples", tmp_path / "sft.jsonl")
+    said = exported(folder, "--samples", tmp_path / "said.jsonl")
     assert "5 rows in" in said
     assert "1 of them with tokens" in said
-    rows = rows_in(tmp_path / "sft.jsonl")
+    rows = in_rows(folder, file=tmp_path / "sft.jsonl")
     assert [("tokens" in row, len(row["completion"])) for row in rows[:2]] == [(False, 3), (False, 7)]
     component = Plugins().get("algorithm", "sft")
     config = msgspec.convert({"use": "sft"}, component.config)

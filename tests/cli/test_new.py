@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import stretto
+from commands import called
 from stretto.assembly.plugins import KINDS, Plugins
 from stretto.cli.make.new import new_model, new_package, next_steps
 from stretto.errors import ConfigError, PluginError
@@ -28,8 +28,9 @@ def test_a_package_has_its_name_everywhere_and_no_placeholder(kind: str, tmp_pat
     assert "class TwoWords" in texts[package / "stretto_two_words" / "__init__.py"]
 
 
-def test_it_prints_what_to_do_next(tmp_path: Path) -> None:
-    done = stretto("new", "tracker", "status_page", cwd=tmp_path)
+def test_it_prints_what_to_do_next_so_that_a_shell_takes_it(tmp_path: Path) -> None:
+    assert next_steps("reward", "mine", Path("a folder"))[0] == "cd 'a folder'"
+    done = called("new", "tracker", "status_page", cwd=tmp_path)
     assert [line.strip() for line in done.stderr.splitlines()[1:]] == [
         "cd stretto-status-page",
         "pip install -e '.[dev]'",
@@ -71,7 +72,3 @@ def test_a_model_has_a_token_for_each_character(tmp_path: Path) -> None:
     assert known_config(str(folder))["vocab_size"] == 4 + 9
     with pytest.raises(ConfigError, match="exists and is not an empty folder"):
         new_model(folder, None, seed=0)
-
-
-def test_a_command_can_be_pasted_into_a_shell() -> None:
-    assert next_steps("reward", "mine", Path("a folder"))[0] == "cd 'a folder'"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from commands import stretto
+from commands import called, stretto
 from stretto.assembly.compose import compose
 from stretto.cli.start.quickstart import copy_quickstart
 
@@ -18,22 +17,13 @@ SHORT = ("steps=2", "evaluation=null", "queue.batch_size=4")
 MOCK = ("inference=mock", "training=mock", "samples.keep=none")
 
 
-def quickstart(where: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return stretto("quickstart", *arguments, cwd=where)
-
-
-def summary_of(where: Path) -> dict[str, object]:
-    """The summary of the only run in a working directory."""
-    (file,) = where.glob("runs/*/summary.json")
-    return json.loads(file.read_text())
-
-
 @pytest.mark.slow
 def test_one_command_copies_the_quickstart_and_runs_it(tmp_path: Path) -> None:
-    done = quickstart(tmp_path, *SHORT, *MOCK)
+    done = stretto("quickstart", *SHORT, *MOCK, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "to run it again: stretto run quickstart/run.yaml" in done.stderr
-    assert summary_of(tmp_path)["version"] == 2
+    (summary,) = tmp_path.glob("runs/*/summary.json")
+    assert json.loads(summary.read_text())["version"] == 2
     copied = {path.name for path in (tmp_path / "quickstart").iterdir()}
     assert {"run.yaml", "ppo.yaml", "dpo.yaml", "model", "train.jsonl", "make_model.py"} <= copied
     config = next(tmp_path.glob("runs/*/config.yaml")).read_text()
@@ -52,27 +42,24 @@ def test_the_copied_run_files_find_what_lies_beside_them(
     assert "examples/" not in Path("here", f"{name}.yaml").read_text()
 
 
-def test_a_folder_that_is_not_empty_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "mine.txt").write_text("mine")
-    done = quickstart(tmp_path, "notes")
+@pytest.mark.parametrize(
+    ("there", "arguments", "said"),
+    [
+        ("notes/mine.txt", ["notes"], "'notes' exists and is not an empty folder"),
+        ("model/config.json", [], "the working directory has 'model'"),
+        ("empty/", ["empty", "training.lrr=1"], "did you mean 'lr'?"),
+        ("empty/", ["absent", "training.lrr=1"], "did you mean 'lr'?"),
+    ],
+)
+def test_a_refused_run_leaves_everything_as_it_is(
+    there: str, arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    folder, _, file = there.partition("/")
+    (tmp_path / folder).mkdir()
+    if file:
+        (tmp_path / there).write_text("mine")
+    done = called("quickstart", *arguments, cwd=tmp_path)
     assert done.returncode == 2
-    assert "'notes' exists and is not an empty folder" in done.stderr
-    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["mine.txt"]
-
-
-def test_files_that_would_take_the_place_of_the_quickstarts_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    done = quickstart(tmp_path)
-    assert done.returncode == 2
-    assert "the working directory has 'model'" in done.stderr
-    assert not (tmp_path / "quickstart").exists()
-
-
-def test_a_refused_run_leaves_no_copy_behind(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    for folder in ("empty", "absent"):
-        done = quickstart(tmp_path, folder, "training.lrr=1")
-        assert done.returncode == 2
-        assert "did you mean 'lr'?" in done.stderr
-    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+    assert said in done.stderr
+    left = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")]
+    assert left == [folder, *([there] if file else [])]

@@ -5,40 +5,24 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from typer.testing import CliRunner
 
+from statuses import make_status
 from stretto.bus.server import lock_run
 from stretto.cli.main import app
 from stretto.cli.show.status import status_lines
 from stretto.errors import ConfigError
-from stretto.records.status import STATUS, Stall, Status, WorkerStatus, read_status, standstill
+from stretto.records.status import STATUS, WorkerStatus, read_status, standstill
 
 
-def write(
-    folder: Path,
-    *,
-    pid: int | None = None,
-    age_s: float = 0.0,
-    connected: bool = True,
-    blocked_s: float = 0.0,
-) -> None:
-    status = Status(
-        written=time.time() - age_s,
-        pid=os.getpid() if pid is None else pid,
-        name="test",
-        folder=str(folder),
-        state="running",
-        version=3,
-        steps=10,
-        now="now training",
-        connected=connected,
-        workers=[WorkerStatus("rollout-0", ready=True, silent_s=1.0, blocked_s=blocked_s)],
-        starting={},
-        waits=[Stall("rollout-0", "verifier-0", "score", 94.0)],
-    )
+def write(folder: Path, *, blocked_s: float = 0.0, **changes: Any) -> None:
+    workers = [WorkerStatus("rollout-0", ready=True, silent_s=1.0, blocked_s=blocked_s)]
+    usual = {"pid": os.getpid(), "version": 3, "steps": 10, "now": "now training", "workers": workers}
+    status = make_status(**{**usual, "verdict": None, **changes})
     (folder / STATUS).write_bytes(msgspec.json.encode(status))
 
 
@@ -50,7 +34,7 @@ def test_it_says_who_waits_for_whom_and_who_stands_still(tmp_path: Path) -> None
             "rollout-0: ready, heard 1 s ago",
             "rollout-0 waits for verifier-0 (score) since 94 s",
         ]
-        write(tmp_path, age_s=40, connected=False, blocked_s=33.0)
+        write(tmp_path, written=time.time() - 40, connected=False, blocked_s=33.0)
         lines = status_lines(tmp_path)
         assert lines[1] == f"the kernel (pid {os.getpid()}) stands still: it wrote its status 40 s ago"
         assert lines[2] == "the kernel has no connection to nats-server"

@@ -107,13 +107,11 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
     }
     assert comparison.caution == ""
     one_values = {"training.lr": "1", "reward.use": '"exact"', "reward.timeout_s": "1"}
-    assert (
-        caution([one_values, one_values | {"training.lr": "2", "reward.timeout_s": "2"}], comparable=True)
-        == ""
-    )
-    assert caution(
-        [one_values, one_values | {"reward.use": '"math"', "evaluation.rows": "64"}], comparable=True
-    ) == ("the runs differ in reward.use, evaluation.rows: their held-out scores are not the same measure")
+    same = one_values | {"training.lr": "2", "reward.timeout_s": "2"}
+    assert caution([one_values, same], comparable=True) == ""
+    others = one_values | {"reward.use": '"math"', "evaluation.rows": "64"}
+    said = "the runs differ in reward.use, evaluation.rows: their held-out scores are not the same measure"
+    assert caution([one_values, others], comparable=True) == said
     # At version 10, rows 0 to 2 of 8 pass; in the better run also rows 4 and 6.
     assert dict(comparison.scores)[10] == [3 / 8, 3 / 8, 5 / 8]
     assert one.last is not None
@@ -132,22 +130,18 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
 def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
     def runs(*seeds: tuple[int, int]) -> list[RunFolder]:
         folder = tmp_path / str(seeds)
+        kept = ((lr, seed) for lr in (0, 1) for seed in seeds[lr])
         return [
-            RunFolder(
-                keep_run(folder / f"{lr}-{seed}", steps=10, seed=seed, lr=1e-4 * (1 + lr), shift=lr / 2)
-            )
-            for lr in (0, 1)
-            for seed in seeds[lr]
+            RunFolder(keep_run(folder / f"{n}-{seed}", steps=10, seed=seed, lr=1e-4 * (1 + n), shift=n / 2))
+            for n, seed in kept
         ]
 
-    first, second = compare_runs(runs((1, 2), (2, 1))).groups
-    assert first.difference is None
-    # Of 8 rows, the runs with the other rate have rows 4 and 6 right in addition, whatever the seed.
-    assert second.difference is not None
-    assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, 2)
-    _, second = compare_runs(runs((1, 2), (3, 4))).groups
-    assert second.difference is not None
-    assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, 0)
+    for seeds, paired in (((1, 2), (2, 1)), 2), (((1, 2), (3, 4)), 0):
+        first, second = compare_runs(runs(*seeds)).groups
+        assert first.difference is None
+        # Of 8 rows, the runs with the other rate have rows 4 and 6 right in addition, whatever the seed.
+        assert second.difference is not None
+        assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, paired)
 
 
 def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
@@ -207,25 +201,18 @@ def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, ke
     assert figures.last.score.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
 
 
-def test_compare_shows_the_comparison(runs: list[RunFolder]) -> None:
-    folders = [str(run.folder) for run in runs]
-    shown = CliRunner().invoke(app, ["compare", *folders]).output
+def test_compare_shows_the_comparison_of_runs_or_of_folders_with_runs(
+    runs: list[RunFolder], tmp_path: Path
+) -> None:
+    shown = CliRunner().invoke(app, ["compare", str(runs[0].folder.parent)]).output
     assert "training.lr" in shown
     assert "2 runs that differ in their seed: one, two" in shown
     assert "\x1b" not in shown
-    parsed = json.loads(CliRunner().invoke(app, ["compare", *folders, "--json"]).output)
-    assert parsed == json.loads(msgspec.json.encode(compare_runs(runs)))
-
-
-def test_commands_take_folders_of_runs(runs: list[RunFolder], tmp_path: Path) -> None:
-    shown = CliRunner().invoke(app, ["compare", str(runs[0].folder.parent)]).output
-    assert all(run.folder.name in shown for run in runs[:2])
+    parsed = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in runs), "--json"]).output
+    assert json.loads(parsed) == json.loads(msgspec.json.encode(compare_runs(runs)))
     for arguments, message in (
         (["compare", str(tmp_path)], "holds no run"),
-        (
-            ["plot", str(runs[0].folder), "-o", "curves.svg"],
-            "`stretto report RUN` writes a file",
-        ),
+        (["plot", str(runs[0].folder), "-o", "curves.svg"], "`stretto report RUN` writes a file"),
     ):
         with pytest.raises(ConfigError, match=message):
             CliRunner().invoke(app, arguments, catch_exceptions=False)

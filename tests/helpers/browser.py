@@ -23,11 +23,7 @@ def open_browser(
     profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False
 ) -> Generator[webdriver.Chrome]:
     """Run a browser for the duration of the block. Without Chromium, the test fails and says what to install.
-
-    Args:
-        profile: an empty folder for the browser's files, such as `tmp_path`.
-        dark: prefer dark colours (`prefers-color-scheme`).
-    """
+    The profile is an empty folder; `dark` prefers dark colours."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "no browser to test pages with: apt-get install chromium"
     server = shutil.which("chromedriver")
@@ -40,15 +36,18 @@ def open_browser(
     driver = webdriver.Chrome(options, Service(server))
     try:
         driver.set_page_load_timeout(60)
-        driver.execute_cdp_cmd(  # a window is no narrower than 500 pixels; a phone is
-            "Emulation.setDeviceMetricsOverride",
-            {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
-        )
+        resize(driver, width, height)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         yield driver
     finally:
         driver.quit()
+
+
+def resize(driver: webdriver.Chrome, width: int = 1280, height: int = 900) -> None:
+    """Give pages another size: a window is no narrower than 500 pixels, and a phone is."""
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def complaints(driver: webdriver.Chrome) -> list[str]:

@@ -34,11 +34,8 @@ class Section:
         ]
 
     def write_run_file(self, base: Path, file: Path, changes: Mapping[str, Any]) -> None:
-        """Add the keys to a run file, as a reader of the page does.
-
-        Args:
-            changes: values of this machine, by dotted key; None removes a key.
-        """
+        """Add the keys to a run file, as a reader of the page does, with the values of this machine by dotted
+        key; None removes one."""
         document = yaml.safe_load(base.read_text()) | self.keys
         for path, value in changes.items():
             *above, last = path.split(".")

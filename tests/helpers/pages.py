@@ -58,22 +58,24 @@ class Page:
         return self.one(selector).text
 
     def cells(self, selector: str) -> list[list[str]]:
-        """Return the texts of a table's body, by row."""
         script = (
             "return [...document.querySelectorAll(arguments[0] + ' tbody tr')]"
             ".map((row) => [...row.cells].map((cell) => cell.textContent))"
         )
-        return self.driver.execute_script(script, selector)
+        return self.js(script, selector)
 
     def press(self, *keys: str) -> None:
         ActionChains(self.driver).send_keys(*keys).perform()
+
+    def js(self, script: str, *arguments: object) -> Any:
+        return self.driver.execute_script(script, *arguments)
 
     def run(self, name: str) -> str:
         script = (
             "return fetch('/api/runs').then((answer) => answer.json())"
             ".then(({ runs }) => runs.find((run) => run.name === arguments[0]).id)"
         )
-        return self.driver.execute_script(script, name)
+        return self.js(script, name)
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -81,7 +83,6 @@ class Page:
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """Serve a folder; yield the address with its token."""
     with subprocess.Popen([*STRETTO, "ui", folder], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         try:
@@ -92,10 +93,8 @@ def served(folder: Path) -> Generator[str]:
 
 def curve_of(page: Page, key: str) -> list[tuple[float, float]]:
     chart = f".chart[data-key='{key}']"
-    page.driver.execute_script(
-        "arguments[0].scrollIntoView()", page.one(chart)
-    )  # what is not seen is not loaded
+    page.js("arguments[0].scrollIntoView()", page.one(chart))  # what is not seen is not loaded
     page.one(f"{chart} canvas")
-    page.driver.execute_script("arguments[0].click()", page.one(f"{chart} [title*=table]"))
+    page.js("arguments[0].click()", page.one(f"{chart} [title*=table]"))
     rows = page.until(lambda: page.cells(f"{chart} .data"))
     return [(float(x.replace(",", "")), float(y.replace(",", ""))) for x, y in rows]

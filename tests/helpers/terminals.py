@@ -17,8 +17,6 @@ from patience import SOON_S, patience
 
 
 class Terminal:
-    """A `stretto` process, or another program, in a terminal of its own."""
-
     def __init__(self, *arguments: str, columns: int = 120, program: Sequence[str] = STRETTO) -> None:
         self._here, self._there = pty.openpty()
         termios.tcsetwinsize(self._here, (50, columns))
@@ -57,7 +55,6 @@ class Terminal:
         return termios.tcgetattr(self._there) == self._before
 
     def end(self) -> int:
-        """Its exit status, once it has ended by itself."""
         self.until(lambda: self.process.poll() is not None)
         return self.process.returncode
 

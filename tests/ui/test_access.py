@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from aiohttp import ClientResponse, CookieJar, web
+from aiohttp import CookieJar, web
 from aiohttp.test_utils import TestClient, TestServer
 from yarl import URL
 
@@ -41,11 +41,22 @@ def access() -> Access:
     return Access("127.0.0.1")
 
 
+def _open(folder: Path, access: Access) -> Client:
+    jar = CookieJar(unsafe=True)  # addresses may have cookies
+    return TestClient(TestServer(application(folder, access)), cookie_jar=jar)
+
+
 @pytest.fixture
 async def client(runs: Path, access: Access) -> AsyncIterator[Client]:
-    jar = CookieJar(unsafe=True)  # addresses may have cookies
-    async with TestClient(TestServer(application(runs, access)), cookie_jar=jar) as client:
+    async with _open(runs, access) as client:
         yield client
+
+
+@pytest.fixture
+async def admitted(client: Client, access: Access) -> Client:
+    """A client that has had the token."""
+    await client.get(f"/?token={access.token}")
+    return client
 
 
 async def test_without_the_token_no_request_is_answered(client: Client) -> None:
@@ -66,28 +77,23 @@ async def test_the_token_becomes_a_cookie_and_leaves_the_address(client: Client,
     assert access.token not in await (await client.get("/")).text()
 
 
-async def test_a_foreign_host_name_is_refused(client: Client, access: Access) -> None:
-    await client.get(f"/?token={access.token}")
-
+async def test_a_foreign_host_name_is_refused(admitted: Client) -> None:
     for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil.example", ""):
-        response = await client.get("/api/runs", headers={"Host": host})
+        response = await admitted.get("/api/runs", headers={"Host": host})
         assert response.status == 421, host
-    cookie = {"Cookie": _cookies(client)}
+    cookie = {"Cookie": "; ".join(f"{each.key}={each.value}" for each in admitted.session.cookie_jar)}
     for host in ("localhost", "localhost:9999", "127.0.0.1:8888", "[::1]:80", "[::1]"):
-        assert (await client.get("/api/runs", headers={"Host": host} | cookie)).status == 200, host
+        assert (await admitted.get("/api/runs", headers={"Host": host} | cookie)).status == 200, host
 
 
-async def test_nothing_can_be_written(client: Client, access: Access) -> None:
-    await client.get(f"/?token={access.token}")
-
+async def test_nothing_can_be_written(admitted: Client) -> None:
     for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
-        response = await client.request(method, "/api/runs")
+        response = await admitted.request(method, "/api/runs")
         assert response.status == 405, method
 
 
-async def test_a_browser_gets_an_icon_where_a_document_names_none(client: Client, access: Access) -> None:
-    await client.get(f"/?token={access.token}")
-    response = await client.get("/favicon.ico")
+async def test_a_browser_gets_an_icon_where_a_document_names_none(admitted: Client) -> None:
+    response = await admitted.get("/favicon.ico")
 
     assert response.status == 200
     assert response.content_type == "image/svg+xml"
@@ -97,13 +103,9 @@ async def test_a_browser_gets_an_icon_where_a_document_names_none(client: Client
 async def test_every_answer_forbids_foreign_scripts_and_frames(client: Client, access: Access) -> None:
     refused, unknown = await client.get("/"), await client.post("/")
     await client.get(f"/?token={access.token}")
-    answers = [
-        refused,
-        unknown,
-        *[await client.get(path) for path in ("/", "/api/runs", "/api/none", "/static/app.js")],
-    ]
+    answers = [await client.get(path) for path in ("/", "/api/runs", "/api/none", "/static/app.js")]
 
-    for response in answers:
+    for response in (refused, unknown, *answers):
         policy = response.headers["Content-Security-Policy"].split("; ")
         assert {"default-src 'none'", "script-src 'self'", "frame-ancestors 'none'"} <= set(policy)
         assert "unsafe" not in response.headers["Content-Security-Policy"]
@@ -112,11 +114,8 @@ async def test_every_answer_forbids_foreign_scripts_and_frames(client: Client, a
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-async def test_a_request_reaches_only_the_page_and_the_runs(
-    client: Client, access: Access, runs: Path
-) -> None:
+async def test_a_request_reaches_only_the_page_and_the_runs(admitted: Client, runs: Path) -> None:
     (runs.parent / "secret.txt").write_text("secret")
-    await client.get(f"/?token={access.token}")
 
     for path in (
         "/static/../server.py",
@@ -127,9 +126,9 @@ async def test_a_request_reaches_only_the_page_and_the_runs(
         "/api/runs/one",
         "/api/runs/one/config",
     ):
-        response = await client.get(URL(path, encoded=True))
+        response = await admitted.get(URL(path, encoded=True))
         assert response.status == 404, path
-        assert "secret" not in await _text(response)
+        assert "secret" not in await response.text()
 
 
 async def test_links_do_not_lead_out_of_the_folder(runs: Path, tmp_path: Path, access: Access) -> None:
@@ -139,9 +138,7 @@ async def test_links_do_not_lead_out_of_the_folder(runs: Path, tmp_path: Path, a
     (linked / "summary.json").unlink()
     (linked / "summary.json").symlink_to(secret / "summary.json")
     (folder / "run").symlink_to(secret)
-    async with TestClient(
-        TestServer(application(folder, access)), cookie_jar=CookieJar(unsafe=True)
-    ) as client:
+    async with _open(folder, access) as client:
         await client.get(f"/?token={access.token}")
         index = await (await client.get("/api/runs")).json()
 
@@ -149,12 +146,8 @@ async def test_links_do_not_lead_out_of_the_folder(runs: Path, tmp_path: Path, a
     assert index["problems"] == ["linked/summary.json is a link that leads out of the run's folder"]
 
 
-async def test_long_answers_are_compressed(client: Client, access: Access) -> None:
-    await client.get(f"/?token={access.token}")
-
-    response = await client.get(
-        "/static/charts.js", headers={"Accept-Encoding": "gzip"}, allow_redirects=False
-    )
+async def test_long_answers_are_compressed(admitted: Client) -> None:
+    response = await admitted.get("/static/charts.js", headers={"Accept-Encoding": "gzip"})
 
     assert response.headers["Content-Encoding"] == "gzip"
 
@@ -203,14 +196,6 @@ def test_the_server_ends_while_a_reader_waits_for_ever(runs: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert f"no folder '{tmp_path / 'none'}'" in output_of("ui", tmp_path / "none", status=2)
-
-
-def _cookies(client: Client) -> str:
-    return "; ".join(f"{cookie.key}={cookie.value}" for cookie in client.session.cookie_jar)
-
-
-async def _text(response: ClientResponse) -> str:
-    return await response.text()
 
 
 def test_other_machines_reach_the_page_with_tls_only(runs: Path, tmp_path: Path) -> None:

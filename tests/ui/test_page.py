@@ -18,7 +18,7 @@ from PIL import Image
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 
-from browser import complaints, open_browser, requested
+from browser import complaints, open_browser, requested, resize
 from made_run import make_run
 from pages import Page, curve_of, served
 from stretto.models.images import ImageFile, file_of
@@ -33,6 +33,8 @@ AXE = (files("axe_core_python") / "axe.min.js").read_text()
 HOSTILE = '<script>document.title="owned"</script><img src=x onerror="document.title=1">\x1b[31m'
 TEXT = {"type": "text", "text": HOSTILE}
 PICTURE = ImageFile(file_of(Image.new("RGB", (500, 40), "red")))
+SMALL: dict[str, Any] = {"steps": 20, "groups": 1, "samples": 1}
+"""A run with enough steps for means, for tests that look at several."""
 OTHERS = [{"type": "image", "sha256": "../config.yaml"}, {"type": "image"}, None]
 
 
@@ -72,12 +74,16 @@ def other_runs(page: Page, folder: Path) -> Generator[Page]:
     page.driver.get(page.base)
 
 
-def test_the_token_leaves_the_address(page: Page) -> None:
+@contextmanager
+def sized(page: Page, width: int, height: int) -> Generator[None]:
+    resize(page.driver, width, height)
+    yield
+    resize(page.driver)
+
+
+def test_the_overview_shows_means_of_ten_steps_and_the_token_leaves_the_address(page: Page) -> None:
     assert "token" not in page.driver.current_url
-    assert page.driver.execute_script("return document.cookie") == ""
-
-
-def test_the_overview_shows_means_of_ten_steps(page: Page) -> None:
+    assert page.js("return document.cookie") == ""
     page.open(f"run/{page.run('one')}/overview")
 
     rewards = [line["reward"] for line in page.lines("one") if "reward" in line]
@@ -105,13 +111,10 @@ def test_the_time_of_a_step_is_stacked(page: Page) -> None:
     assert [round(100 * each / sum(widths)) for each in widths] == pytest.approx(
         [int(each.rpartition("· ")[2].removesuffix(" %")) for each in shown], abs=1
     )
-    all_s = 1.2 + 0.3 + 0.5 + waited
-    assert shown == [
-        f"training time 1.2 s · {120 / all_s:.0f} %",
-        f"wait for stretto itself 300 ms · {30 / all_s:.0f} %",
-        f"wait for groups 500 ms · {50 / all_s:.0f} %",
-        f"wait for evaluations {duration_text(waited)} · {100 * waited / all_s:.0f} %",
-    ]
+    parts = {"training time": 1.2, "wait for stretto itself": 0.3, "wait for groups": 0.5}
+    parts["wait for evaluations"] = waited
+    whole = sum(parts.values())
+    assert shown == [f"{name} {duration_text(s)} · {100 * s / whole:.0f} %" for name, s in parts.items()]
     titles = [str(each.get_attribute("title")) for each in page.all("#time .column")]
     assert len(titles) == 39
     assert titles[8] == (
@@ -132,7 +135,7 @@ def test_advice_leads_to_samples_and_keys_and_marks_the_curves(page: Page) -> No
     words = page.until(lambda: page.text("[data-rule=truncation]"))  # the page may draw it again meanwhile
     assert words == f"truncation since step 3 · samples\n{said}"
     plot = page.one(".chart[data-key=reward] .u-over")
-    page.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", plot)
+    page.js("arguments[0].scrollIntoView({block: 'center'})", plot)
     moved = ActionChains(page.driver).move_to_element_with_offset(plot, -(plot.size["width"] // 2) + 1, 0)
     for _ in range(plot.size["width"] // 8):  # the mark is at step 3 of 40
         moved = moved.move_by_offset(1, 0)
@@ -172,27 +175,11 @@ def test_a_wide_tile_leaves_no_empty_column(page: Page) -> None:
     page.open(f"run/{page.run('one')}/overview")
     page.one("#tiles .tile")
     wide = "Object.assign(document.createElement('div'), {className: 'tile wide'})"
-    page.driver.execute_script(f"document.querySelector('#tiles').append({wide})")
-    columns = (
-        "return getComputedStyle(document.querySelector('#tiles')).gridTemplateColumns.split(' ').length"
-    )
-    try:
-        for width, expected in ((1440, 8), (1000, 4), (390, 2)):
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            assert page.driver.execute_script(columns) == expected
-    finally:
-        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-
-
-def test_curves_have_every_step_and_evaluations_their_version(page: Page) -> None:
-    page.open(f"run/{page.run('one')}/curves")
-
-    values = page.until(lambda: page.text(".chart[data-key='evaluation/accuracy'] .values"))
-    assert values == "0.900 at version 40"
-    for key in ("loss", "evaluation/accuracy"):
-        expected = {line["step"]: line[key] for line in page.lines("one") if key in line}
-        assert dict(curve_of(page, key)) == pytest.approx(expected, abs=1e-6)
+    page.js(f"document.querySelector('#tiles').append({wide})")
+    style = "getComputedStyle(document.querySelector('#tiles'))"
+    for width, expected in ((1440, 8), (1000, 4), (390, 2)):
+        with sized(page, width, 900):
+            assert page.js(f"return {style}.gridTemplateColumns.split(' ').length") == expected
 
 
 def test_a_drag_over_a_chart_shows_the_part_in_all_charts(page: Page) -> None:
@@ -215,7 +202,9 @@ def test_the_address_holds_the_view_of_curves(page: Page) -> None:
     page.open(f"run/{run}/curves?find=gradient&y=log&from=3&to=9")
     page.until(lambda: len(page.all(".chart canvas")) == 1)
     assert page.one("[data-value=log]").get_attribute("aria-pressed") == "true"
-    assert [step for step, _ in curve_of(page, "grad_norm")] == list(range(2, 11))
+    norms = {line["step"]: line["grad_norm"] for line in page.lines("one") if "grad_norm" in line}
+    shown = {step: norms[step] for step in range(2, 11)}
+    assert dict(curve_of(page, "grad_norm")) == pytest.approx(shown, abs=1e-6)
     page.open(f"run/{run}/curves")
     page.one("[data-value=time_s]").click()
     page.one("[data-value=log]").click()
@@ -224,18 +213,19 @@ def test_the_address_holds_the_view_of_curves(page: Page) -> None:
 
 def test_a_chart_is_downloaded_with_its_intervals(page: Page) -> None:
     page.open(f"run/{page.run('one')}/curves?find=accuracy")
+    chart = ".chart[data-key='evaluation/accuracy']"
+    assert page.until(lambda: page.text(f"{chart} .values")) == "0.900 at version 40"
     page.until(lambda: page.all(".chart canvas"))
-    page.driver.execute_script(
+    page.js(
         "window.saved = []; const real = URL.createObjectURL;"
         "URL.createObjectURL = (blob) => {"
         "  blob.text().then((text) => saved.push([blob.type, text])); return real(blob); }"
     )
-    chart = ".chart[data-key='evaluation/accuracy']"
     page.one(f"{chart} [title*=width]").click()
     for each in page.all(f"{chart} .files button"):
         each.click()
-    page.until(lambda: page.driver.execute_script("return saved.length") == 2)
-    (kind, csv), (picture, _) = sorted(page.driver.execute_script("return saved"), reverse=True)
+    page.until(lambda: page.js("return saved.length") == 2)
+    (kind, csv), (picture, _) = sorted(page.js("return saved"), reverse=True)
     assert (kind, picture) == ("text/csv", "image/png")
     assert csv.splitlines()[0] == "run,figure,step,value,ci95,sd"
     evaluations = [line for line in page.lines("one") if "evaluation/accuracy" in line]
@@ -267,9 +257,9 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     page.one("#runs tbody tr")
     page.driver.find_element(By.XPATH, "//th//button[text()='step']").click()
     steps = "return [...document.querySelectorAll('#runs td.step')].map((cell) => cell.textContent)"
-    assert page.driver.execute_script(steps) == ["40 / 40", "30 / 30", "3 / 3"]
+    assert page.js(steps) == ["40 / 40", "30 / 30", "3 / 3"]
 
-    best = page.driver.execute_script("return document.querySelector('.highest').closest('tr').dataset.id")
+    best = page.js("return document.querySelector('.highest').closest('tr').dataset.id")
     found = RunFolder(page.folder / "one"), RunFolder(page.folder / "two")
     newest = [run.evaluations[-1]["evaluation/accuracy"] for run in found]
     assert best == page.run(("one", "two")[newest.index(max(newest))])
@@ -289,13 +279,17 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     points = curve_of(page, "reward")
     assert len(points) == 70
 
+    page.open(f"compare?runs={page.run('one')},{page.run('two')}&tab=config")
+    rows = [row for row in page.until(lambda: page.cells("#config")) if len(row) == 3]
+    assert rows == [["steps", "40", "30"], ["seed", "1", "2"], ["lr", "0.0003", "0.0006"]]
+
 
 def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) -> None:
-    for number, (seed, lr) in enumerate([(1, 1e-3), (2, 1e-3), (3, 1e-3), (3, 1e-4)]):
-        make_run(tmp_path / f"swept-{number}", name="swept", steps=20, groups=1, samples=1, seed=seed, lr=lr)
-    last = [
-        [value for _, value in RunFolder(each).series("reward")][-10:] for each in sorted(tmp_path.iterdir())
+    runs = [
+        RunFolder(make_run(tmp_path / f"swept-{n}", name="swept", seed=seed, lr=lr, **SMALL))
+        for n, (seed, lr) in enumerate([(1, 1e-3), (2, 1e-3), (3, 1e-3), (3, 1e-4)])
     ]
+    last = [[value for _, value in run.series("reward")][-10:] for run in runs]
     with other_runs(page, tmp_path) as swept:
         swept.until(lambda: len(swept.all("#runs tr.link")) == 2)
         values = {each.text: each for each in swept.all("#runs td.value")}
@@ -306,11 +300,8 @@ def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) 
         assert len(group.find_elements(By.CSS_SELECTOR, ".spark path")) == 3
 
         group.find_element(By.CSS_SELECTOR, "button").click()
-        assert [row.text.split()[1] for row in swept.all("#runs tr.member")] == [
-            "swept-2",
-            "swept-1",
-            "swept-0",
-        ]
+        members = [row.text.split()[1] for row in swept.all("#runs tr.member")]
+        assert members == ["swept-2", "swept-1", "swept-0"]
         swept.one("tr.member [aria-label='Hide swept']").click()
         swept.until(lambda: "2 seeds" in swept.text("#runs"))
         swept.open("")
@@ -326,9 +317,10 @@ def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) 
 
 
 def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) -> None:
-    for number, (seed, lr) in enumerate([(1, 1e-3), (2, 1e-3), (1, 1e-4), (2, 1e-4)]):
-        make_run(tmp_path / f"r{number}", name=f"r{number}", steps=20, groups=1, samples=1, seed=seed, lr=lr)
-    runs = [RunFolder(tmp_path / f"r{number}") for number in range(4)]
+    runs = [
+        RunFolder(make_run(tmp_path / f"r{n}", name=f"r{n}", seed=seed, lr=lr, **SMALL))
+        for n, (seed, lr) in enumerate([(1, 1e-3), (2, 1e-3), (1, 1e-4), (2, 1e-4)])
+    ]
     last = [dict(run.series("reward"))[20] for run in runs]
     with other_runs(page, tmp_path) as swept:
         swept.open(f"compare?runs={','.join(swept.run(f'r{number}') for number in range(4))}")
@@ -338,9 +330,8 @@ def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) 
         assert values.split() == [f"{fmean(each):.3f}" for each in (last[:2], last[2:])]
         [_, group] = compare_runs(runs).groups
         assert group.difference is not None
-        said = (
-            f"{legend.splitlines()[1]} minus {legend.splitlines()[0]}: +{group.difference}, paired by 2 seeds"
-        )
+        first, second = legend.splitlines()
+        said = f"{second} minus {first}: +{group.difference}, paired by 2 seeds"
         assert said in swept.text("#differences")
         swept.one("[data-value=apart]").click()
         swept.until(lambda: len(swept.text(".chart[data-key=reward] .values").split()) == 4)
@@ -351,16 +342,16 @@ def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) 
 
 def test_twenty_runs_are_compared_and_no_two_look_the_same(page: Page, tmp_path: Path) -> None:
     for number in range(20):
-        make_run(tmp_path / str(number), name=f"swept-{number}", steps=12, groups=1, samples=1, seed=number)
+        make_run(tmp_path / str(number), name=f"swept-{number}", seed=number, **SMALL)
     with other_runs(page, tmp_path) as many:
         many.open(f"compare?runs={','.join(many.run(f'swept-{number}') for number in range(20))}")
         many.until(lambda: len(many.all("#figures tbody tr")) == 20)
         chart = many.one(".chart[data-key=reward]")
-        page.driver.execute_script("arguments[0].scrollIntoView()", chart)
+        page.js("arguments[0].scrollIntoView()", chart)
         signs = "[...document.querySelectorAll('.chart[data-key=reward] .values line')]"
         looks = "((each) => each.style.stroke + ' ' + each.getAttribute('stroke-dasharray'))"
         script = f"return {signs}.map({looks})"
-        assert len(set(many.until(lambda: page.driver.execute_script(script)))) == 20
+        assert len(set(many.until(lambda: page.js(script)))) == 20
 
 
 def test_the_configuration_begins_with_what_the_user_has_set(page: Page) -> None:
@@ -374,25 +365,10 @@ def test_the_configuration_begins_with_what_the_user_has_set(page: Page) -> None
     file.write_text(json.dumps(origin))
     page.open(f"run/{page.run('two')}/config")
     assert page.text("#origin") == "host\nvm\npackages\ntorch 2.13"
-    rows = [row[0] for row in page.cells("#config")]
-    assert rows[:3] == ["set by you", "steps", "training.lr"]
-    assert rows[3:5] == ["defaults", "name"]
-    assert [row[1] for row in page.cells("#config")[1:3]] == [
-        "30 (the default)",
-        "0.0006 (default: 1e-06)",
-    ]
+    rows = page.cells("#config")
+    assert [row[0] for row in rows[:5]] == ["set by you", "steps", "training.lr", "defaults", "name"]
+    assert [row[1] for row in rows[1:3]] == ["30 (the default)", "0.0006 (default: 1e-06)"]
     file.unlink()
-
-
-def test_what_differs_between_configurations(page: Page) -> None:
-    page.open(f"compare?runs={page.run('one')},{page.run('two')}&tab=config")
-
-    rows = [row for row in page.until(lambda: page.cells("#config")) if len(row) == 3]
-    assert rows == [
-        ["steps", "40", "30"],
-        ["seed", "1", "2"],
-        ["lr", "0.0003", "0.0006"],
-    ]
 
 
 def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
@@ -405,24 +381,18 @@ def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
     ActionChains(page.driver).move_to_element_with_offset(canvas, 560, 30 - middle).perform()
     page.until(lambda: "step 40: 4 tickets" in page.text(".tip"))
 
-    window = page.driver.execute_script(
+    window = page.js(
         "return fetch(`/api/runs/${arguments[0]}/timeline?width=1000`).then((answer) => answer.json())",
         page.run("one"),
     )
     left, width = 132, int(canvas.size["width"])
-    [steps] = [lane for lane in window["lanes"] if lane["kind"] == "steps"]
-    told = RunFolder(page.folder / "one").history.steps[-12:]
-    for step in told:
+    for step in RunFolder(page.folder / "one").history.steps[-12:]:
         share = ((step.began + step.ended) / 2 - window["start"]) / (window["end"] - window["start"])
         across = round(left + share * (width - left) - width / 2)
         ActionChains(page.driver).move_to_element_with_offset(canvas, across, 30 - middle).perform()
         text = f"step {step.version}: {len(step.figures.tickets)} tickets"
         page.until(lambda: text in page.text(".tip"))  # noqa: B023 - called in this turn
         assert page.text(".tip").endswith(f", {duration_text(step.ended - step.began)}")
-    assert [span["text"] for span in steps["spans"] if span["kind"] == "step"][-12:] == [
-        f"step {step.version}: {len(step.figures.tickets)} tickets" for step in told
-    ]
-
     before = page.text(".tools .mono")
     canvas.send_keys("+")
     page.until(lambda: page.text(".tools .mono") != before)
@@ -431,18 +401,18 @@ def test_the_timeline_names_what_is_below_the_pointer(page: Page) -> None:
 def test_the_timeline_shows_no_figures_of_another_window(page: Page) -> None:
     page.open(f"run/{page.run('one')}/timeline")
     page.until(lambda: page.text("#share").endswith("7.2 s · 30 %"))
-    page.driver.execute_script(
+    page.js(
         "const real = window.fetch; window.fetch = (...call) => String(call[0]).includes('/timeline?')"
         " ? new Promise((done) => { window.release = () => done(real(...call)); }) : real(...call);"
     )
 
     page.driver.find_element(By.XPATH, "//button[text()='Whole run']").click()
 
-    page.until(lambda: page.driver.execute_script("return window.release !== undefined"))
+    page.until(lambda: page.js("return window.release !== undefined"))
     assert page.text(".tools .mono").endswith("loading")
     assert page.text("#share").endswith("Loading.")
     assert "loading" in (page.one("#timeline").get_attribute("class") or "")  # pyright: ignore[reportUnknownMemberType]
-    page.driver.execute_script("window.release()")
+    page.js("window.release()")
     page.until(lambda: page.text("#share").endswith("24 s · 30 %"))
     assert not page.text(".tools .mono").endswith("loading")
     assert page.one("#timeline").get_attribute("class") == ""  # pyright: ignore[reportUnknownMemberType]
@@ -475,7 +445,7 @@ def test_samples_are_filtered_and_shown_with_their_group(page: Page) -> None:
     assert {each.get_attribute("textContent") for each in points} == {
         f"{row['id']}: reward {row['reward']:g}, {row['sampled']} tokens" for row in store.ticket(7)
     }
-    page.driver.execute_script("arguments[0].parentElement.dispatchEvent(new MouseEvent('click'))", points[0])
+    page.js("arguments[0].parentElement.dispatchEvent(new MouseEvent('click'))", points[0])
     page.until(lambda: len(page.all(".group article")) == 4)
     page.driver.back()
     page.one("tr[data-id='7/1/2']").click()
@@ -491,10 +461,8 @@ def test_samples_are_filtered_and_shown_with_their_group(page: Page) -> None:
 def test_the_first_word_that_differs_from_the_row_is_marked(page: Page, tmp_path: Path) -> None:
     marked = {"8 19 3": "19", "8 17 5": "5", "8 1": "", "9 17": ""}
     for number, answer in enumerate(marked):
-        make_run(
-            tmp_path / "runs" / str(number), name=f"said-{number}", steps=2, answer=answer, lr=number + 1
-        )
-    with other_runs(page, tmp_path / "runs") as shown:
+        make_run(tmp_path / str(number), name=f"said-{number}", steps=2, answer=answer, lr=number + 1)
+    with other_runs(page, tmp_path) as shown:
         for number, (answer, wrong) in enumerate(marked.items()):
             shown.open(f"run/{shown.run(f'said-{number}')}/samples?ticket=3&group=1")
             answers = ".group article [data-part=answer]"
@@ -507,16 +475,14 @@ def test_the_first_word_that_differs_from_the_row_is_marked(page: Page, tmp_path
 def test_tokens_have_the_colours_and_figures_of_the_sample(page: Page) -> None:
     run = page.run("one")
     page.open(f"run/{run}/samples?ticket=7&group=1")
-    sample = page.driver.execute_script(
+    sample = page.js(
         f"return fetch('/api/runs/{run}/tokens?ticket=7').then((answer) => answer.json())"
         ".then((samples) => samples.find((sample) => sample.id === '7/1/1'))"
     )
 
-    sample["mismatches"] = [
-        None if weight is None else math.log(weight) for weight in sample["importance_weights"]
-    ]
-    figures = (("logprob", "logprobs"), ("advantage", "advantages"), ("mismatch", "mismatches"))
-    for mode, name in figures:
+    weights = sample["importance_weights"]
+    sample["mismatches"] = [None if weight is None else math.log(weight) for weight in weights]
+    for mode, name in (("logprob", "logprobs"), ("advantage", "advantages"), ("mismatch", "mismatches")):
         page.one(f"[data-value={mode}]").click()
         token = page.one("article[data-sample='7/1/1'] .tok[data-at='8']")
         assert token.text == "1"
@@ -528,7 +494,7 @@ def test_tokens_have_the_colours_and_figures_of_the_sample(page: Page) -> None:
     page.one("[data-value=mask]").click()
     tokens = "[...document.querySelectorAll(\"article[data-sample='7/1/1'] .tok\")]"
     colours = f"return {tokens}.map((each) => each.style.backgroundColor !== '')"
-    page.until(lambda: page.driver.execute_script(colours) == sample["loss_mask"])
+    page.until(lambda: page.js(colours) == sample["loss_mask"])
     page.one("article[data-sample='7/1/1'] .tok[data-at='8']").click()
     page.press(Keys.ARROW_RIGHT)
     page.until(lambda: page.text("#token").startswith("token 9 "))
@@ -553,7 +519,7 @@ def test_text_of_a_model_is_no_markup(page: Page) -> None:
     assert page.all("main script") == []
     assert page.text(".turn .text").splitlines()[-3:] == ["[image]", "[image]", "[part]"]
     shown = "return [...document.querySelectorAll('main img')].map((image) => image.naturalWidth)"
-    page.until(lambda: page.driver.execute_script(shown) == [384] * 4)
+    page.until(lambda: page.js(shown) == [384] * 4)
     page.one("[data-value=text]").click()
 
 
@@ -567,7 +533,7 @@ def test_a_run_that_failed_names_the_command_to_go_on(page: Page, tmp_path: Path
         assert shlex.split(command) == ["stretto", "resume", str(folder)]
         assert bad.text(".note.bad") == "no room"
         bad.one("#go-on").click()
-        assert page.driver.execute_script("return getSelection().toString()") == command
+        assert page.js("return getSelection().toString()") == command
 
 
 def test_the_keyboard_reaches_everything(page: Page) -> None:
@@ -580,15 +546,9 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
 
     page.press("j", Keys.ENTER)
     page.one("#tiles")
-    for key, selector in (
-        ("2", "#smoothing"),
-        ("3", "#timeline"),
-        ("4", "#samples"),
-        ("5", "#config"),
-        ("6", "#lines"),
-    ):
-        page.press(key)
-        page.one(selector)
+    for number, view in enumerate(("smoothing", "timeline", "samples", "config", "lines"), start=2):
+        page.press(str(number))
+        page.one(f"#{view}")
     page.press("/")
     page.until(lambda: page.driver.switch_to.active_element.get_attribute("type") == "search")
     page.press(Keys.ESCAPE, "g", "r")
@@ -598,12 +558,12 @@ def test_the_keyboard_reaches_everything(page: Page) -> None:
 def test_the_theme_changes_and_stays(page: Page) -> None:
     page.open("")
     theme = "return document.documentElement.dataset.theme"
-    assert page.driver.execute_script(theme) == "light"
+    assert page.js(theme) == "light"
 
     page.press("t")
     page.open("")
 
-    assert page.driver.execute_script(theme) == "dark"
+    assert page.js(theme) == "dark"
     page.one("#theme").click()
 
 
@@ -623,28 +583,22 @@ def test_every_view_fits_and_can_be_read_by_everybody(page: Page, width: int, he
         f"{run}/logs": "#lines",
         f"compare?runs={page.run('one')},{page.run('two')}": ".chart canvas",
     }
-    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     found: dict[str, list[str]] = {}
-    try:
+    with sized(page, width, height):
         for place, selector in views.items():
             page.open(place)
             page.one(selector)
-            assert page.driver.execute_script("return document.documentElement.scrollWidth") <= width, place
+            assert page.js("return document.documentElement.scrollWidth") <= width, place
             for theme in ("light", "dark")[: 2 if width > 400 else 1]:  # colours do not depend on the size
-                page.driver.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
+                page.js("document.documentElement.dataset.theme = arguments[0]", theme)
                 if violations := _unreadable(page):
                     found[f"{place} ({theme})"] = violations
-    finally:
-        page.driver.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride", size | {"width": 1280, "height": 900}
-        )
     assert found == {}
 
 
 def _unreadable(page: Page) -> list[str]:
     """What the page lacks of level AA of the Web Content Accessibility Guidelines, by axe-core."""
-    page.driver.execute_script(AXE)
+    page.js(AXE)
     rules = '{ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] }'
     violations = page.driver.execute_async_script(
         f"axe.run({rules}).then(({{ violations }}) => arguments[0](violations))"

@@ -147,19 +147,19 @@ def test_a_browser_shows_a_file_without_a_server(
             for selector in selectors:
                 page.one(selector)
             assert not [each for each in page.all(".asks") if each.is_displayed()]
-            assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+            assert page.js("return document.documentElement.scrollWidth <= innerWidth")
             assert page.driver.title.endswith("stretto")
 
         check("", "#runs .pill", "footer")
         page.one("#compare").click()
         page.until(lambda: "2 seeds" in page.text(".legend.names"))
-        browser.execute_script("arguments[0].scrollIntoView()", page.one(".chart"))
+        page.js("arguments[0].scrollIntoView()", page.one(".chart"))
         page.one(".chart canvas")
         check(f"run/{one}/overview", "#time .column", "[data-staleness]")
         rewards = [line["reward"] for line in page.lines("seed-1") if "reward" in line]
         assert page.text("[data-tile=reward] .value") == f"{fmean(rewards[-10:]):.3f}"
         assert page.text(".live").startswith("report of 20")
-        ground = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+        ground = page.js("return getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(18, 19, 21)" if dark else "rgb(247, 247, 245)")
         check(f"run/{one}/curves?from=10&to=20")
         assert curve_of(page, "reward") == [(step, rewards[step - 1]) for step in range(9, 22)]
@@ -175,7 +175,7 @@ def test_a_browser_shows_a_file_without_a_server(
         page.until(lambda: page.text("[data-part=answer]") == shown)
         page.one("[data-value=conversation]").click()
         loaded = "return document.querySelector('.images img').naturalWidth"
-        assert page.until(lambda: page.all(".images img") and browser.execute_script(loaded)) == 384
+        assert page.until(lambda: page.all(".images img") and page.js(loaded)) == 384
         page.one("[data-value=logprob]").click()
         page.until(lambda: page.text("[data-part=tokens]").endswith(shown))
         assert complaints(browser) == []

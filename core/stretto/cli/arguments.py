@@ -11,6 +11,14 @@ from typer.core import TyperCommand
 
 from stretto.errors import ConfigError
 
+
+def _overrides(example: str) -> Any:
+    text = f"Values that override keys of the run file, for example {example}."
+    return typer.Argument(metavar="[KEY=VALUE]...", help=text)
+
+
+Overrides = Annotated[list[str] | None, _overrides("queue.max_staleness=0")]
+EvaluationOverrides = Annotated[list[str] | None, _overrides("inference.slots=64")]
 RunFile = Annotated[Path, typer.Argument(metavar="FILE", help="The run file (YAML).")]
 Detach = Annotated[
     bool,
@@ -24,21 +32,6 @@ TrustPlugins = Annotated[
     bool,
     typer.Option("--trust-plugins", help="Import the plugin files of a run that another user owns."),
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Values that override keys of the run file, for example queue.max_staleness=0.",
-    ),
-]
-EvaluationOverrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...",
-        help="Values that override keys of the run file, for example inference.slots=64.",
-    ),
-]
-
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print what would be submitted to the cluster, and stop.")
 ]

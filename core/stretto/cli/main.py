@@ -44,12 +44,10 @@ class _Commands(TyperGroup):
     `stretto.command`. Such a package is only imported for its own command, and for the list of all."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names of all commands, stretto's own first."""
         own = super().list_commands(ctx)
         return [*own, *sorted(_added().keys() - {*own})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command with a name; None if there is none."""
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
@@ -59,13 +57,11 @@ class _Commands(TyperGroup):
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    """Return the commands that installed packages add, by their names."""
     return {each.name: each for each in entry_points(group=_GROUP)}
 
 
 def _added_command(entry: EntryPoint) -> Any:
-    """Return the command of a function that another package offers. If the function cannot be loaded, the
-    command says so."""
+    """If the function cannot be loaded, the command says so."""
     try:
         function = entry.load()
     except Exception as error:  # noqa: BLE001 - a package may raise anything; the others continue
@@ -96,8 +92,7 @@ for wing in (start, sweep, make, show, audit):
 
 
 def main() -> None:
-    """Entry point of the `stretto` command. Only this user can read the files that it and its workers
-    write."""
+    """Entry point of the `stretto` command. Only this user can read the files of it and its workers."""
     os.umask(0o077)
     spare_this_machine()
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler

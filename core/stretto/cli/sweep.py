@@ -25,10 +25,8 @@ import yaml
 from stretto.cli.arguments import RunFile, WithOverrides
 from stretto.errors import ConfigError, StrettoError, printable
 
-_LOOK_S = 0.25
-"""Seconds between two looks at the processes: a run takes at least some seconds."""
+_LOOK_S = 0.25  # seconds between two looks at the processes: a run takes at least some seconds
 _MOST_CHARACTERS = 40
-"""Maximum length of a value in a folder's name."""
 
 app = typer.Typer()
 
@@ -83,12 +81,7 @@ def sweep(
 
 
 def grid(items: Sequence[str], seeds: str | None) -> dict[str, list[str]]:
-    """Return all `key=value` of each run, by its name, which has the values that differ: `lr-1e-4_seed-1`.
-
-    Args:
-        items: `key=a,b`. A key with a single value has that value in every run.
-        seeds: the seeds, `1,2,3`; None if `items` has them, or if there are none.
-    """
+    """Return all `key=value` of each run, by its name, which has the values that differ: `lr-1e-4_seed-1`."""
     lists: dict[str, list[str]] = {}
     for key, values in map(values_in, [*items, *([] if seeds is None else [f"seed={seeds}"])]):
         if key in lists:
@@ -140,8 +133,7 @@ def _in_name(value: str) -> str:
 
 def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, int]:
     """Check all runs before the first starts, once where only seeds differ. Print their warnings once, and
-    return the steps of each.
-    """
+    return the steps of each."""
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.checks import faults_and_warnings

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
-_HOURS_FROM_S = 600
+_HOURS_FROM_S = 600  # the duration of a shorter run is told in seconds
 _SURE = 0.2
 """A forecast that is farther from the measured step is said to be so."""
 _WORTH = 1.1
@@ -118,32 +118,20 @@ def plan(
     )
 
 
-def _expect_measurable_parts(run: Mapping[str, Any]) -> None:
+def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the keys of a run that cannot be measured here, each with what is measured."""
     if (launcher := run["launcher"]["use"]) != "local":
-        raise ConfigError(
-            "launcher.use: a forecast without `--from RUN` measures the run on this machine; expected "
-            f"'local', not {launcher!r}",
-            path="launcher.use",
-        )
+        yield "launcher.use", f"the run on this machine; expected 'local', not {launcher!r}"
     for section, known in _ENGINES.items():
-        use = run[section]["use"]
-        if use not in known:
-            raise ConfigError(
-                f"{section}.use: a forecast without `--from RUN` measures what {' and '.join(known)} cost on "
-                f"processor cores, not {use!r}",
-                path=f"{section}.use",
-            )
+        if (use := run[section]["use"]) not in known:
+            yield f"{section}.use", f"what {' and '.join(known)} cost on processor cores, not {use!r}"
         if run[section]["gpus"]:
-            raise ConfigError(
-                f"{section}.gpus: a forecast without `--from RUN` measures processor cores alone",
-                path=f"{section}.gpus",
-            )
+            yield f"{section}.gpus", "processor cores alone"
 
 
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
     """Return the numbers of processes and replicas with which a run uses so many GPUs. Processes are a power
-    of two, or three times one.
-    """
+    of two, or three times one."""
     of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
     if not of_trainer or not of_engine:
         raise ConfigError(
@@ -203,14 +191,12 @@ def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTime
 
 
 def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must be the same for service times to hold, by its key."""
     engines = {f"{part}.{key}": run[part][key] for part in _ENGINES for key in ("use", "gpus")}
     return {**engines, "model": run["model"]}
 
 
 def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the run file alone; None if the service times do not hold for it, or if it is no run without the
-    overrides."""
+    """None if the service times do not hold for the run file alone, or if that is no run."""
     from stretto.simulation import composed
 
     try:
@@ -226,7 +212,8 @@ def _measure_times(
     from stretto_plan.fitting import fit
     from stretto_plan.measuring import measure
 
-    _expect_measurable_parts(run)
+    for key, what in _immeasurable(run):
+        raise ConfigError(f"{key}: a forecast without `--from RUN` measures {what}", path=key)
     typer.echo(
         "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
     )
@@ -245,12 +232,6 @@ def _measure_times(
 
 
 class _Planner:
-    """Forecasts of one run file with changed numbers.
-
-    Args:
-        splits: numbers of processes and replicas to try.
-    """
-
     def __init__(
         self,
         run: dict[str, Any],
@@ -264,7 +245,6 @@ class _Planner:
         """Tokens per second of the forecast that has speed 1; None for that of the run file."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
-        """Return the forecast with other values, by their keys."""
         from stretto.simulation import forecast
         from stretto_plan.fitting import computes, shortened
 
@@ -275,7 +255,6 @@ class _Planner:
         return self._known[key]
 
     def show(self, what: str, seen: Forecast) -> None:
-        """Print a forecast."""
         speed = seen.tokens_per_s / (self.reference or self.forecast({}).tokens_per_s)
         engine, trainer = min(1.0, seen.engine_busy), min(1.0, seen.train_share)
         typer.echo(
@@ -284,7 +263,6 @@ class _Planner:
         )
 
     def compare(self, folder: RunFolder) -> None:
-        """Print what the run itself did, and how far its forecast is from it."""
         from stretto_plan.measuring import steady_part
 
         step_s, tokens, staleness = steady_part(folder.steps)
@@ -294,7 +272,6 @@ class _Planner:
         )
 
     def search(self) -> dict[str, Any]:
-        """Try other numbers, one kind after the other, and return those that make the run faster."""
         best: dict[str, Any] = {}
         for choices in self._choices():
             changed = [{**best, **choice} for choice in choices]
@@ -306,7 +283,6 @@ class _Planner:
         return best
 
     def advice(self, best: Mapping[str, Any]) -> str:
-        """Return what to set, and why."""
         base, seen = self.forecast({}), self.forecast(best)
         if best:
             speed = seen.tokens_per_s / base.tokens_per_s

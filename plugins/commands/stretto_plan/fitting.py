@@ -12,7 +12,6 @@ from stretto_plan.measuring import Measured
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
 STEPS = 24
-"""Steps of a simulated run."""
 ROUNDS = 3
 """Each forecast with new service times counts other callbacks."""
 _GUESS_S = 5e-5
@@ -31,11 +30,7 @@ def computes(run: Mapping[str, Any]) -> bool:
 
 
 def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a run file of a short simulated run.
-
-    Args:
-        numbers: values that replace those of the run file, by their keys, such as `inference.slots`.
-    """
+    """Return the run file of a short simulated run, with other `numbers`, such as `inference.slots`."""
     checkpoint = {**run["checkpoint"], "every": 0}
     changed: dict[str, Any] = {**run, "steps": STEPS, "checkpoint": checkpoint}
     changed.pop("evaluation", None)
@@ -48,10 +43,9 @@ def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) 
 def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     """Return the service times of a run.
 
-    Args:
-        other: for engines that compute: a run with fewer slots, smaller batches and no staleness. There the
-            engine and the trainer work one after the other, so their seconds are processor seconds, and what
-            their processes use beyond these is for messages, swaps and the like.
+    Engines that compute need an `other` run with fewer slots, smaller batches and no staleness. There the
+    engine and the trainer work one after the other, so their seconds are processor seconds, and what their
+    processes use beyond these is for messages, swaps and the like.
     """
     times = ServiceTimes(**GUESSED)
     if other is None:
@@ -87,11 +81,8 @@ def _forecast(measured: Measured, times: ServiceTimes, cores: int, *, computes: 
 
 
 def _overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:
-    """Return the times with which the callbacks of each role cost in a step what they did.
-
-    Args:
-        used_s: processor seconds of a step by role, without those of computations.
-    """
+    """Return the times with which the callbacks of each role cost in a step what they did: `used_s` processor
+    seconds, without those of computations."""
     callback_s = {role: used_s[role] / seen.callbacks[role] for role in ROLES if seen.callbacks.get(role)}
     # What else runs beside, such as the sample writer, works for each message too.
     beside_s = used_s["nats-server"] + used_s.get("other", 0.0)

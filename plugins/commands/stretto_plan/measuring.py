@@ -26,36 +26,31 @@ from stretto.user_code.guard import end_with_parent
 
 _FIRST, _FIRST_SLOW = 6, 3
 """Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
-_SLOW_S = 2.0
-"""Seconds of a step of a slow run."""
+_SLOW_S = 2.0  # seconds of a step of a slow run
 FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
 """Steps that are measured at least, and at most; of a slow run, the second."""
+# Seconds of measurement that are enough, and after which the least number of steps of a slow run is.
 _SHORT_S, _LONG_S = 15.0, 30.0
-"""Seconds of measurement that are enough, and after which the least number of steps of a slow run is."""
-_SAY_S = 10.0
-_POLL_S = 0.05
+_SAY_S = 10.0  # between two lines of progress
+_POLL_S = 0.05  # short beside a step, so that the readings are at its end
 _MOST_LENGTHS = 2048
 
 
 @dataclass
 class Measured:
-    """The steady part of a real run."""
+    """The steady part of a real run: seconds and tokens are means of a step."""
 
     run: Mapping[str, Any]
-    """The run file."""
     step_s: float
-    """Mean seconds of a step."""
     staleness: float
     processor_s: dict[str, float]
     """Role -> processor seconds in a step."""
     sampled_tokens: float
-    """In a step."""
     generate_s: float
     """Seconds in a step in which an engine works."""
     train_s: float
     """Seconds in a step in which the trainer computes."""
     lengths: tuple[int, ...] = ()
-    """Lengths of sampled answers."""
     tokens_per_sampled: float = 1.0
     """Tokens of a batch, prompts included, for each sampled one."""
 
@@ -68,11 +63,7 @@ class _Reading:
 
 
 def measure(file: Path, overrides: Sequence[str]) -> Measured:
-    """Run a run file for some steps, and return what they cost.
-
-    Args:
-        overrides: values of the run file's keys.
-    """
+    """Run a run file for some steps, and return what they cost."""
     run = composed(file, overrides)
     with scratch_folder("stretto-plan-") as (folder, until_ended):
         out = folder / "run"
@@ -103,11 +94,7 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
 
 def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Return seconds, sampled tokens and mean staleness of a step of a run, without its first third, in which
-    the queue fills, and without the waits for evaluations and checkpoints.
-
-    Args:
-        steps: lines of `metrics.jsonl`.
-    """
+    the queue fills, and without the waits for evaluations and checkpoints."""
     steady = steps[len(steps) // 3 :]
     if len(steady) < FEWEST_STEPS:
         raise RunError(
@@ -155,7 +142,6 @@ def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Readi
 
 
 def _steps_at(pace: float) -> int:
-    """How many steps to measure that take `pace` seconds each."""
     wanted = max(_SHORT_S, min(FEWEST_STEPS * pace, _LONG_S), _FEWEST_SLOW * pace)
     return min(_MOST, math.ceil(wanted / pace)) if pace else _MOST
 

@@ -25,9 +25,6 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
 
     One run does not tell how much of a decode step is for the step, and how much for the samples in it. A
     guess: a step with all slots takes twice one without samples.
-
-    Args:
-        run: its run file, with all its keys.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]
@@ -50,13 +47,11 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
 
 
 def _scaled(times: ServiceTimes, factor: float) -> ServiceTimes:
-    """Return the times with another speed of the engines."""
     names = ("step_s", "sample_s", "train_s", "token_s")
     return msgspec.structs.replace(times, **{name: factor * getattr(times, name) for name in names})
 
 
 def _without_evaluations(record: RunFolder) -> _Lines:
-    """Return the lines of the steady part in which no engine works for an evaluation."""
     spans = [(each.began, each.ended) for each in record.history.evaluations]
     lines = [
         line

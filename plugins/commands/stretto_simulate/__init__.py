@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from stretto.simulation import Outcome, Tape
 
 _LAST_LINES = 60
-"""Lines of the log of a failed universe that are printed."""
 
 
 def simulate(
@@ -41,7 +40,7 @@ def simulate(
     Each seed is a universe that repeats itself. The first one that fails is written to `tape-SEED.json` with
     as few faults as possible.
     """
-    from stretto.simulation import CalmRunFails, run_tape, shrink, tapes_of
+    from stretto.simulation import KINDS, CalmRunFails, run_tape, shrink, tapes_of
 
     if replay is not None:
         tape = _read(replay)
@@ -51,7 +50,8 @@ def simulate(
     if file is None:
         raise ConfigError("name a run file, or a tape: stretto simulate --replay TAPE")
     kinds = [each.strip() for each in faults.split(",") if each.strip()]
-    _expect_kinds(kinds)
+    if unknown := [each for each in kinds if each not in KINDS]:
+        raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
     try:
         tapes = tapes_of(
             file, range(first, first + seeds), overrides=overrides or (), num_faults=number, kinds=kinds
@@ -67,15 +67,7 @@ def simulate(
     raise typer.Exit(1)
 
 
-def _expect_kinds(kinds: Sequence[str]) -> None:
-    from stretto.simulation import KINDS
-
-    if unknown := [each for each in kinds if each not in KINDS]:
-        raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
-
-
 def _search(tapes: Sequence[Tape], jobs: int, record: Path | None) -> Tape | None:
-    """Run the universes until one fails. Return its tape."""
     from stretto.simulation import search
 
     num_done, num_faults, callbacks, virtual_s, cpu_s = 0, 0, 0, 0.0, 0.0
@@ -102,7 +94,6 @@ def _show(tape: Tape, outcome: Outcome) -> None:
 
 
 def _read(file: Path) -> Tape:
-    """Read a tape."""
     import msgspec
 
     from stretto.simulation import Tape
@@ -114,7 +105,6 @@ def _read(file: Path) -> Tape:
 
 
 def _keep(tape: Tape) -> None:
-    """Write a failing tape into this folder."""
     import msgspec
 
     file = Path(f"tape-{tape.seed}.json")

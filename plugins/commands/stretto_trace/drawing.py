@@ -8,6 +8,7 @@ ticket to the step that trained it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from stretto.errors import ConfigError, printable
 from stretto.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpan, WorkerLife
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
+_OF_STEP = ("reward", "loss", "staleness", "staleness_max", "tokens")
 _FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
-"""Keys of `metrics.jsonl` that have a counter."""
 
 
 def write_trace(folder: Path, file: Path) -> None:
@@ -40,8 +41,6 @@ def write_trace(folder: Path, file: Path) -> None:
 
 
 class _Drawing:
-    """Draws a run's history as tracks of a trace."""
-
     def __init__(self, trace: PerfettoFile, history: RunHistory, record: RunFolder) -> None:
         self._trace = trace
         self._history = history
@@ -88,10 +87,7 @@ class _Drawing:
                 "step": step.version,
                 "tickets": ", ".join(str(ticket) for ticket in step.figures.tickets),
                 "repeated": step.version in seen,
-                **{
-                    name: line.get(name)
-                    for name in ("reward", "loss", "staleness", "staleness_max", "tokens")
-                },
+                **{name: line.get(name) for name in _OF_STEP},
             }
             ends = trained.get(id(step), ())
             self._trace.span(track, start, step.ended, f"step {step.version}", "step", facts, ends=ends)
@@ -181,13 +177,10 @@ class _Drawing:
                 before = call.ended
 
     def _draw_workers(self) -> None:
-        names = {life.worker for life in self._history.lives} | {
-            each.worker for each in self._history.attempts
-        }
-        attempts: dict[str, list[Attempt]] = {}
+        attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
         for attempt in self._history.attempts:
-            attempts.setdefault(attempt.worker, []).append(attempt)
-        for name in sorted(names - {""}):
+            attempts[attempt.worker].append(attempt)
+        for name in sorted(({life.worker for life in self._history.lives} | attempts.keys()) - {""}):
             track = self._trace.track(printable(name))
             for life in self._history.lives:
                 if life.worker == name:
@@ -195,7 +188,7 @@ class _Drawing:
             swaps = [swap for swap in self._history.swaps if swap.figures.worker == name]
             if swaps:
                 self._draw_weights(track, name, swaps)
-            self._draw_tickets(track, attempts.get(name, []))
+            self._draw_tickets(track, attempts[name])
 
     def _draw_life(self, track: int, life: WorkerLife) -> None:
         end = self._end(life.ended)
@@ -206,7 +199,6 @@ class _Drawing:
             self._trace.span(track, ready, end, "ready", "worker", facts)
 
     def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
-        """Draw the versions that an inference worker serves, and the swaps between them."""
         track = self._trace.track("weights", parent)
         ends = [self._end(life.ended) for life in self._history.lives if life.worker == worker]
         for place, swap in enumerate(swaps):
@@ -255,7 +247,6 @@ class _Drawing:
         return facts
 
     def _end(self, time: float | None) -> float:
-        """Return when something ended; the end of the trace if it has not."""
         return self._history.ended if time is None else time
 
 

@@ -29,15 +29,13 @@ except ImportError as error:
 Facts = Mapping[str, str | int | float | bool | None]
 """What the viewer shows of a span. A fact of None is left out."""
 
+_VALUES = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
 _SEQUENCE = 1
 
 
 class PerfettoFile:
-    """Writes a trace into an open file, packet by packet. Times are Unix seconds.
-
-    Args:
-        start: a time near the beginning. The viewer needs one moment to show the time of day.
-    """
+    """Writes a trace into an open file, packet by packet. Times are Unix seconds. The viewer needs a `start`
+    near the beginning to show the time of day."""
 
     def __init__(self, file: BinaryIO, start: float) -> None:
         self._builder = StreamingTraceProtoBuilder(file)
@@ -48,11 +46,8 @@ class PerfettoFile:
         self._builder.write_packet(packet)
 
     def track(self, name: str, parent: int | None = None) -> int:
-        """Add a track, below another one or at the top, and return its id.
-
-        The viewer keeps the order in which tracks are added. It draws tracks of the same name below the same
-        parent as one.
-        """
+        """Add a track, below another one or at the top, and return its id. The viewer keeps the order in
+        which tracks are added, and draws tracks of the same name below the same parent as one."""
         return self._write_track(TrackDescriptor(name=name), parent)
 
     def counter(self, name: str, unit: str, parent: int) -> int:
@@ -81,17 +76,8 @@ class PerfettoFile:
         event.flow_ids.extend(flows)
         event.terminating_flow_ids.extend(ends)
         for key, value in facts.items():
-            if value is None:
-                continue
-            annotation = event.debug_annotations.add(name=key)
-            if isinstance(value, bool):
-                annotation.bool_value = value
-            elif isinstance(value, int):
-                annotation.int_value = value
-            elif isinstance(value, float):
-                annotation.double_value = value
-            else:
-                annotation.string_value = value
+            if value is not None:
+                event.debug_annotations.add(name=key, **{_VALUES[type(value)]: value})
         self._builder.write_packet(packet)
         packet = self._packet(end)
         packet.track_event.type, packet.track_event.track_uuid = TrackEvent.TYPE_SLICE_END, track
@@ -120,11 +106,7 @@ class PerfettoFile:
 
 
 class SpanTracks:
-    """Tracks of one name for spans that overlap: as many as there are spans at once.
-
-    Args:
-        parent: the track below which they are.
-    """
+    """Tracks of one name below a parent for spans that overlap: as many as there are spans at once."""
 
     def __init__(self, trace: PerfettoFile, name: str, parent: int) -> None:
         self._trace = trace

@@ -41,11 +41,7 @@ _REFUSAL = (
 
 
 class Access:
-    """The access to one server.
-
-    Args:
-        host: the address or name on which the server listens.
-    """
+    """The access to one server, which listens on an address or name."""
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
@@ -56,8 +52,7 @@ class Access:
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer an allowed request with the handler, and every other one with a refusal. All answers get the
-        headers."""
+        """Answer an allowed request with the handler, another with a refusal. All answers get the headers."""
         try:
             response = await self._admit(request, handler)
         except web.HTTPException as error:
@@ -81,7 +76,8 @@ class Access:
     def _knows(self, host: str) -> bool:
         """Whether a Host header names this server. An address is no name that could be made to point here, so
         every address is accepted; so is every port, because ssh may forward another."""
-        name = host.rpartition(":")[0] if _has_port(host) else host
+        has_port = ":" in host and not host.endswith("]")
+        name = host.rpartition(":")[0] if has_port else host
         try:
             ipaddress.ip_address(name.strip("[]"))
         except ValueError:
@@ -89,7 +85,6 @@ class Access:
         return True
 
     def _welcome(self, token: str) -> web.Response:
-        """Turn the token of the address into a cookie, and lead to the page without it."""
         if not self._is_token(token):
             return web.Response(status=401, text=_REFUSAL)
         response = web.Response(text=_WELCOME, content_type="text/html")
@@ -106,7 +101,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
-
-
-def _has_port(host: str) -> bool:
-    return ":" in host and not host.endswith("]")

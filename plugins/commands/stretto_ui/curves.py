@@ -25,7 +25,6 @@ class ShownCurve(msgspec.Struct):
     """Empty, like `smooth_y`, without smoothing."""
     smooth_y: list[float]
     total: int
-    """Number of points in the window before any was left out."""
     ci95: list[float | None]
     """For held-out scores of one run, half the width of each 95 % interval, as if answers were independent;
     else empty."""
@@ -44,14 +43,9 @@ def curve(
     points: int,
     smoothing: float,
 ) -> ShownCurve:
-    """Return the figure `key` over the figure `x`. Of several runs it is the mean of both at each step that
-    all have.
-
-    Args:
-        start, end: the window; None is the first or last point.
-        smoothing: weight of the past, 0 (no smoothing) to below 1. The mean at a window's start includes the
-            points before the window.
-    """
+    """Return the figure `key` over the figure `x` in a window. Of several runs it is the mean of both at each
+    step that all have. The `smoothing` is the weight of the past, 0 to below 1; the mean at a window's start
+    includes the points before the window."""
     tables = [{line["step"]: (line[x], line[key]) for line in lines if _has(line, x, key)} for lines in runs]
     steps = sorted(set.intersection(*map(set, tables)))
     known = np.array([[table[step] for step in steps] for table in tables], np.float64)
@@ -80,7 +74,6 @@ def _shown(xs: Numbers, ys: Numbers, points: int) -> tuple[list[float], list[flo
 def _intervals(
     lines: Sequence[dict[str, Any]], x: str, key: str, shown: Sequence[float]
 ) -> list[float | None]:
-    """Return half the width of the 95 % interval of each shown score."""
     known = {
         line[x]: estimate_score(
             line[key],

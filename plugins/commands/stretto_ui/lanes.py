@@ -24,7 +24,6 @@ _MOST_ROWS = 24
 _MOST_TICKETS = 1500
 """Most tickets in a window that are drawn one by one. Beyond, the lane shows how many are in flight."""
 _STEPS_SHOWN = 12
-"""Number of newest steps of the window that is shown at first."""
 
 
 LaneKind = Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
@@ -39,15 +38,12 @@ class LaneSpan(msgspec.Struct, omit_defaults=True):
     kind: str
     """What the page colours: `step`, `wait`, `evaluation`, `call`, `swap`, `train`, `eval`."""
     text: str
-    """What it was, in words."""
     part: str = ""
     """Of a step or a wait: the part of a step's time, a key of `STEP_PARTS`."""
     count: int = 1
-    """Number of spans that this one stands for."""
     busy_s: float = 0.0
     """Seconds of the spans that this one stands for, if they are several."""
     row: int = 0
-    """Row of the lane."""
     ticket: int | None = None
     score: float = 0.0
     """Share of a ticket's time in which a verifier worked."""
@@ -87,17 +83,14 @@ class Lanes(msgspec.Struct):
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
-    """Return the timeline of a run in a window; None if it has none.
-
-    Args:
-        start, end: Unix seconds; by default the newest steps.
-    """
+    """Return the timeline in a window (Unix seconds), by default of the newest steps; None without one."""
     bounds = run.time_range()
     if bounds is None:
         return None
     begun, ended = bounds
     end = ended if end is None else end
-    start = _newest_steps(run, begun) if start is None else start
+    if start is None:
+        start = float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
     margin = max(_MARGIN_S, end - start)
     history = RunHistory.of(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
@@ -109,11 +102,6 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     found += _tickets(history.attempts, start, end, width, open_until)
     marks = [mark for mark in _marks(history) if start <= mark.time <= end]
     return Lanes(begun, ended, start, end, found, marks, part_texts(_totals(steps, start, end)))
-
-
-def _newest_steps(run: RunFolder, begun: float) -> float:
-    """Return the beginning of the newest steps."""
-    return float(run.steps[-_STEPS_SHOWN - 1]["time"]) if len(run.steps) > _STEPS_SHOWN else begun
 
 
 def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
@@ -128,7 +116,6 @@ def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
 
 
 def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[str, float]]:
-    """Add up the spans in the window by their part of a step, the longest first."""
     totals: defaultdict[str, float] = defaultdict(float)
     for span in steps:
         totals[span.part] += min(end, span.end) - max(start, span.start)
@@ -136,8 +123,7 @@ def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[s
 
 
 def _spans(history: RunHistory) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
-    """Return the evaluations, the calls of each worker group, and the swaps of each inference worker, by kind
-    and name of the lane. The lanes are in the order of the picture."""
+    """Return spans by kind and name of their lane, in the order of the picture."""
     spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
     for each in history.evaluations:
         counts = f"{each.result.samples} samples, {each.result.failed} failed"
@@ -158,12 +144,8 @@ def _tickets(
     attempts: Iterable[Attempt], start: float, end: float, width: int, open_until: float | None
 ) -> list[Lane]:
     """Return a lane for each rollout worker with its tickets: one by one if they are few, or else how many
-    were in flight.
-
-    Args:
-        open_until: the end of the timeline, up to which tickets that are not done are drawn; None if the
-            events end before it, so that it is not known which these are.
-    """
+    were in flight. Tickets that are not done are drawn up to `open_until`; None: the events end before the
+    timeline does, so it is not known which these are."""
     named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
     for attempt in attempts:
         span = _ticket(attempt, open_until)
@@ -214,7 +196,6 @@ def _pack(spans: Sequence[LaneSpan]) -> int:
 
 
 def _flight(spans: Sequence[LaneSpan], start: float, end: float, width: int) -> list[float]:
-    """Return how many of the spans are open in the middle of each pixel."""
     starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
     pixel = (end - start) / width
     moments = [start + (place + 0.5) * pixel for place in range(width)]

@@ -20,7 +20,6 @@ _MEANS = (
     *("ticket_s", "ticket_generate_s", "ticket_score_s", "ticket_tool_s", "ticket_environment_s"),
     *("ticket_own_s", "reward/turns"),
 )
-"""Figures of which the view shows means over the newest steps."""
 
 
 def overview(record: RunFolder) -> dict[str, Any]:
@@ -32,6 +31,7 @@ def overview(record: RunFolder) -> dict[str, Any]:
     except ConfigError as error:
         status, fault = None, str(error)
     last = steps[-1] if steps else {}
+    ended_badly = record.state in ("stopped", "failed", "interrupted")
     return {
         "name": record.name,
         "state": record.state,
@@ -51,17 +51,10 @@ def overview(record: RunFolder) -> dict[str, Any]:
         "status": None if status is None else msgspec.to_builtins(status),
         "standstill": "" if fault else record.standstill,
         "verdict": "" if fault else record.verdict,
-        "resume": _resume(record),
+        "resume": shlex.join(["stretto", "resume", str(record.folder)]) if ended_badly else "",
         "summary": summary,
         "fault": fault,
     }
-
-
-def _resume(record: RunFolder) -> str:
-    """Return the command that continues a run which did not end well; empty for another one."""
-    if record.state not in ("stopped", "failed", "interrupted"):
-        return ""
-    return shlex.join(["stretto", "resume", str(record.folder)])
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -69,7 +62,6 @@ def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _not_trained(steps: Sequence[dict[str, Any]]) -> list[tuple[str, int]]:
-    """Return the most frequent causes for which tickets were not trained, with their counts."""
     causes: Counter[str] = Counter()
     for line in steps:
         causes.update(line.get("not_trained", {}))

@@ -26,14 +26,11 @@ from stretto.run_folder import (
 )
 from stretto_ui.samples import Samples
 
-_SEARCH_S = 5.0
-"""Search the folder for new runs at most this often."""
+_SEARCH_S = 5.0  # search the folder for new runs at most this often
 _OPEN = 6
 """Number of runs whose metrics stay in memory after a page has read them: a long run takes some 100 MB."""
 _CURVE = 48
-"""Number of points of the small curve in the list of runs."""
 _MOST_KEYS = 40
-"""Send at most this many of the keys whose values differ."""
 
 
 class ListedRun:
@@ -47,18 +44,13 @@ class ListedRun:
         self.samples = Samples(folder)
         self._record: RunFolder | None = None
         self.values: dict[str, str] = {}
-        """The run's values when its row was read."""
         self._row: dict[str, Any] = {}
         self._row_stamp: object = None
         self._lock = threading.Lock()
 
     @contextmanager
     def read(self) -> Generator[RunFolder]:
-        """Lend the run's record, with what was appended to its files.
-
-        Raises:
-            ConfigError: if the run's folder is gone, or a file in it is a link that leads out of it.
-        """
+        """Lend the run's record, with what was appended to its files."""
         with self._lock:
             self._refuse_links()
             self._record = self._record or RunFolder(self.folder)
@@ -66,11 +58,7 @@ class ListedRun:
             yield self._record
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in the list of runs.
-
-        Raises:
-            ConfigError: like `read`; also if a file of the run is damaged.
-        """
+        """Return the run's row in the list of runs."""
         stamp = [(state.st_ino, state.st_size, state.st_mtime_ns) for state in _states(self.folder)]
         if stamp != self._row_stamp or self._row["state"] == "running":
             was_open = self._record is not None
@@ -109,7 +97,6 @@ class Runs:
         """The folder that has them all; None without a folder."""
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
-        """The runs that were read last, the newest at the end."""
         self._searched = -_SEARCH_S
         self._lock = threading.Lock()
 
@@ -119,11 +106,7 @@ class Runs:
         return self.folder is not None and is_run(self.folder)
 
     def all(self) -> list[ListedRun]:
-        """Return the runs, new ones included.
-
-        Raises:
-            ConfigError: if the folder is gone.
-        """
+        """Return the runs, new ones included."""
         with self._lock:
             if time.monotonic() >= self._searched + _SEARCH_S:
                 below = [each for folder in self._folders for each in find_runs(folder)]
@@ -135,11 +118,7 @@ class Runs:
             return list(self._known.values())
 
     def get(self, run_id: str) -> ListedRun:
-        """Return the run with this id, to read it.
-
-        Raises:
-            KeyError: if there is none.
-        """
+        """Return the run with this id, to read it; a KeyError says that there is none."""
         self.all()
         with self._lock:
             run = self._known[run_id]
@@ -156,9 +135,8 @@ def _here() -> list[RunFolder]:
 
 
 def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys whose values differ between runs, with the value in each run, and why their scores
-    are not the same measure. First comes the key by which most runs differ from the others.
-    """
+    """Return the keys whose values differ, with the value in each run, and why their scores are not the same
+    measure. First comes the key by which most runs differ from the others."""
     found = differences([run.values for run in runs])
     unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in found.items()}
     first = {key: found[key] for key in sorted(found, key=lambda key: -unlike[key])[:_MOST_KEYS]}
@@ -205,6 +183,5 @@ def _verdict(record: RunFolder) -> str:
 
 
 def _states(folder: Path) -> list[os.stat_result]:
-    """Return the states of the files that have a run's values and figures."""
     files = [folder / name for name in ("config.yaml", "metrics.jsonl", "summary.json")]
     return [file.stat() for file in files if file.exists()]

@@ -17,9 +17,7 @@ from stretto.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_ui.token_text import pieces
 
 _MOST_ROWS = 200
-"""Most rows of one answer."""
 _MOST_GROUPS = 50
-"""Most groups of one answer."""
 _THUMBNAIL = 384
 """Most pixels of an image's side."""
 _PREVIEW = 240
@@ -36,8 +34,7 @@ class Samples:
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one page of rows that fit, with the number of all that fit. A search for a text counts
-        nothing: it stops at the end of the page.
-        """
+        nothing: it stops at the end of the page."""
         wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -49,8 +46,7 @@ class Samples:
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return one page of tickets with a sample that fits, the newest first. Each has all its samples, the
-        highest reward first.
-        """
+        highest reward first."""
         wanted, limit = filter_of(query), _count(query, "limit", 20, _MOST_GROUPS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -63,8 +59,7 @@ class Samples:
 
     def points(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return [id, reward, sampled tokens] of the rows that fit and have a reward, and the number of all.
-        Of many rows, some at equal distances are returned.
-        """
+        Of many rows, some at equal distances are returned."""
         with self._lock:
             points, total = self._store.points(filter_of(query))
         return {"points": points, "total": total}
@@ -76,8 +71,7 @@ class Samples:
 
     def image(self, query: Mapping[str, str]) -> bytes:
         """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
-        conversation of a ticket, or else number `number` of the ticket's row.
-        """
+        conversation of a ticket, or else number `number` of the ticket's row."""
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
             file = self._file_of(digest, names)
@@ -96,8 +90,7 @@ class Samples:
         return png.getvalue()
 
     def _file_of(self, digest: str, names: Sequence[Any]) -> bytes | None:
-        """Return the file of an image that a workflow added, or of one of a row's images; None if it is
-        neither."""
+        """Return the file of an image that a workflow added, or of one of a row's images."""
         if (file := RunFolder(self._folder).image(digest)) is not None:
             return file
         for name in names:
@@ -150,7 +143,6 @@ def _count(query: Mapping[str, str], name: str, otherwise: int, most: int) -> in
 
 
 def _group_preview(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the list of groups shows of the samples of one ticket."""
     previews = [_preview(row) for row in rows]
     first = rows[0]
     expected = {name: value for name, value in (first["dataset_row"] or {}).items() if name != "prompt"}

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -25,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.models.images import names_in
 from stretto.run_folder import HELD_OUT, find_runs
 from stretto_ui.runs import ListedRun, Runs
-from stretto_ui.server import Page, Query, colours, fault_of
+from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 
 _MOST_BYTES = 16 << 20
 """Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
@@ -35,7 +34,6 @@ _PARTS = frozenset({"points", "keys", "width"})
 """Parameters that choose a part of what the file holds whole. static/api.js leaves them out as well."""
 _FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
 """What static/samples.js asks for."""
-_STATIC = Path(str(files("stretto_ui") / "static"))
 _LINKED = re.compile(
     r'<(?:link rel="stylesheet" href|(script)( type="module")? src)="/static/([^"]+)"( defer)?>(</script>)?'
 )
@@ -47,11 +45,7 @@ _Handler = Callable[[ListedRun, Query], Any]
 
 
 def save_report(folders: Sequence[Path], file: Path) -> str:
-    """Write the report of the runs in and below some folders. Return what there was no room for, in words.
-
-    Raises:
-        ConfigError: if a folder holds no run, if no run can be read, or if the file cannot be written.
-    """
+    """Write the report of the runs in and below some folders. Return what there was no room for, in words."""
     for folder in folders:
         if not find_runs(folder):
             raise ConfigError(f"{folder} holds no run")
@@ -86,8 +80,6 @@ def save_report(folders: Sequence[Path], file: Path) -> str:
 
 
 class _SavedRun:
-    """The answers about one run that the file holds, as far as there is room for them."""
-
     def __init__(self, page: Page, run: ListedRun, runs: int) -> None:
         self.answers: dict[str, str] = {}
         self.left_out = Counter[str]()
@@ -111,8 +103,8 @@ class _SavedRun:
         self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
 
     def add_samples(self) -> None:
-        """Add the groups of the newest step and of the newest evaluation with samples: texts of all, then
-        images, then tokens."""
+        """Add the groups of the newest step and evaluation with samples: all texts, then images, then
+        tokens."""
         page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
         for query in self._newest():
             listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
@@ -127,7 +119,7 @@ class _SavedRun:
             self._add("tokens of a group", page.tokens, "/tokens", **of)
 
     def _newest(self) -> list[dict[str, str]]:
-        """Return the conditions of the groups to add; without samples no conditions: the view says so."""
+        """The conditions of the groups to add; without samples none: the view says so."""
         pages: list[dict[str, str]] = []
         for purpose in ("train", "eval"):
             asked = {"purpose": purpose, "order": "-step", "limit": "1"}
@@ -166,7 +158,6 @@ def _asked(handler: Callable[[], Any], run: str) -> tuple[Any, Any]:
 
 
 def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
-    """Yield what names each image of a group in a request: those of its row, then of its conversations."""
     names = [name for row in rows[:1] for name in names_in(row["dataset_row"])]
     yield from ({"number": str(number)} for number, name in enumerate(names) if isinstance(name, str))
     digests = _SHA256.findall(_json([row["messages"] for row in rows]))
@@ -177,7 +168,6 @@ def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
 
 
 def _document(answers: Mapping[str, str], without: str) -> str:
-    """Return index.html with all that it links to, and the answers."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
 
     def inline(link: re.Match[str]) -> str:
@@ -186,7 +176,7 @@ def _document(answers: Mapping[str, str], without: str) -> str:
         hashes[tag].append(f"'sha256-{base64.b64encode(digest).decode()}'")
         return f"<{tag}{kind}>{source}</{tag}>"
 
-    html = _LINKED.sub(inline, (_STATIC / "index.html").read_text())
+    html = _LINKED.sub(inline, (STATIC / "index.html").read_text())
     scripts, styles = map(" ".join, hashes.values())
     policy = (
         f"default-src 'none'; script-src {scripts}; style-src {styles}; img-src data:; base-uri 'none'; "
@@ -201,14 +191,14 @@ def _document(answers: Mapping[str, str], without: str) -> str:
     )
     answers = {"written": _json(written), **answers}
     data = ",".join(f"{_json(path)}:{answer}" for path, answer in answers.items())
-    licence = (_STATIC / "vendor" / "uPlot.LICENSE").read_text()
+    licence = (STATIC / "vendor" / "uPlot.LICENSE").read_text()
     for mark, addition in (
         ('<meta charset="utf-8">', f'<meta http-equiv="Content-Security-Policy" content="{policy}">'),
         ("<title>stretto</title>", f"<!-- uPlot: {licence} -->"),
         ("</main>", f'<footer>{note}</footer><script type="application/json" id="saved">{{{data}}}</script>'),
     ):
         html = html.replace(mark, mark + addition, 1)
-    icon = _data_address("image/svg+xml", (_STATIC / "icon.svg").read_bytes())
+    icon = _data_address("image/svg+xml", (STATIC / "icon.svg").read_bytes())
     return html.replace("/static/icon.svg", icon, 1)
 
 
@@ -219,12 +209,12 @@ def _source(name: str) -> str:
         modules: dict[str, str] = {}
         _add_module("app", modules)
         return "".join(modules.values())
-    return (_STATIC / name).read_text()
+    return (STATIC / name).read_text()
 
 
 def _add_module(name: str, modules: dict[str, str]) -> None:
     """Add a module as a constant `NAME_js` with its exports, after the modules that it imports."""
-    source = (_STATIC / f"{name}.js").read_text()
+    source = (STATIC / f"{name}.js").read_text()
     for _, imported in _IMPORT.findall(source):
         if imported not in modules:
             _add_module(imported, modules)

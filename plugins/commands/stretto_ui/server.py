@@ -8,7 +8,7 @@ import math
 import signal
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -23,7 +23,7 @@ from aiohttp import web
 from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
 from stretto.errors import ConfigError
 from stretto.run_folder import RunFolder, compare_runs
-from stretto_ui.access import Access, is_loopback
+from stretto_ui.access import Access, Handler, is_loopback
 from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview
@@ -36,15 +36,13 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".LICENSE": "text/plain",
 }
+STATIC = Path(str(files("stretto_ui") / "static"))
 _log = logging.getLogger(__name__)
-_SHUTDOWN_S = 2.0
-"""Seconds for which the server's end waits for requests that are not answered yet."""
+_SHUTDOWN_S = 2.0  # seconds for which the server's end waits for requests that are not answered yet
 _COMPRESSED = 1024
-"""Compress answers from this many bytes on."""
 _MOST_POINTS = 4000
 _MOST_KEYS = 400
 _MOST_LINES = 1000
-"""Newest lines of a log that one answer has."""
 
 Query = Mapping[str, str]
 
@@ -57,7 +55,6 @@ class Page:
 
     def index(self, query: Query) -> Any:
         """The list of runs."""
-        del query
         shown: list[ListedRun] = []
         rows: list[dict[str, Any]] = []
         problems: list[str] = []
@@ -77,7 +74,6 @@ class Page:
 
     def figures(self, query: Query) -> Any:
         """How views show each figure."""
-        del query
         return {
             key: {
                 **msgspec.structs.asdict(figure),
@@ -95,13 +91,12 @@ class Page:
 
     def overview(self, run: ListedRun, query: Query) -> Any:
         """The first view of a run."""
-        del query
         with run.read() as record:
             return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
-        """Curves in a window, of the run or as the mean of it and `others`. Versions of evaluations are their
-        steps."""
+        """Curves in a window, of the run or as the mean with `others`. An evaluation's step is its
+        version."""
         keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
         x = query.get("x", "step")
         if x not in ("step", "time_s"):
@@ -123,7 +118,6 @@ class Page:
 
     def time(self, run: ListedRun, query: Query) -> Any:
         """Where the time of steps went: of all in columns, and of the newest; null before the second step."""
-        del query
         with run.read() as record:
             times = step_times(record)
         if times is None:
@@ -132,7 +126,6 @@ class Page:
 
     def staleness(self, run: ListedRun, query: Query) -> Any:
         """How many trajectories were trained at each staleness."""
-        del query
         with run.read() as record:
             summary = record.summary
         if summary is not None:
@@ -176,7 +169,6 @@ class Page:
 
     def config(self, run: ListedRun, query: Query) -> Any:
         """The values of a run by their dotted keys, and where it comes from."""
-        del query
         with run.read() as record:
             return {"name": record.name, "values": list(record.values().items()), "origin": record.origin()}
 
@@ -192,7 +184,6 @@ class Page:
 
     @contextmanager
     def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
-        """Lend the records of several runs."""
         try:
             runs = [self._runs.get(each) for each in ids]
         except KeyError as error:
@@ -216,8 +207,10 @@ def application(folder: Path | None, access: Access) -> web.Application:
     app.router.add_get("/", _file("index.html"))
     # Browsers ask for it where a document names no icon, such as the one that takes the token.
     app.router.add_get("/favicon.ico", _file("icon.svg"))
-    for name in _static_files():
-        app.router.add_get(f"/static/{name}", _file(name))
+    for file in STATIC.rglob("*"):
+        if file.is_file():
+            name = str(file.relative_to(STATIC))
+            app.router.add_get(f"/static/{name}", _file(name))
     app.router.add_get("/static/colours.css", _content(colours().encode(), "text/css"))
     app.router.add_get("/api/runs", _answer(page.index))
     app.router.add_get("/api/figures", _answer(page.figures))
@@ -250,15 +243,7 @@ async def serve(
     certificate: Path | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve the page until SIGINT or SIGTERM.
-
-    Args:
-        folder: of a run or of runs; None for this user's living runs.
-        port: 0 for any free port.
-        announce: gets the address with its token when the server listens.
-        certificate: certificate for TLS; its key is in the file with the suffix `.key`.
-        insecure: other machines may reach the page without TLS.
-    """
+    """Serve the page until SIGINT or SIGTERM; `announce` gets the address with its token."""
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: whoever can read the network would read the page and its token; give "
@@ -298,9 +283,7 @@ def _server_context(certificate: Path) -> ssl.SSLContext:
 
 
 @web.middleware
-async def _errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         response = await handler(request)
     except web.HTTPException:
@@ -322,9 +305,7 @@ def fault_of(error: Exception, run: str) -> str:
     return f"the files of {run} cannot be shown: {type(error).__name__}: {error}"
 
 
-def _of_run(
-    runs: Runs, handler: Callable[[ListedRun, Query], Any]
-) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _of_run(runs: Runs, handler: Callable[[ListedRun, Query], Any]) -> Handler:
     def answer(run_id: str, query: Query) -> Any:
         try:
             run = runs.get(run_id)
@@ -338,7 +319,7 @@ def _of_run(
     return respond
 
 
-def _answer(handler: Callable[[Query], Any]) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _answer(handler: Callable[[Query], Any]) -> Handler:
     async def respond(request: web.Request) -> web.Response:
         return await _in_thread(partial(handler, request.query))
 
@@ -373,15 +354,9 @@ def _json(value: Any, status: int) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")
 
 
-def _static_files() -> list[str]:
-    folder = Path(str(files("stretto_ui") / "static"))
-    return [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
-
-
-def _file(name: str) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _file(name: str) -> Handler:
     """Return the handler of one file of the page. The files are read once: no request names a path."""
-    file = files("stretto_ui") / "static" / name
-    return _content(file.read_bytes(), _TYPES[Path(name).suffix])
+    return _content((STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
 
 
 def colours() -> str:
@@ -393,11 +368,8 @@ def colours() -> str:
     return f':root{{--hues:{len(COLOURS)};{light}}}:root[data-theme="dark"]{{{dark}}}{classes}'
 
 
-def _content(body: bytes, content_type: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Return the handler that answers with a file's content."""
-
+def _content(body: bytes, content_type: str) -> Handler:
     async def respond(request: web.Request) -> web.Response:
-        del request
         return web.Response(body=body, content_type=content_type, charset="utf-8")
 
     return respond

@@ -13,11 +13,7 @@ if TYPE_CHECKING:
 
 def pieces(model: str | None, tokens: list[int]) -> list[str] | None:
     """Return the text that each token adds. A character of several tokens comes with the last of them. None
-    if this machine has no tokenizer of the model.
-
-    Args:
-        model: the run's model, a folder or a hub id; without one, every token is a byte.
-    """
+    if this machine has no tokenizer of the model; without a model, every token is a byte."""
     if model is None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return [decoder.decode(bytes([token % 256])) for token in tokens]

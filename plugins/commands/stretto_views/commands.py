@@ -82,7 +82,6 @@ def samples(
 
     from stretto.run_folder import RunFolder, is_run, open_samples
     from stretto_views.samples import (
-        bounds_of,
         print_groups,
         print_samples,
         sample_filter,
@@ -98,11 +97,8 @@ def samples(
     if tokens and format == "text":
         raise ConfigError("--tokens goes with --format jsonl or --format parquet")
     wanted = sample_filter(
+        {"step": step, "reward": reward, "length": length, "staleness": staleness},
         ticket=ticket,
-        step=bounds_of(step, "--step"),
-        reward=bounds_of(reward, "--reward"),
-        length=bounds_of(length, "--length"),
-        staleness=bounds_of(staleness, "--staleness"),
         finish=finish,
         text=text,
         outcome="failed" if failed else outcome,
@@ -184,7 +180,6 @@ def plot(
 
 
 def _runs_in(folders: list[Path]) -> list[RunFolder]:
-    """Return the runs in these folders, and below those that are no runs."""
     from stretto.run_folder import find_runs
 
     found: list[RunFolder] = []

@@ -15,19 +15,13 @@ from stretto.run_folder import MAIN_FIGURES, RunFolder
 
 _MOST_POINTS = 4000
 _LINES_HIGH = 16
-"""Height of a panel in the terminal."""
 _TICKS = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 """Without colours, each of several runs is drawn with its letter."""
 
 
 def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
-    """Return a panel for each key.
-
-    Args:
-        keys: keys of `metrics.jsonl`; empty for reward, loss, entropy and gradient norm.
-        window: number of steps over which lines are smoothed.
-    """
+    """Return a panel for each key; without keys for reward, loss, entropy and gradient norm."""
     known = dict.fromkeys(key for run in runs for key in run.figures())
     for key in keys:
         if key not in known:
@@ -51,7 +45,6 @@ def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:
 
 
 def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
-    """Return one panel as text: a line for each run, with the sign that draws it, then the plot."""
     plot = plotext.figure
     plot.clear()
     plot.theme("colorless")
@@ -78,7 +71,6 @@ def _draw_text(plotext: Any, panel: Panel, width: int, coloured: bool) -> str:
 
 
 def _head(curve: RunCurve, key: str, letter: str, colour: int | None) -> str:
-    """Return the line above a plot that names a run, with its newest figures."""
     shown, parts = figure(key), list[str]()
     if curve.line:
         parts.append(f"{shown.label} {shown.text(curve.line[-1][1])} at step {curve.line[-1][0]}")

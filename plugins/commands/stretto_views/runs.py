@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,20 +24,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     """Number of finished steps; None if the run has no status."""
     steps: int | None = None
     reward: float | None = None
-    """Mean reward of the newest 10 steps."""
     score: float | None = None
-    """Held-out score of the newest evaluation."""
     measure: str = "accuracy"
     """What the scores are: `accuracy` or `reward`."""
     best: float | None = None
-    """The highest held-out score."""
     started: float
-    """Unix time of the run's first start."""
     duration_s: float | None = None
-    """The run's duration (see `RunFolder.wall_s`)."""
     folder: str
     fault: str = ""
-    """Why the run cannot be read; empty if it can."""
 
 
 def runs_below(folder: Path) -> list[RunRow]:
@@ -45,13 +40,13 @@ def runs_below(folder: Path) -> list[RunRow]:
 
 
 def _row(run: RunFolder) -> RunRow:
-    folder = str(run.folder)
+    row_of = partial(RunRow, started=run.started, folder=str(run.folder))
     try:
         status = run.status
         if status is None:
-            return RunRow(name=run.name, state=run.state, started=run.started, folder=folder)
+            return row_of(name=run.name, state=run.state)
         newest = status.evaluations[-1] if status.evaluations else None
-        return RunRow(
+        return row_of(
             name=status.name,
             state=run.state,
             step=status.version,
@@ -60,14 +55,10 @@ def _row(run: RunFolder) -> RunRow:
             score=newest.score if newest else None,
             measure=newest.measure if newest else "accuracy",
             best=status.best.score if status.best else None,
-            started=run.started,
             duration_s=run.wall_s,
-            folder=folder,
         )
     except ConfigError as error:
-        return RunRow(
-            name=run.folder.name, state="unreadable", started=run.started, folder=folder, fault=str(error)
-        )
+        return row_of(name=run.folder.name, state="unreadable", fault=str(error))
 
 
 def runs_table(rows: Sequence[RunRow], root: Path) -> Table:

@@ -21,11 +21,19 @@ _WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
 """Option -> the words that it accepts."""
 _PARQUET_ROWS = 1000
 _MOST_COLUMNS = 4
-"""Samples of a group that stand side by side."""
 _IMAGE = re.compile("[0-9a-f]{64}")
 
 
-def bounds_of(text: str | None, option: str) -> Bounds:
+def sample_filter(bounds: Mapping[str, str | None], **conditions: Any) -> SampleFilter:
+    """Return a filter from what a user wrote."""
+    ranges: dict[str, Any] = {name: _bounds_of(text, f"--{name}") for name, text in bounds.items()}
+    for name, accepted in _WORDS.items():
+        if (word := conditions[name]) not in (None, *accepted):
+            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
+    return SampleFilter(**ranges, **conditions)
+
+
+def _bounds_of(text: str | None, option: str) -> Bounds:
     """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone."""
     if text is None:
         return None, None
@@ -35,14 +43,6 @@ def bounds_of(text: str | None, option: str) -> Bounds:
         return (lowest, lowest) if not colon else (lowest, float(high) if high else None)
     except ValueError:
         raise ConfigError(f"{option} {text!r}: expected A:B, A:, :B or A, with numbers") from None
-
-
-def sample_filter(**conditions: Any) -> SampleFilter:
-    """Return a filter from what a user wrote."""
-    for name, accepted in _WORDS.items():
-        if (word := conditions[name]) not in (None, *accepted):
-            raise ConfigError(f"--{name} {word!r}{offer(word, accepted, 'accepted')}")
-    return SampleFilter(**conditions)
 
 
 def why_none(store: SampleStore, wanted: SampleFilter) -> str:
@@ -65,11 +65,14 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
-    flat = [{name: _flat(name, value) for name, value in row.items()} for row in rows]
+    nested = {"metrics", "messages", "dataset_row", "images"}
+
+    def flat(name: str, value: Any) -> Any:
+        return json.dumps(value) if name in nested and value is not None else value
+
+    table = pa.Table.from_pylist([{name: flat(name, each) for name, each in row.items()} for row in rows])
     try:
-        parquet.write_table(
-            pa.Table.from_pylist(flat), file, compression="zstd", row_group_size=_PARQUET_ROWS
-        )
+        parquet.write_table(table, file, compression="zstd", row_group_size=_PARQUET_ROWS)
     except OSError as error:
         raise ConfigError(f"--output {file}: cannot write there: {error}") from error
 
@@ -77,7 +80,8 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
 def print_samples(rows: Iterable[Row], console: Console) -> None:
     """Print rows one below the other."""
     for row in rows:
-        console.print(Text(_headline(row), style="bold"))
+        head = "  ".join(filter(None, (row["id"], _fate_of(row), *_figures_of(row), _makers(row))))
+        console.print(Text(printable(head), style="bold"))
         _print_sections((*_common_sections(row), *_sections_of_one(row)), console)
         console.print()
 
@@ -121,22 +125,11 @@ def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console)
         console.print(Text("\n".join(f"    {line}" for line in body)))
 
 
-def _flat(name: str, value: Any) -> Any:
-    is_json = name in ("metrics", "messages", "dataset_row", "images") and value is not None
-    return json.dumps(value) if is_json else value
-
-
-def _headline(row: Row) -> str:
-    figures = [row["id"], _fate_of(row), *_figures_of(row), _makers(row)]
-    return printable("  ".join(figure for figure in figures if figure))
-
-
 def _name(row: Row) -> str:
     return str(row["id"]) if row["index"] is None else str(row["id"]).rpartition("/")[0]
 
 
 def _fate_of(row: Row) -> str:
-    """Describe in words what became of a row."""
     match row["outcome"]:
         case "trained":
             return f"trained in step {row['step']} at staleness {row['staleness']}"
@@ -147,7 +140,6 @@ def _fate_of(row: Row) -> str:
 
 
 def _figures_of(row: Row) -> Iterator[str]:
-    """Yield the reward, its parts, and how the policy sampled the trajectory, each as a text."""
     if row["reward"] is not None:
         yield f"reward {row['reward']:g}"
     for name, value in row["metrics"].items():
@@ -167,7 +159,6 @@ def _makers(row: Row) -> str:
 
 
 def _sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and printable lines of what a sample has for itself: its conversation, or its answer."""
     if row["messages"]:
         yield "conversation", list(_conversation(row["messages"]))
     if row["text"] is not None and not row["messages"]:
@@ -175,7 +166,6 @@ def _sections_of_one(row: Row) -> Iterator[tuple[str, list[str]]]:
 
 
 def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
-    """Yield titles and printable lines of what the samples of a group share: prompt and row."""
     yield "prompt", _lines(row["prompt_text"] or "")
     columns = row["dataset_row"]
     if isinstance(columns, dict):
@@ -185,7 +175,6 @@ def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
 
 
 def _conversation(messages: Any) -> Iterator[str]:
-    """Yield the lines of a chat, with its tool calls."""
     if not isinstance(messages, list):  # it was too long, and was cut
         yield from _lines(str(messages))
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import isclose
 from pathlib import Path
 from typing import Any, Literal
@@ -20,10 +20,7 @@ import msgspec
 from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.training import RowRef
 from stretto.cli.audit.audit_records import (
-    CheckpointRecord,
-    JournalRecord,
     NamedMessage,
-    SampleRecord,
     TrajectoryFacts,
     chain_faults,
     read_checkpoints,
@@ -72,9 +69,7 @@ class AuditReport(msgspec.Struct, kw_only=True):
 def audit_run(folder: Path) -> AuditReport:
     """Audit a run that has ended, or whose kernel is dead."""
     run = RunFolder(folder)
-    checker = _Checker(
-        run.folder, read_journal(run.folder), read_samples(run.folder), read_checkpoints(run.folder)
-    )
+    checker = _Checker(run.folder)
     checks = list(checker.checks())
     return AuditReport(
         folder=str(run.folder),
@@ -87,42 +82,27 @@ def audit_run(folder: Path) -> AuditReport:
 
 @dataclass(frozen=True)
 class _Terms:
-    """The values of a run that bound its batches."""
-
     batch_size: int
     max_staleness: int
 
 
 @dataclass(frozen=True)
 class _Account:
-    """A ledger of the training tickets that the run has written."""
-
     place: str
     version: int
-    """Training version at that moment."""
     ledger: Mapping[str, int]
     open: Set[int] | None = None
-    """Numbers of the open tickets; None if unknown."""
     reasons: Mapping[str, int] | None = None
-    """Number of retired tickets, by reason; None if unknown."""
 
 
 class _Checker:
-    """The checks of one run."""
-
-    def __init__(
-        self,
-        folder: Path,
-        journal: JournalRecord,
-        samples: SampleRecord,
-        checkpoints: list[CheckpointRecord],
-    ) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._journal = journal
-        self._history = history = journal.history
-        self._samples = samples
-        self._checkpoints = checkpoints
-        for each in checkpoints:
+        self._journal = read_journal(folder)
+        self._history = history = self._journal.history
+        self._samples = read_samples(folder)
+        self._checkpoints = read_checkpoints(folder)
+        for each in self._checkpoints:
             if not each.damage and each.incarnation > history.incarnation:
                 history.enter(each.incarnation, each.version)  # it has no batch yet
         self._batches = dict(sorted(history.batches.items()))
@@ -141,7 +121,6 @@ class _Checker:
 
     @property
     def _completed_at(self) -> int | None:
-        """The version at which the run completed; None if it has not completed."""
         summary = self._summary
         return summary["version"] if summary is not None and summary["status"] == "completed" else None
 
@@ -151,7 +130,6 @@ class _Checker:
         return max(self._history.reached, default=0)
 
     def checks(self) -> Iterator[Check]:
-        """Yield the results of all checks."""
         yield self._check_journal()
         yield self._check_doubled()
         yield self._check_lost()
@@ -170,7 +148,7 @@ class _Checker:
     def _check_chain(self) -> Check:
         """Each message of the journal follows the one before it, and those that checkpoints and the summary
         name are there. What they named before a part of the journal was lost need not be there."""
-        messages, named, lost = self._journal.messages, *self._named_messages()
+        messages, (named, lost) = self._journal.messages, self._named_messages()
         newest = max((each.sequence for each in named), default=0)
         later = [message.sequence for message in messages if message.sequence > newest]
         unchecked = [f"messages {_ranges(later)}: no file names a later one"] if later else []
@@ -184,9 +162,8 @@ class _Checker:
         )
 
     def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
-        """Return the messages of the journal that checkpoints and the summary name, and which of these files
-        are older than the newest loss of a part of the journal.
-        """
+        """Return the messages that checkpoints and the summary name, and which of these files are older than
+        the newest loss of a part of the journal."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
         for place, record in records:
@@ -232,30 +209,19 @@ class _Checker:
             for row in batch.rows:
                 rows[row.id].append(version)
             faults += _row_faults(version, batch)
-        twice = {ticket: versions for ticket, versions in tickets.items() if len(versions) > 1}
-        rows_twice = {id: versions for id, versions in rows.items() if len(versions) > 1}
-        self.doubled = len({*twice, *(int(id.split("/")[0]) for id in rows_twice)})
+        twice = {each for each, versions in tickets.items() if len(versions) > 1}
+        rows_twice = {each for each, versions in rows.items() if len(versions) > 1}
+        self.doubled = len(twice | {int(id.split("/")[0]) for id in rows_twice})
         return Check(
             name="no ticket twice",
             checked=f"{len(tickets)} tickets, {len(rows)} trajectories, versions {_ranges(self._batches)}",
             unchecked=self._before_journal,
-            violations=[
-                *(
-                    f"ticket {ticket} is in the batches of versions {_listed(twice[ticket])}"
-                    for ticket in twice
-                ),
-                *(
-                    f"trajectory {id} is in the batches of versions {_listed(rows_twice[id])}"
-                    for id in rows_twice
-                ),
-                *faults,
-            ],
+            violations=[*_in_several("ticket", tickets), *_in_several("trajectory", rows), *faults],
             empty=not self._batches,
         )
 
     def _check_batches(self) -> Check:
-        """Each batch has as many tickets as the values in force at its version say; a completed run has all
-        its steps."""
+        """Each batch has as many tickets as the values in force say; a completed run has all its steps."""
         violations = [
             f"the batch of version {version} has {len(batch.tickets)} tickets, expected {size}"
             for version, batch in self._batches.items()
@@ -275,10 +241,9 @@ class _Checker:
 
     @property
     def _before_journal(self) -> str:
-        return f"versions {_ranges(range(self._first))}: the journal begins later" if self._first else ""
+        return _versions(range(self._first), "the journal begins later")
 
     def _terms_at(self, version: int) -> _Terms:
-        """Return the values that are in force for the batch of a version."""
         number = self._history.values_at(version)
         if number not in self._terms:
             file = values_file(self._folder, number)
@@ -292,22 +257,21 @@ class _Checker:
     # -------------------------------------------------------------------------------------- ledgers
 
     def _check_lost(self) -> Check:
-        """Check that each ledger of the run accounts for every issued ticket: trained by a batch of the
-        journal, retired, or open."""
+        """Each ledger accounts for every issued ticket: trained by a batch, retired, or open."""
         accounts = [] if self._first else list(self._accounts())
-        violations: list[str] = []
         trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
         for version in range(max((account.version for account in accounts), default=0)):
             tickets = self._batches[version].tickets if version in self._batches else ()
             trained.append(trained[-1] + len(tickets))
             highest.append(max(highest[-1], *tickets, -1))
-        for account in accounts:
-            violations += self._account_faults(account, trained[account.version], highest[account.version])
+        faults = (
+            self._account_faults(each, trained[each.version], highest[each.version]) for each in accounts
+        )
         return Check(
             name="no ticket lost",
             checked=f"{len(accounts)} ledgers at versions {_ranges(account.version for account in accounts)}",
             unchecked=self._before_journal,
-            violations=violations,
+            violations=[*chain.from_iterable(faults)],
             empty=not accounts,
         )
 
@@ -317,21 +281,14 @@ class _Checker:
         for each in self._checkpoints:
             if not each.damage and self._is_in_force(each.incarnation, each.version):
                 snapshot = each.state["snapshot"]
-                opened = {ticket["id"] for ticket in snapshot["open"]}
-                reasons = snapshot["reasons"]
-                yield _Account(f"checkpoint {each.name}", each.version, snapshot["ledger"], opened, reasons)
+                facts = snapshot["ledger"], {each["id"] for each in snapshot["open"]}, snapshot["reasons"]
+                yield _Account(f"checkpoint {each.name}", each.version, *facts)
         if self._summary is not None:
             summary = self._summary
-            reasons = summary["reasons"]
-            yield _Account("summary.json", summary["version"], summary["ledger"], None, reasons)
+            yield _Account("summary.json", summary["version"], summary["ledger"], None, summary["reasons"])
 
     def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
-        """Yield what is wrong with a ledger.
-
-        Args:
-            trained: number of tickets that the journal's batches before `account.version` trained.
-            highest: highest number of these tickets; -1 if there are none.
-        """
+        """`trained` and `highest` (-1: none) are of the tickets that the journal trained before."""
         ledger, place = account.ledger, account.place
         known = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
         self.lost = max(self.lost, ledger["issued"] - known, ledger["trained"] - trained)
@@ -354,7 +311,6 @@ class _Checker:
                     yield f"{place}: {ledger[name]} tickets {name}, with reasons for {sum(counts)}"
 
     def _is_in_force(self, incarnation: int, version: int) -> bool:
-        """Return whether a state of the run belongs to the history in force."""
         latest = self._batches.get(version - 1)
         return (
             incarnation == self._history.incarnation
@@ -396,10 +352,7 @@ class _Checker:
             checked=f"{checked.total()} trajectories of versions {_ranges(checked)}, largest {worst}"
             if checked
             else "no trajectory",
-            unchecked=f"versions {_ranges(left_out)}: not all samples are kept, only staleness_max in "
-            "metrics.jsonl"
-            if left_out
-            else "",
+            unchecked=_versions(left_out, "not all samples are kept, only staleness_max in metrics.jsonl"),
             violations=violations,
             empty=not checked,
         )
@@ -419,17 +372,16 @@ class _Checker:
                 checked.add(version)
             for attempt in kept:
                 violations += self._group_faults(version, by_attempt[attempt])
-        unchecked = self._sampled_versions() - checked
+        unchecked = {version for version, _ in self._rows()} - checked
         return Check(
             name="trained samples",
             checked=f"versions {_ranges(checked)}, {len(self._samples.trained)} kept samples",
-            unchecked=f"versions {_ranges(unchecked)}: not all samples are kept" if unchecked else "",
+            unchecked=_versions(unchecked, "not all samples are kept"),
             violations=violations,
             empty=not checked,
         )
 
     def _group_faults(self, version: int, rows: Sequence[RowRef]) -> Iterator[str]:
-        """Yield the differences between the rows of a group in a batch and its kept samples."""
         attempt = rows[0].group, rows[0].attempt
         if (kept := self._samples.members[attempt]) != (trained := [row.id for row in rows]):
             where = f"group {attempt[0]}/{attempt[1]} of version {version}"
@@ -461,13 +413,9 @@ class _Checker:
         )
 
     def _rows(self) -> Iterator[tuple[int, RowRef]]:
-        """Yield the sampled rows of all batches in force, with their versions. Rows of a dataset have no
-        length and no versions."""
+        """Yield the sampled rows of all batches in force. Rows of a dataset have no length."""
         for version, batch in self._batches.items():
             yield from ((version, row) for row in batch.rows if row.length)
-
-    def _sampled_versions(self) -> set[int]:
-        return {version for version, _ in self._rows()}
 
     # -------------------------------------------------------------------------------------- digests
 
@@ -506,7 +454,6 @@ class _Checker:
         )
 
     def _repetitions(self) -> tuple[int, int]:
-        """Return how many steps the kernels repeated to the same digest and to another one, by their log."""
         lines = read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
         events = Counter(line.get("event") for line in lines)
         return events["step repeated"], events["repetition differs"]
@@ -514,7 +461,6 @@ class _Checker:
     # --------------------------------------------------------------------------- metrics, evaluations
 
     def _check_metrics(self) -> Check:
-        """metrics.jsonl has each step once, in order."""
         steps, present = [line["step"] for line in self._step_lines], self._present_version
         violations: list[str] = []
         if steps != list(range(1, len(steps) + 1)):
@@ -564,8 +510,7 @@ class _Checker:
                 violations.append(f"the evaluation of version {result.version}: {said}; {found}")
         violations += self._evaluation_line_faults(results.values())
         versions = {version for _, version in results}
-        rest = versions - recomputed
-        left_out = f"versions {_ranges(rest)}: not all their samples are kept" if rest else ""
+        left_out = _versions(versions - recomputed, "not all their samples are kept")
         return Check(
             name="evaluations of one version",
             checked=f"versions {_ranges(versions)}; recomputed from samples: {_ranges(recomputed)}",
@@ -575,7 +520,6 @@ class _Checker:
         )
 
     def _evaluation_line_faults(self, results: Collection[Evaluation]) -> Iterator[str]:
-        """Yield what is wrong with the lines of evaluations in metrics.jsonl."""
         written = Counter(line["step"] for line in self._evaluation_lines)
         for version, count in written.items():
             if count > 1:
@@ -594,8 +538,13 @@ class _Checker:
 # ----------------------------------------------------------------------------------------- helpers
 
 
+def _in_several(what: str, batches: Mapping[Any, Sequence[int]]) -> Iterator[str]:
+    for each, versions in batches.items():
+        if len(versions) > 1:
+            yield f"{what} {each} is in the batches of versions {_listed(versions)}"
+
+
 def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
-    """Yield what does not fit between the rows and the tickets of a batch."""
     attempts: defaultdict[int, set[str]] = defaultdict(set)
     for row in batch.rows:
         ticket, attempt, _ = row.id.split("/")
@@ -634,6 +583,10 @@ def _ranges(numbers: Iterable[int]) -> str:
             parts.append([number, number])
     texts = [str(start) if start == end else f"{start}-{end}" for start, end in parts]
     return ", ".join(texts) or "none"
+
+
+def _versions(numbers: Collection[int], reason: str) -> str:
+    return f"versions {_ranges(numbers)}: {reason}" if numbers else ""
 
 
 def _listed(values: Iterable[Any]) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, pairwise, repeat
 from pathlib import Path
@@ -25,7 +24,6 @@ from stretto.records.files import read_record
 from stretto.records.history import RunHistory
 
 _PIECE = 2**20
-"""Bytes that are read at once."""
 
 # ---------------------------------------------------------------------------------------- journal
 
@@ -37,7 +35,6 @@ class JournalMessage:
     sequence: int
     digest: str
     former: str
-    """Digest of the message that it follows."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,6 @@ class NamedMessage:
     """A message of the journal that a file names."""
 
     place: str
-    """The file."""
     sequence: int
     digest: str
 
@@ -55,15 +51,11 @@ class JournalRecord:
     """The journal of a run."""
 
     history: RunHistory = field(default_factory=RunHistory)
-    """What its events tell."""
     messages: list[JournalMessage] = field(default_factory=list[JournalMessage])
-    """Those that can be read."""
     unreadable: list[int] = field(default_factory=list[int])
-    """Sequence numbers of the messages that cannot be read."""
     batch_faults: list[str] = field(default_factory=list[str])
     """Batches that replaced another one in the same incarnation, and steps without an earlier batch."""
     draw_faults: list[str] = field(default_factory=list[str])
-    """Draws that replaced another one."""
 
     def add(self, time: float, event: Event) -> None:
         """Take in the next event."""
@@ -85,11 +77,7 @@ class JournalRecord:
 
 
 def read_journal(folder: Path) -> JournalRecord:
-    """Read the whole journal of a run that no kernel owns, from its files.
-
-    Raises:
-        RunError: if a kernel owns the run, or if its files cannot be read.
-    """
+    """Read the whole journal of a run that no kernel owns, from its files."""
     if is_locked(lock := folder / "bus" / "kernel.lock"):
         owner = read_record(lock).decode().strip()
         raise RunError(f"the run in {folder} is owned by {owner}; try again when it has ended")
@@ -114,8 +102,8 @@ _batch_of = decoder(EventBatch)
 
 
 def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessage]) -> Iterator[str]:
-    """Yield where messages of the journal do not follow each other, and which of those that files name are
-    others or are gone."""
+    """Yield where messages do not follow each other, and which of those that files name are others or
+    gone."""
     for former, message in pairwise([JournalMessage(0, "", ""), *messages]):
         if message.former != former.digest:
             before = f"message {former.sequence}" if former.sequence else "the beginning"
@@ -146,7 +134,6 @@ class TrajectoryFacts:
     newest: int
     """Versions of the oldest and the newest token under the loss mask."""
     accuracy: float | None
-    """None if there is none."""
     reward: float | None
     sample: int
     """Index of the ticket's sample that it is, or is a part of."""
@@ -157,11 +144,9 @@ class SampleRecord:
     """The kept samples of a run."""
 
     trained: dict[str, TrajectoryFacts] = field(default_factory=dict[str, TrajectoryFacts])
-    """Id -> trajectory, for training."""
     members: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
     """(ticket, attempt) -> ids of its trajectories, in order."""
     evaluated: list[TrajectoryFacts] = field(default_factory=list[TrajectoryFacts])
-    """In order."""
     faults: list[str] = field(default_factory=list[str])
     """Rows whose columns say something else than their arrays."""
 
@@ -178,8 +163,6 @@ def read_samples(folder: Path) -> SampleRecord:
 
 
 def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[TrajectoryFacts]:
-    """Yield the facts of the kept samples, group by group. A group that is not what its rollout worker
-    finished is among the faults."""
     for group in kept_groups(folder, purpose):
         if group[0]["digest"] and not has_its_digest(group):
             name = f"{group[0]['ticket']}/{group[0]['attempt']}"
@@ -188,8 +171,7 @@ def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[Traject
 
 
 def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
-    """Compute the facts of a kept row; None for an attempt without a trajectory. A row that contradicts
-    itself is among the faults."""
+    """None for an attempt without a trajectory."""
     if row["index"] is None:
         return None
     mask, versions = row["loss_mask"], row["versions"]
@@ -223,7 +205,6 @@ class CheckpointRecord:
     damage: str
     """What is wrong with its files; empty if they are as the manifest says."""
     state: Mapping[str, Any]
-    """Content of `kernel.json`; empty if it cannot be read."""
 
     @property
     def version(self) -> int:
@@ -242,9 +223,6 @@ def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
 
 
 def _checkpoint(folder: Path) -> CheckpointRecord:
-    """Read a checkpoint, and compare its files with the hashes in its manifest. Those in a store are read
-    there.
-    """
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
         state = json.loads((folder / "kernel.json").read_bytes())
@@ -256,21 +234,13 @@ def _checkpoint(folder: Path) -> CheckpointRecord:
     if store:
         found = _read_store(store) | found
     del found["manifest.json"]
-    damage = "; ".join(
-        [
-            *(
-                f"{name} differs from its hash"
-                for name in hashes
-                if found.get(name, hashes[name]) != hashes[name]
-            ),
-            *(f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())),
-        ]
-    )
-    return CheckpointRecord(folder.name, damage, state)
+    altered = [name for name in hashes if found.get(name, hashes[name]) != hashes[name]]
+    damage = [f"{name} differs from its hash" for name in altered]
+    damage += [f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())]
+    return CheckpointRecord(folder.name, "; ".join(damage), state)
 
 
 def _read_store(url: str) -> dict[str, str]:
-    """Return the name and the SHA-256 of every file in a folder of a store."""
     import fsspec.core
 
     try:
@@ -292,33 +262,31 @@ def _sha256(opened: BinaryIO) -> str:
 
 
 def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON objects; none if there is no file.
-
-    Args:
-        is_log: leave out lines that are not JSON: one that did not fit on a full disk, with the next behind.
-    """
-    try:
-        lines = read_record(file).splitlines(keepends=True)
-        found: list[dict[str, Any]] = []
-        for line in lines:
-            with suppress(*([ValueError] if is_log else [])):
-                found += [json.loads(line)] if line.endswith(b"\n") else []
-        return found
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise RunError(f"{file}: a line is not JSON: {error}") from error
+    """Return the complete lines of a file of JSON objects; none if there is no file. Of a log, lines that are
+    not JSON are left out: one that did not fit on a full disk, with the next behind."""
+    found: list[dict[str, Any]] = []
+    for line in (_content_of(file) or b"").splitlines(keepends=True):
+        try:
+            found += [json.loads(line)] if line.endswith(b"\n") else []
+        except ValueError as error:
+            if not is_log:
+                raise RunError(f"{file}: a line is not JSON: {error}") from error
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no file."""
+    content = _content_of(file)
     try:
-        return json.loads(read_record(file))
+        return None if content is None else json.loads(content)
+    except ValueError as error:
+        raise RunError(f"{file} is not JSON: {error}") from error
+
+
+def _content_of(file: Path) -> bytes | None:
+    try:
+        return read_record(file)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error}") from error
-    except ValueError as error:
-        raise RunError(f"{file} is not JSON: {error}") from error

@@ -8,11 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from stretto.cli.arguments import (
-    Overrides,
-    TrustPlugins,
-    WithOverrides,
-)
+from stretto.cli.arguments import Overrides, TrustPlugins, WithOverrides
 from stretto.cli.output import fail, print_table
 from stretto.errors import StrettoError, printable
 
@@ -23,7 +19,6 @@ app = typer.Typer()
 
 
 _MOST_VIOLATIONS = 20
-"""Maximum number of violations of one check that the table's text lists."""
 
 
 @app.command()

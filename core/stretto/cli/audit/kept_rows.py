@@ -19,14 +19,7 @@ _ROWS_AT_ONCE = 512
 def kept_rows(
     folder: Path, purpose: Purpose, columns: Sequence[str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the kept samples of training or of evaluations, in the order of their segments. Lists are arrays.
-
-    Args:
-        columns: None for all.
-
-    Raises:
-        ConfigError: if a segment is damaged.
-    """
+    """Yield the kept samples of a purpose in the order of their segments, with lists as arrays."""
     names = [name for name in segments_in(folder / FOLDER) if name.purpose == purpose]
     if not names:
         return  # a simulated run keeps none, and pyarrow cannot be imported in a simulated world
@@ -56,7 +49,6 @@ def has_its_digest(group: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _rows(table: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table, with lists as arrays."""
     import pyarrow as pa
 
     columns: dict[str, list[Any]] = {}

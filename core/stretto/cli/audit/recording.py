@@ -37,13 +37,7 @@ _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 
 
 def read_recording(folder: Path) -> RunHistory:
-    """Return the history of a run that has ended, or whose kernel is dead. It has the batches of all versions
-    from 0 on.
-
-    Raises:
-        ConfigError: if the run has trained no step.
-        RunError: if its journal lacks something.
-    """
+    """Return the history of a run that no kernel owns, with all batches from version 0 on."""
     journal = read_journal(folder)
     if journal.unreadable:
         raise RunError(f"{folder}: message {journal.unreadable[0]} of the journal is unreadable")
@@ -88,7 +82,6 @@ class KeptGroups:
             )
 
     def _added_images(self, group: RecordedGroup) -> dict[str, bytes]:
-        """Return the images that a group's workflow added."""
         images: dict[str, bytes] = {}
         for name in sorted({name for each in group.trajectories for name in each.added_images}):
             file = self._images.read(name)
@@ -145,7 +138,6 @@ def _array_of(values: Sequence[int] | None, dtype: type[np.generic]) -> Array | 
 
 
 def _images_of(text: str | None) -> tuple[str | int, ...] | None:
-    """Return `WireTrajectory.images` from the column of that name."""
     return None if text is None else msgspec.json.decode(text, type=tuple[Digest | NonNegativeInt, ...])
 
 
@@ -186,8 +178,7 @@ def kept_weights(folder: Path) -> Iterator[StepWeights]:
 
 
 def sums_of(weights: Iterable[StepWeights], batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
-    """Return the sums over the importance weights of batches, by the number of the step. A trajectory counts
-    once."""
+    """Return the sums over the importance weights of batches, by step. A trajectory counts once."""
     steps: dict[int, WeightSums] = {}
     left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
     for step, id, values in weights:

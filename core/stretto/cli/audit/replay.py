@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, count, groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,6 @@ class ReplayOptions(msgspec.Struct, frozen=True):
     start: str | None
     """Version, or name of the checkpoint, to begin with; None for the initial models."""
     stop: int | None
-    """The last step; None for all."""
     out: Path | None
 
 
@@ -51,7 +50,6 @@ class Replayed(msgspec.Struct, frozen=True):
     folder: Path
     summary: dict[str, Any]
     report: ReplayReport | None
-    """The comparison with the run; None if the replay did not complete."""
 
 
 def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -> Replayed:
@@ -71,7 +69,8 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     if segments[0].assembly.graph.samples and (missing := kept.missing(batches)):
         raise _kept_too_little(folder, recording, missing)
     out.mkdir(parents=True, exist_ok=True)
-    report = ReplayReport.begun(folder, batches, overrides)
+    first, last = batches[0].version + 1, batches[-1].version + 1
+    report = ReplayReport(run=str(folder), first=first, last=last, overrides=[*overrides], state="begun")
     report.write(out)
     if (fingerprints := folder / "fingerprints.json").exists():
         shutil.copy(fingerprints, out)
@@ -88,7 +87,6 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
 
 
 def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None:
-    """Return the checkpoint to begin with; None for the initial models."""
     if version is None or version == "0":
         return None
     checkpoint = find_checkpoint(folder, version, option="--from")
@@ -109,24 +107,16 @@ def _free_folder(run: Path, out: Path | None) -> Path:
         if not is_free(out.expanduser()):
             raise ConfigError(f"--out {out}: exists and is not an empty folder")
         return out.expanduser().absolute()
-    number, folder = 1, run.with_name(f"{run.name}-replay")
-    while not is_free(folder):
-        number += 1
-        folder = run.with_name(f"{run.name}-replay-{number}")
-    return folder
+    ends = chain([""], (f"-{number}" for number in count(2)))
+    folders = (run.with_name(f"{run.name}-replay{end}") for end in ends)
+    return next(folder for folder in folders if is_free(folder))
 
 
 def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]) -> ConfigError:
-    """Return the error for steps whose trajectories are gone, with the steps that can be replayed."""
-    last = len(recording.batches)
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
-    after = max(missing) + 1
-    checkpoints = sorted(
-        state_of(path).version
-        for path in (folder / "checkpoints").glob("step-*")
-        if (path / "kernel.json").exists()
-    )
-    later = [version for version in checkpoints if after <= version < last]
+    states = (folder / "checkpoints").glob("step-*/kernel.json")
+    versions = sorted(state_of(state.parent).version for state in states)
+    later = [each for each in versions if max(missing) < each < len(recording.batches)]
     hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
     return ConfigError(
         f"{folder} has not kept the trajectories of {len(missing)} of the steps, the first of them step "
@@ -182,16 +172,13 @@ def _check(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
 ) -> None:
-    """Refuse overrides that do not fit the recorded samples or the checkpoint."""
     for one, other in zip(former, segments, strict=True):
         place = other.assembly.composed.place
         was, now = one.assembly.graph, other.assembly.graph
         if was.samples != now.samples:
             kind = "samples" if was.samples else "rows of a dataset"
             raise ConfigError(f"{place('algorithm')}: the run has trained on {kind}; this algorithm does not")
-        had, needs = (
-            {name for name, model in graph.models.items() if model.trainable} for graph in (was, now)
-        )
+        had, needs = ({name for name, each in graph.models.items() if each.trainable} for graph in (was, now))
         if start is not None and (missing := sorted(needs - had)):
             raise ConfigError(
                 f"{place('algorithm')}: checkpoint {start[0].name} has no model {missing[0]!r}; "
@@ -204,9 +191,7 @@ def _check(
 def _accept(
     former: Sequence[ReplaySegment], segments: Sequence[ReplaySegment], overrides: Sequence[str]
 ) -> None:
-    """Refuse values with errors. Print the warnings that the recorded values do not have, and the overrides
-    without effect.
-    """
+    """Refuse values with errors. Print the warnings that the recorded values do not have."""
     from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
 
     shown: set[str] = set()
@@ -226,7 +211,6 @@ def _accept(
 
 
 def _check_rows(folder: Path, assembly: Assembly) -> None:
-    """Refuse a dataset whose rows have changed."""
     dataset = assembly.make("dataset")
     recorded = msgspec.json.decode((folder / "fingerprints.json").read_bytes(), type=dict[str, str])
     if recorded.get("dataset", dataset.fingerprint) != dataset.fingerprint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,6 @@ _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
 """Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""
 _OFF_POLICY = ("kl", "ess", "ess_sequences", "outside")
 _MOST_STEPS = 10
-"""Number of steps that a table shows."""
 _MOSTLY_OFF = 0.5
 """Below this effective sample size, the weighted figures of a step say little."""
 
@@ -39,7 +39,6 @@ _LIMITS = (
     "from that, is not known",
     "groups that the recorded algorithm filtered out are not there for another algorithm",
 )
-"""What a comparison cannot show, in words."""
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +46,6 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     recorded: str
-    """Digest of the recorded weights after the step."""
     replayed: str
     recorded_layout: str
     replayed_layout: str
@@ -72,9 +70,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """A replay and its comparison, as `replay.json` has them."""
 
     run: str
-    """Folder of the recorded run."""
     first: int
-    """The first step that was trained again."""
     last: int
     overrides: list[str]
     state: Literal["begun", "complete"]
@@ -84,21 +80,9 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """Number of these steps up to the first that differs."""
     difference: Difference | None = None
     digest: str = ""
-    """Digest of the replay's last weights."""
     steps: list[ComparedStep] = []
     limits: list[str] = []
     """What the comparison cannot show. Empty for a replay without overrides."""
-
-    @classmethod
-    def begun(cls, run: Path, batches: Sequence[RecordedBatch], overrides: Sequence[str]) -> ReplayReport:
-        """Return the report of a replay that has not trained yet."""
-        return cls(
-            run=str(run),
-            first=batches[0].version + 1,
-            last=batches[-1].version + 1,
-            overrides=list(overrides),
-            state="begun",
-        )
 
     def write(self, folder: Path) -> None:
         """Write the report into the replay's folder."""
@@ -113,38 +97,30 @@ def report_of(
     replay: RunFolder,
     weights: Sequence[Iterable[StepWeights]],
 ) -> ReplayReport:
-    """Compare a complete replay with its run.
-
-    Args:
-        weights: importance weights of both.
-    """
+    """Compare a complete replay with its run, and the importance weights of both."""
     replayed = read_journal(replay.folder).history
-    recorded_digests, digests = recording.reached, replayed.reached
-    compared = identical = 0
+    then, now = recording.reached, replayed.reached
+    compared = [each for each in batches if each.version + 1 in then]  # the run may have ended in a step
+    identical = [*takewhile(lambda each: then[each.version + 1] == now[each.version + 1], compared)]
     difference: Difference | None = None
-    for batch in batches:
+    if len(identical) < len(compared):
+        batch = compared[len(identical)]
         version = batch.version + 1
-        if version not in recorded_digests:
-            continue  # the run ended in this step
-        compared += 1
-        if recorded_digests[version] == digests[version]:
-            identical += difference is None
-        elif difference is None:
-            difference = Difference(
-                step=version,
-                recorded=recorded_digests[version],
-                replayed=digests[version],
-                recorded_layout=batch.layout,
-                replayed_layout=replayed.batches[batch.version].layout,
-                incarnation_from=_break_before(recording, version),
-            )
+        difference = Difference(
+            step=version,
+            recorded=then[version],
+            replayed=now[version],
+            recorded_layout=batch.layout,
+            replayed_layout=replayed.batches[batch.version].layout,
+            incarnation_from=_break_before(recording, version),
+        )
     return msgspec.structs.replace(
         begun,
         state="complete",
-        compared=compared,
-        identical=identical,
+        compared=len(compared),
+        identical=len(identical),
         difference=difference,
-        digest=digests[begun.last],
+        digest=now[begun.last],
         steps=list(_steps(begun, run, replay, [sums_of(each, batches) for each in weights])),
         limits=list(_LIMITS) if begun.overrides else [],
     )
@@ -166,17 +142,14 @@ def _steps(
     lines = [{line["step"]: line for line in each.steps} for each in (run, replay)]
     for step in range(begun.first, begun.last + 1):
         recorded, replayed = (
-            {
-                **{
-                    key: float(own[step][key])
-                    for key in _OF_METRICS
-                    if own.get(step, {}).get(key) is not None
-                },
-                **(off_policy(found[step]) if step in found else {}),
-            }
-            for own, found in zip(lines, weights, strict=True)
+            _figures(own.get(step, {}), found.get(step)) for own, found in zip(lines, weights, strict=True)
         )
         yield ComparedStep(step=step, recorded=recorded, replayed=replayed)
+
+
+def _figures(line: Mapping[str, float], weights: WeightSums | None) -> dict[str, float]:
+    figures = {key: float(line[key]) for key in _OF_METRICS if line.get(key) is not None}
+    return figures if weights is None else figures | off_policy(weights)
 
 
 def off_policy(weights: WeightSums) -> dict[str, float]:
@@ -219,7 +192,6 @@ def report_lines(report: ReplayReport) -> list[str]:
 
 
 def _causes(difference: Difference) -> Iterator[str]:
-    """Yield what the journal says about possible causes of a difference that no override explains."""
     recorded, replayed = difference.recorded_layout, difference.replayed_layout
     if recorded != replayed:
         yield f"the layout differs: recorded {recorded!r}, here {replayed!r}"
@@ -238,7 +210,6 @@ def _causes(difference: Difference) -> Iterator[str]:
 
 
 def _off_policy_lines(report: ReplayReport) -> Iterator[str]:
-    """Yield the off-policy error of the replay in words."""
     measured = [each for each in report.steps if "kl" in each.replayed]
     if not measured:
         yield "off-policy error: not known, the trainers recorded no importance weights"
@@ -273,7 +244,6 @@ def report_tables(report: ReplayReport) -> list[tuple[str, Table]]:
 
 
 def _spread(steps: Sequence[ComparedStep]) -> list[ComparedStep]:
-    """Return at most `_MOST_STEPS` steps, the first and the last among them."""
     if len(steps) <= _MOST_STEPS:
         return list(steps)
     places = np.linspace(0, len(steps) - 1, _MOST_STEPS).round().astype(int)

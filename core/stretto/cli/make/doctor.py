@@ -114,7 +114,6 @@ def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Ite
 
 
 def _faults_of(component: Component[Any]) -> Iterator[str]:
-    """Yield what would end a run with this component."""
     has_parts = any(field.type is ComponentParts for field in msgspec.structs.fields(component.config))
     calls = {
         "factory": ("config", "context", *(("parts",) if has_parts else ())),
@@ -151,7 +150,6 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _warnings_of(component: Component[Any]) -> Iterator[str]:
-    """Yield what users of this component would miss, and what may fail later."""
     with suppress(TypeError, ValueError):  # `_faults_of` yields it
         if reason := mismatch(component.api or API_VERSION):
             yield reason
@@ -166,7 +164,6 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
-    """Say whether the processors have instructions for bfloat16."""
     flags = set(cpu_info.read_text().split()) if cpu_info.is_file() else set[str]()
     found = sorted(flags & {"amx_bf16", "avx512_bf16"})
     if not found:

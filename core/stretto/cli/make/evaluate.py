@@ -47,9 +47,7 @@ class EvaluationOptions:
     """The options of the command line; None means the run's own value, or the default."""
 
     version: str | None = None
-    """A version of the run, or the name of one of its checkpoints."""
     dataset: str | None = None
-    """A file with one JSON object on each line, or the name of a dataset component."""
     reward: str | None = None
     n: int | None = None
     temperature: float | None = None
@@ -73,19 +71,16 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     """Answers to each row; the smallest number where rows differ."""
     samples: int
-    """Answers to all rows."""
     avg: Estimate
     """Score of an answer: its accuracy or its reward, as `measure` says."""
     measure: Measure
     """`accuracy` if all answers have one, otherwise `reward`."""
     reward: Estimate
-    """Reward of an answer."""
     pass_at: dict[int, Estimate]
     """k -> pass@k, for the powers of two up to n, and n itself."""
     threshold: float
     """An answer with at least this score passes."""
     length: float
-    """Mean number of sampled tokens of an answer."""
     truncated: float
     """Share of answers that reached the length limit."""
     tokens_per_s: float
@@ -96,17 +91,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
-    """Compose the run that evaluates a run's checkpoint, or a model.
-
-    Args:
-        source: a run's folder, a model folder, or a hub id.
-    """
-    if misplaced := next(
-        (item for item in overrides if item.partition("=")[0].split(".")[0] == "dataset"), None
-    ):
-        raise ConfigError(
-            f"override {misplaced!r}: an evaluation reads `evaluation.dataset`; write evaluation.{misplaced}"
-        )
+    """Compose the run that evaluates a run's checkpoint, or a model by its folder or hub id."""
+    for item in overrides:
+        if item.partition("=")[0].split(".")[0] == "dataset":
+            text = f"override {item!r}: an evaluation reads `evaluation.dataset`; write evaluation.{item}"
+            raise ConfigError(text)
     folder = Path(source).expanduser()
     if (folder / "config.yaml").is_file():
         file, document = folder / "config.yaml", _document_of_run(folder.absolute(), options.version)
@@ -137,7 +126,6 @@ def compose_evaluation(source: str, options: EvaluationOptions, overrides: Seque
 
 
 def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
-    """Return the document for a run's checkpoint, before the options of the command line."""
     # Keep the references to environment variables: they are resolved when the evaluation is composed.
     run = read_document(folder / "config.yaml")
     evaluation: dict[str, Any] = run.get("evaluation") or {}
@@ -184,7 +172,6 @@ def _name_of(source: str) -> str:
 
 
 def _apply_options(document: dict[str, Any], options: EvaluationOptions) -> None:
-    """Write the command line's options into the document. They replace the run's values."""
     evaluation: dict[str, Any] = document["evaluation"]
     evaluation |= {"sampling": "${sampling}", "every": 0, "keep_answers": True}
     if options.dataset is not None:
@@ -215,7 +202,6 @@ def _dataset_of(name: str) -> dict[str, Any]:
 
 
 def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Refuse an evaluation without held-out rows, or without a reward or a workflow that may score."""
     keys = [item.partition("=")[0] for item in overrides]
     if "dataset" not in document["evaluation"] and not any(
         key.startswith("evaluation.dataset") for key in keys

@@ -49,24 +49,17 @@ _KEYS = (
     *("algorithm.use", "algorithm.group_size", "reward.use", "dataset.use", "training.use", "training.lr"),
     *("queue.batch_size", "queue.max_staleness", "sampling.temperature", "sampling.max_tokens", "seed"),
 )
-"""Keys of the run file whose values a model card shows."""
 _FIGURES = ("reward", "length", "entropy", "staleness")
 """Keys of `metrics.jsonl` whose values a model card shows, of the step that made the version."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
-"""Files of a model that its adapter does without."""
 
 
 # ------------------------------------------------------------------------------------------- models
 
 
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write the model of a checkpoint to a folder, and return the folder. It is complete or absent.
-
-    Args:
-        version: a version of the run, or the name of a checkpoint; None for the newest intact one.
-        form: the whole model, with adapters merged, or only the adapter.
-        to: a folder that does not exist, or is empty. None: `<run>-step-000040` in the working directory.
-    """
+    """Write the model of a checkpoint (default: the newest intact one) to a free folder (default: here,
+    `<run>-step-000040`), and return the folder. It is complete or absent."""
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -82,15 +75,16 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
         if form == "adapter":
             ignore = shutil.ignore_patterns(*_WEIGHTS)
             shutil.copytree(model, aside, dirs_exist_ok=True, ignore=ignore)
-            _name_base(aside / "adapter_config.json", run)
+            file = aside / "adapter_config.json"  # with the base by its hub id, or a folder by its last part
+            config = {**json.loads(file.read_text()), "base_model_name_or_path": _base_of(run)[0]}
+            file.write_text(json.dumps(config, indent=2) + "\n")
         (aside / "README.md").write_text(_card(run, checkpoint, form))
     return to
 
 
 def push_to_hub(folder: Path, repository: str) -> str:
     """Upload a folder to a repository of the Hugging Face hub, and return its address. A repository that does
-    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN.
-    """
+    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -109,8 +103,7 @@ def push_to_hub(folder: Path, repository: str) -> str:
 
 @contextmanager
 def _written_aside(to: Path) -> Generator[Path]:
-    """Give a new folder beside `to`, and rename it to `to` at the end of the block. Remove it after an
-    error."""
+    """Give a new folder beside `to` that becomes `to` at the end of the block, or goes after an error."""
     if not is_free(to):
         raise ConfigError(f"{to} exists and is not empty; give another folder with --to")
     aside = to.absolute().with_name(f".{to.name}-{os.getpid()}")
@@ -122,12 +115,6 @@ def _written_aside(to: Path) -> Generator[Path]:
         raise ConfigError(f"{to}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _name_base(file: Path, run: RunFolder) -> None:
-    """Name the base model of an adapter by its hub id; a folder of this machine by its last part."""
-    config = json.loads(file.read_text())
-    file.write_text(json.dumps({**config, "base_model_name_or_path": _base_of(run)[0]}, indent=2) + "\n")
 
 
 def _base_of(run: RunFolder) -> tuple[str, bool]:
@@ -214,15 +201,10 @@ def export_samples(
     folder: Path, file: Path, *, min_reward: float | None = None, best_of_group: bool = False
 ) -> ExportedSamples:
     """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
-    with `images`, if the rows have some.
+    with `images`, if the rows have some. The file is complete or unchanged.
 
     A row trains the tokens that the run has trained. If the algorithm `sft` would make other tokens of its
     prompt and completion, the row also has `tokens` and `loss_mask`.
-
-    Args:
-        file: is replaced if it exists. It is complete or unchanged.
-        min_reward: leave out samples with a lower reward.
-        best_of_group: take only the sample with the highest reward of each group; of equal ones, the first.
     """
     wanted = SampleFilter(purpose="train", reward=(min_reward, None))
     store = open_samples(folder)
@@ -258,8 +240,7 @@ def export_samples(
 
 
 def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
-    """Return the function that encodes a row as `sft` does with the run's model; it returns None for a row
-    that `sft` would refuse."""
+    """Encode a row as `sft` does with the run's model; None for a row that `sft` would refuse."""
     document = read(RunFile(folder / "config.yaml", ()))[0]
     model, section = document.get("model"), document.get("dataset", {})
     known = {key: section[key] for key in ("template", "special_tokens") if key in section}
@@ -278,14 +259,10 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
 
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all rows of the sample with the highest reward of each group."""
-    best: dict[Any, dict[str, Any]] = {}
-    for sample in samples:
-        former = best.setdefault(sample["ticket"], sample)
-        if sample["reward"] > former["reward"]:
-            best[sample["ticket"]] = sample
-    chosen = set(map(_sample_of, best.values()))
-    return [each for each in samples if _sample_of(each) in chosen]
+    best: dict[int, tuple[int, int, int]] = {}
+    for sample in sorted(samples, key=lambda each: -each["reward"]):  # of equal ones, the first
+        best.setdefault(sample["ticket"], _sample_of(sample))
+    return [each for each in samples if _sample_of(each) == best[each["ticket"]]]
 
 
 def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -293,12 +270,7 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
-    """Return the row of a trajectory; None if the dataset has its images in itself, or if it is a
-    conversation with images.
-
-    Args:
-        parts: number of trajectories of its sample.
-    """
+    """None for images in the dataset itself or in a conversation. `parts`: trajectories of the sample."""
     columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
     images = names_in(columns)
     prompt: Any = columns.get("prompt")

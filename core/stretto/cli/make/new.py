@@ -22,11 +22,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> Path:
-    """Write the package `stretto-NAME` and return its folder.
-
-    Args:
-        folder: a folder that does not exist, or an empty one; default: `stretto-NAME`, here.
-    """
+    """Write the package `stretto-NAME` into a folder that is new or empty, by default here, and return it."""
     known = _known_kind(kind)
     _expect_free_name(known, name, plugins)
     target = folder or Path(_distribution(name))
@@ -44,11 +40,8 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
 
 
 def new_model(folder: Path, characters: str | None, seed: int) -> None:
-    """Write an untrained model of the quickstart's size, with one token for each character.
-
-    Args:
-        characters: those that it can read and write; None for printable ASCII.
-    """
+    """Write an untrained model of the quickstart's size, with a token for each character, by default
+    ASCII."""
     if characters == "":
         raise ConfigError("--characters is empty; expected the characters of your prompts and answers")
     if not is_free(folder):
@@ -112,7 +105,6 @@ def _fill(text: str, words: dict[str, str]) -> str:
 
 
 def _words(kind: Kind, name: str) -> dict[str, str]:
-    """Return what stands in a package for each placeholder of the templates."""
     contract = CONTRACTS[kind]
     is_list = kind == "tracker"
     return {

@@ -23,8 +23,7 @@ from stretto.errors import ConfigError, one_error
 A = TypeVar("A", bound=Message)
 
 _MOST = 10_000
-_ANSWER_S = 120.0
-"""Deadline for the kernel's answer. A launcher may need some time to start workers."""
+_ANSWER_S = 120.0  # deadline for the kernel's answer. A launcher may need some time to start workers
 
 
 def numbers_of(items: Sequence[str]) -> dict[str, int]:
@@ -55,21 +54,13 @@ def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awai
 
 
 def stop_run(folder: Path, *, now: bool) -> str:
-    """End a living run. Return what its kernel does until then.
-
-    Args:
-        now: end without a checkpoint.
-    """
+    """End a living run, with `now` without a checkpoint. Return what its kernel does until then."""
     with one_error():
         return anyio.run(stop_request(folder, now=now)).state
 
 
 def stop_request(folder: Path, *, now: bool) -> Callable[[], Awaitable[RunStopping]]:
-    """Return what asks the kernel of a living run to end it.
-
-    Args:
-        now: end without a checkpoint.
-    """
+    """Return what asks the kernel of a living run to end it, with `now` without a checkpoint."""
     _require_kernel(folder)
     bootstrap = operator_bootstrap(folder / "bus")
     return partial(_ask, bootstrap, "stop", StopRun(bootstrap.token, now), RunStopping)
@@ -105,7 +96,6 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
 
 
 async def _ask(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:
-    """Send a command to the kernel of a run, and return its answer."""
     async with connect(bootstrap) as bus:
         subject = Subjects(bootstrap.run).kernel("operator", verb)
         return await bus.request(subject, command, answer, who="kernel", deadline_s=_ANSWER_S)

@@ -62,39 +62,39 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     for struct in _all_structs(structs):
         if struct.__name__ in definitions:
             _describe(definitions[struct.__name__], struct)
-    run = definitions["RunConfig"]
+    properties = {name: definition.get("properties", {}) for name, definition in definitions.items()}
+    run = properties["RunConfig"]
+
+    def section(kind: Kind, plain: dict[str, Any]) -> dict[str, Any]:
+        return _section_schema(choices[kind], plugins.names(kind), plain)
+
     for key, kind in SECTIONS.items():
         owner, _, name = key.rpartition(".")
-        properties = definitions["EvaluationConfig" if owner else "RunConfig"]["properties"]
-        properties[name] = _section_schema(choices[kind], plugins.names(kind), properties[name])
+        keys = properties["EvaluationConfig"] if owner else run
+        keys[name] = section(kind, keys[name])
     for key, kind in LIST_SECTIONS.items():
-        run["properties"][key]["items"] = _section_schema(choices[kind], plugins.names(kind), {})
+        run[key]["items"] = section(kind, {})
     for key, kind in NAMED_SECTIONS.items():
-        section = _section_schema(choices[kind], plugins.names(kind), {})
-        run["properties"][key] = _names_schema(section, run["properties"][key])
+        run[key] = _names_schema(section(kind, {}), run[key])
     for key, kind in VARIANT_SECTIONS.items():
-        properties = definitions["VariantConfig"]["properties"]
-        section = _section_schema(choices[kind], plugins.names(kind), properties[key])
-        section["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
-        properties[key] = section
+        own = section(kind, properties["VariantConfig"][key])
+        own["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
+        properties["VariantConfig"][key] = own
     for kind, structs_of_kind in choices.items():
-        section = _section_schema(structs_of_kind, plugins.names(kind), {})
         for struct in structs_of_kind:
-            fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
-            if fields.get("parts") is ComponentParts:
-                properties = definitions[struct.__name__]["properties"]
-                properties["parts"] = _names_schema(section, properties["parts"])
-    variant = {"$ref": "#/$defs/VariantConfig"}
-    run["properties"]["variants"] = _names_schema(variant, run["properties"]["variants"])
+            keys = properties[struct.__name__]
+            if any(field.type is ComponentParts for field in msgspec.structs.fields(struct)):
+                keys["parts"] = _names_schema(section(kind, {}), keys["parts"])
+    run["variants"] = _names_schema({"$ref": "#/$defs/VariantConfig"}, run["variants"])
     assert refs
     for struct in _all_structs(structs):
         for field in _info(struct).fields:
-            properties = definitions[struct.__name__]["properties"]
+            keys = properties[struct.__name__]
             if names := _names_of(field.type):
-                properties[field.encode_name] = _allow_name(properties[field.encode_name], names)
-    for definition in definitions.values():
-        for name, schema in definition.get("properties", {}).items():
-            definition["properties"][name] = _allow_interpolation(schema)
+                keys[field.encode_name] = _allow_name(keys[field.encode_name], names)
+    for keys in properties.values():
+        for name, schema in keys.items():
+            keys[name] = _allow_interpolation(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "stretto run file",
@@ -107,7 +107,6 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
 
 
 def _nested(place: str, info: types.Type) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    """Yield the structs that a value may hold, with the place of each."""
     match info:
         case types.Metadata(type=inner):
             yield from _nested(place, inner)
@@ -157,7 +156,6 @@ def _section_schema(
 
 
 def _names_of(info: types.Type) -> list[str]:
-    """Return the names that the key `use` of a struct accepts; empty if `use` is not a choice of names."""
     for part in _parts(info):
         for field in _info(part.cls).fields if isinstance(part, types.StructType) else ():
             if field.encode_name == "use" and isinstance(field.type, types.LiteralType):
@@ -166,11 +164,6 @@ def _names_of(info: types.Type) -> list[str]:
 
 
 def _names_schema(section: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a mapping of names to sections.
-
-    Args:
-        plain: the mapping's own schema, with its description.
-    """
     return {"type": "object", "additionalProperties": section, "description": plain["description"]}
 
 
@@ -186,7 +179,6 @@ def _allow_name(schema: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def _allow_interpolation(schema: dict[str, Any]) -> dict[str, Any]:
-    """Allow `${key}` where the schema expects a number or a bool."""
     kinds = {part.get("type") for part in schema.get("anyOf", [schema])}
     if not kinds & {"integer", "number", "boolean"}:
         return schema
@@ -206,7 +198,6 @@ def _describe(definition: dict[str, Any], struct: type[msgspec.Struct]) -> None:
 
 
 def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Struct]]:
-    """Yield the structs, and all structs that their fields hold."""
     seen: set[type[msgspec.Struct]] = set()
     stack = list(roots)
     while stack:
@@ -220,7 +211,6 @@ def _all_structs(roots: list[type[msgspec.Struct]]) -> Iterator[type[msgspec.Str
 
 
 def _parts(info: types.Type) -> Iterator[types.Type]:
-    """Yield the members of a union, or the type itself."""
     if isinstance(info, types.Metadata):
         yield from _parts(info.type)
     elif isinstance(info, types.UnionType):

@@ -23,13 +23,8 @@ from stretto.errors import ConfigError
 def work_by_hand(
     folder: Path | None, role: str, invitation: Path | None, *, url: str | None, credentials: str | None
 ) -> int:
-    """Run a worker until it leaves, and return its exit status.
-
-    Args:
-        folder: the run's folder, if the worker may take the next free id there; None with an invitation.
-        url: address of nats-server as it is reached from here; None for the one in the file.
-        credentials: a file with a login for a server of the user's own.
-    """
+    """Run a worker until it leaves, and return its exit status. With `folder` it takes the next free id of
+    its role there, else that of the invitation."""
     options = [*(["--bus", url] if url else []), *(["--credentials", credentials] if credentials else [])]
     with _bootstrap_file(folder, role, invitation) as file:
         bootstrap = Bootstrap.read(file).reached(url, credentials)
@@ -42,11 +37,8 @@ def work_by_hand(
 
 
 def invite_guest(folder: Path, guest: str) -> list[str]:
-    """Write the file with which a guest may join a run, and return the command that uses the file.
-
-    Args:
-        guest: a role, a worker's id, or `viewer`.
-    """
+    """Write the file with which a guest (a role, a worker's id, or `viewer`) may join a run, and return the
+    command that uses the file."""
     bus = folder / "bus"
     if guest == VIEWER:
         Bootstrap.read(bus / f"{VIEWER}.json")

@@ -82,7 +82,6 @@ def watch(
 def _viewer(
     source: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap | None:
-    """Return what a viewer file says; None for a run's folder."""
     from stretto.cli.show.watch import bootstrap_elsewhere
 
     if not source.exists():  # a submitted run makes its folder when the cluster starts it

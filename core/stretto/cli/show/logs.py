@@ -10,17 +10,12 @@ from pathlib import Path
 from stretto.records.logs import log_text, open_log, whole_lines
 from stretto.run_folder import RunFolder
 
-_LOOK_S = 0.3
+_LOOK_S = 0.3  # a line is seen soon enough for a reader, and a look costs a few file reads
 
 
 def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) -> Iterator[str]:
-    """Yield the lines of a log as text.
-
-    Args:
-        worker: the worker whose log it is; `kernel` for the kernel.
-        newest: begin with this many lines before the end; None for all.
-        follow: continue with new lines until the run has ended.
-    """
+    """Yield the lines of the kernel's or a worker's log as text: the `newest` ones, or all; to `follow` it,
+    also new lines until the run has ended."""
     run = RunFolder(folder)
     with open_log(folder, worker) as log:
         yield from map(log_text, deque(whole_lines(log), maxlen=newest))

@@ -73,7 +73,6 @@ def _head(status: Status) -> list[str]:
 
 
 def _details(status: Status) -> list[str]:
-    """Describe what the kernel knows of its processes."""
     lines: list[str] = []
     if not status.connected:
         lines.append("the kernel has no connection to nats-server")

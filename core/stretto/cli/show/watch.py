@@ -28,7 +28,7 @@ from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.status import LATE_S, Status, decode_status, standstill
 from stretto.run_folder import RunFolder
 
-_LOOK_S = 0.5
+_LOOK_S = 0.5  # the kernel writes its status about once in a second
 
 
 def watch_folder(folder: Path) -> int:
@@ -55,9 +55,7 @@ def watch_folder(folder: Path) -> int:
 
 
 def watch_bus(viewer: Bootstrap) -> int:
-    """Show the run whose kernel sends its status over the bus, until it ends, or until the user ends the
-    view. Return the exit status.
-    """
+    """Show the run whose kernel sends its status over the bus, as `watch_folder` does."""
     # The view says what is wrong with the connection.
     log_nothing()
     listener = _Listener()
@@ -73,13 +71,8 @@ def watch_bus(viewer: Bootstrap) -> int:
 def bootstrap_elsewhere(
     file: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read the bootstrap file of a viewer who is not on the run's machine.
-
-    Args:
-        url: the address of nats-server as it is reached from here; None for the one in the file.
-        credentials: a file with a login for a server of the user's own.
-        certificate: a client's certificate for such a server; its key is in the file with the suffix `.key`.
-    """
+    """Read the bootstrap file of a viewer who is not on the run's machine. The certificate for a server of
+    the user's own has its key in the file with the suffix `.key`."""
     bootstrap = Bootstrap.read(file)
     if bootstrap.role != VIEWER:
         raise ConfigError(
@@ -94,8 +87,6 @@ def bootstrap_elsewhere(
 
 
 class _Listener:
-    """The newest status that came over the bus."""
-
     def __init__(self) -> None:
         self._newest: Status | None = None
         self._heard = time.monotonic()
@@ -115,7 +106,6 @@ class _Listener:
             self.ended.set()
 
     def status(self) -> Status | None:
-        """Return the newest status, with a remark if there is no news."""
         silent_s = time.monotonic() - self._heard
         remark = f"no news from the run for {silent_s:.0f} s" if silent_s > LATE_S else self._fault
         if self._newest is None or not remark:
@@ -154,7 +144,6 @@ async def _watch(source: Callable[[], Status | None], until_the_end: Callable[[]
 
 
 async def _print_steps(source: Callable[[], Status | None]) -> None:
-    """Print a line for each new step, until cancelled."""
     shown = -1
     while True:
         status = source()

@@ -26,14 +26,8 @@ def accepted(
     memory_limit: bool = True,
     show: Callable[[str, str], None] = print_notice,
 ) -> Assembly:
-    """Return the run if it has no errors.
-
-    Args:
-        starting: also refuse it for faults of this machine's environment.
-        resumed: it continues in a folder that exists.
-        memory_limit: also refuse it if its engines take more memory than there is.
-        tell: called with (`note` or `warning`, text) for each decision and each warning.
-    """
+    """Return the run if it has no errors, and show each decision and each warning. A `starting` run is also
+    refused for faults of this machine's environment."""
     from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
 
     for notice in assembly.composed.notices:

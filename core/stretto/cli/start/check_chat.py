@@ -22,10 +22,8 @@ from stretto.models.prompts import as_meant, both_tools, tools_of
 from stretto.models.tokenizer import Tokenizer, fault_of
 from stretto.models.vision import is_vision_language
 
-_MAX_S = 1.0
-"""Time for the rows of a dataset."""
+_MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400
-"""Characters of the first prompt that are shown."""
 
 
 def chat_lines(assembly: Assembly) -> Iterator[str]:
@@ -60,7 +58,6 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
 
 
 def _contents(form: ChatForm) -> str:
-    """Return which forms of a content the template writes, by roles if they differ."""
     names = {role: " or ".join(sorted(each, reverse=True)) for role, each in form.content.items() if role}
     by_role = ", ".join(f"{name} ({role})" for role, name in names.items())
     return by_role if len({*names.values()}) > 1 else next(iter(names.values()), "text")
@@ -92,7 +89,6 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
 
 
 def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Warn of an end of turns that the tokenizer does not find where the template writes it."""
     form = tokenizer.form
     if not (form.has_template and form.writes_end and form.closing):
         return
@@ -122,8 +118,6 @@ def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[st
 def _oddities(
     row: dict[str, Any], tokenizer: Tokenizer, size: int | None, of_run: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield what is odd in a row's prompt: a kind, and the place."""
-
     def write(messages: Sequence[Message]) -> str:
         return plain_text(tokenizer.render(messages, tools=tools))
 
@@ -194,12 +188,7 @@ def _odd_messages(
 
 
 def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
-    """Return the tokenizer of the run's model; None without a whole model on this machine, or if it reads
-    images.
-
-    Raises:
-        ConfigError: if the model has no tokenizer that can be loaded.
-    """
+    """None without a whole model on this machine, or if it reads images."""
     model = assembly.config.model
     if model is None or is_vision_language(known_config(model)):
         return None

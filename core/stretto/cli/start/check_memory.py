@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from stretto.assembly.assembly import Assembly
@@ -25,8 +26,6 @@ _VERSIONS = 2
 
 
 class _Need(NamedTuple):
-    """What the processes of one kind of engine take together."""
-
     name: str
     number: int
     each: HostMemory
@@ -44,7 +43,7 @@ class _Need(NamedTuple):
 def memory_lines(assembly: Assembly) -> Iterator[str]:
     """Yield a line for each kind of engine whose memory is known, and their sum."""
     label = "memory"
-    for processes in (known := [*_processes(assembly)]):
+    for processes in (known := _processes(assembly)):
         yield f"{label:10} {processes}"
         label = ""
     if known:
@@ -53,14 +52,10 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
 
 
 def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
-    """Yield what is wrong with the memory of a run on this machine.
-
-    Args:
-        limited: whether engines that take more than there is are an error.
-    """
+    """Yield what is wrong with the memory of a run; with `limited`, too little is an error."""
     if assembly.config.launcher.use != "local":
         return
-    known, memory = [*_processes(assembly)], available_memory()
+    known, memory = _processes(assembly), available_memory()
     size = sum(processes.size for processes in known)
     if size > _MUCH * memory:
         needs = ", ".join(map(str, known))
@@ -75,7 +70,6 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
 
 
 def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Warn if two versions of the weights do not fit into shared memory."""
     config, folder = assembly.config, folder_of_model(assembly.config.model)
     section = config.training
     is_sent = assembly.graph.samples and config.weights.use == "file"
@@ -94,21 +88,22 @@ def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
         )
 
 
-def _processes(assembly: Assembly) -> Iterator[_Need]:
-    """Yield the processes of each kind of engine; none for an engine that does not say what it takes."""
-    config, placement = assembly.config, assembly.placement
-    for group in placement.groups.values():
+@lru_cache(maxsize=1)  # for the problems, and for the lines of `stretto check`
+def _processes(assembly: Assembly) -> list[_Need]:
+    """None of an engine that does not say what it takes."""
+    config, found = assembly.config, list[_Need]()
+    for group in assembly.placement.groups.values():
         if (each := _of_group(assembly, group)) is not None:
-            yield _Need(group.path, len(group.workers), each)
+            found.append(_Need(group.path, len(group.workers), each))
     engines = [worker for worker in assembly.workers if worker.role == "inference"]
     if config.model is not None and engines:
         each = config.inference.host_memory(config.model, assembly.samples_in_flight)
         if each is not None:
-            yield _Need("inference", len(engines), each)
+            found.append(_Need("inference", len(engines), each))
+    return found
 
 
 def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
-    """Return what each process of a worker group takes; None if a model is not on this machine."""
     sizes = {True: 0, False: 0}
     for name in group.models:
         folder = folder_of_model(assembly.config.source_of(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from stretto.assembly.assembly import Assembly
@@ -13,6 +14,8 @@ from stretto.models.files import cached_file, known_config, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
+
+_warning = partial(Problem, severity="warning")
 
 _NAMED = 3
 _GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification")
@@ -35,11 +38,10 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
         if trained and Path(config.model, "config.json").is_file() and not _has_weights(Path(config.model)):
             yield Problem("model", f"{config.model!r} has no weights: expected *.safetensors in the folder")
         if trained and graph.samples and config.steps and not inference.needs_model:
-            yield Problem(
+            yield _warning(
                 "inference.use",
                 f"{inference.name!r} samples answers without {config.model!r}, and the run trains that model "
                 "on them; choose an engine that has the model, or `training: mock`",
-                "warning",
             )
         if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
@@ -60,7 +62,7 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             yield from source_problems(f"models.{name}.path", own.path)
             yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
         if own.lr is not None and not graph.models[name].trainable:
-            yield Problem(f"models.{name}.lr", "has no effect: the algorithm does not train it", "warning")
+            yield _warning(f"models.{name}.lr", "has no effect: the algorithm does not train it")
     if config.evaluation is not None and graph.models[graph.lead].head != "policy":
         yield Problem(
             "evaluation",
@@ -95,7 +97,6 @@ def _copy_problems(assembly: Assembly, source: str, adapter: str) -> Iterator[Pr
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find samples that are longer than the model's positions, if its config is on this machine."""
     positions = text_config(config.model).get("max_position_embeddings")
     if positions is None:
         return
@@ -147,7 +148,7 @@ def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterat
 
 
 def _vocabulary(model: str | None) -> int | None:
-    """Return the size of a model's vocabulary; None if its config cannot be read on this machine."""
+    """None if the model's config cannot be read on this machine."""
     config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
@@ -182,7 +183,6 @@ _OF_GGUF = "transformers converts them: from_pretrained(…, gguf_file=…), the
 
 
 def _what_is(folder: Path) -> str:
-    """Return what a folder without a `config.json` is, and which path is meant."""
     if (folder / "adapter_config.json").is_file():
         base = base_of(folder)
         return (
@@ -203,17 +203,15 @@ def _what_is(folder: Path) -> str:
 
 
 def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
-    """Find models that write no text token by token."""
     config = known_config(model)
     names: list[str] = config.get("architectures") or []
     if config.get("is_encoder_decoder"):
         yield Problem(path, f"{model!r} is an encoder with a decoder; stretto trains models of one decoder")
     elif names and not any(part in name for name in names for part in _GENERATES):
-        yield Problem(
+        yield _warning(
             path,
             f"{model!r} is a {names[0]}, which has no head that writes text; the run needs a causal model, "
             "whose architecture ends in ForCausalLM",
-            "warning",
         )
 
 
@@ -230,4 +228,4 @@ def _hub_problems(path: str, model: str) -> Iterator[Problem]:
     except Exception as error:  # noqa: BLE001 - the exceptions differ between versions of the hub's client
         reason = type(error).__name__
         text = f"{model!r} not verified: there is no such folder, and the hub cannot be reached ({reason})"
-        yield Problem(path, text, "warning")
+        yield _warning(path, text)

@@ -7,12 +7,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from stretto.algorithm import Call
+from stretto.algorithm import Encode
 from stretto.assembly.assembly import Assembly
 from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.cli.start.check_chat import chat_problems
@@ -29,14 +30,13 @@ from stretto.models.vision import is_vision_language
 from stretto.rl.supervised import fitted
 from stretto.training.config import ModelTrainingConfig
 
-_LOOK_S = 2.0
-"""Time limit of the search for a prompt that is short enough."""
-_IMAGES_S = 60.0
-"""Time limit of reading a row with images."""
-_MAX_FORMS = 3
-"""Maximum number of rows besides the first that are tried, each with other columns."""
+_warning = partial(Problem, severity="warning")
 
-_MAX_S = 1.0
+_LOOK_S = 2.0  # time limit of the search for a prompt that is short enough
+_IMAGES_S = 60.0  # time limit of reading a row with images
+_MAX_FORMS = 3
+
+_MAX_S = 1.0  # for the rows of a dataset: the check of a large one stays short
 _MAX_LEAK = 0.05
 """Generated rows may meet by chance: warn from this share of held-out rows that are also training rows."""
 
@@ -46,10 +46,8 @@ class RowForm:
     """Rows with the same columns, whose values have the same types."""
 
     index: int
-    """The smallest index of such a row that was read."""
     row: Row
     count: int = 0
-    """Number of rows that were read."""
 
 
 @dataclass
@@ -57,11 +55,9 @@ class ReadRows:
     """The rows of a dataset that were read: all, or a random part."""
 
     rows: int
-    """Number of rows of the dataset."""
     first: Row
     read: int = 0
     forms: dict[Set[tuple[str, type]], RowForm] = field(default_factory=dict[Set[tuple[str, type]], RowForm])
-    """The forms of the rows with a valid prompt."""
     faults: dict[int, str] = field(default_factory=dict[int, str])
     """Index of the rows without a valid prompt -> fault."""
     contents: set[bytes] = field(default_factory=set[bytes])
@@ -71,17 +67,6 @@ class ReadRows:
         """Return forms that differ from that of the first row, at most `_MAX_FORMS`."""
         first = _form_of(self.first)
         return [each for form, each in self.forms.items() if form != first][:_MAX_FORMS]
-
-    def problems(self, path: str) -> Iterator[Problem]:
-        """Yield the problem that rows have no valid prompt."""
-        if self.faults:
-            shown = RowFaults.of(self.rows, self.read, self.faults).shown
-            yield Problem(
-                path,
-                f"{len(self.faults):,} of {self.read:,} rows have no valid prompt, and their tickets would "
-                f"fail {shown}",
-                "warning",
-            )
 
 
 def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -> Iterator[Problem]:
@@ -106,7 +91,13 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         yield Problem(path, f"the first row's prompt: {fault}")
         return
     read[path] = rows = _read_rows(dataset)
-    yield from rows.problems(path)
+    if rows.faults:
+        shown = RowFaults.of(rows.rows, rows.read, rows.faults).shown
+        yield _warning(
+            path,
+            f"{len(rows.faults):,} of {rows.read:,} rows have no valid prompt, and their tickets would "
+            f"fail {shown}",
+        )
     yield from chat_problems(assembly, path, dataset)
     for key in ("template", "special_tokens"):
         if path != "dataset" and getattr(assembly.composed.section(path), key):
@@ -122,49 +113,43 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and source.encode is not None:
-        yield from _encoding_problems(assembly, source, rows)
+        yield from _encoding_problems(assembly, source.encode, rows)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
-        yield Problem(
+        yield _warning(
             "evaluation.rows",
             f"is {config.evaluation.rows}, but the dataset has {len(dataset)} rows: the run uses all of them",
-            "warning",
         )
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
-        yield Problem(
+        yield _warning(
             "queue.batch_size",
             f"is {config.queue.batch_size}, but the dataset has {len(dataset)} rows: one step would train on "
             "the same row several times",
-            "warning",
         )
 
 
 def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Warn if the answer in the first row is longer than a sample can be."""
     samplings = dict(config.samplings())
     key = "evaluation.sampling" if path != "dataset" and "evaluation.sampling" in samplings else "sampling"
     answer, limit = row.get("answer"), samplings[key].max_tokens
     if isinstance(answer, str) and (length := len(tokenizer.encode_text(answer))) > limit:
-        yield Problem(
+        yield _warning(
             f"{key}.max_tokens",
             f"is {limit}, but the answer in the first row has {length} tokens: answers like it are cut",
-            "warning",
         )
 
 
 def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[Problem]:
-    """Find prompts that are all longer than the limit, or so long that a sequence exceeds a micro-batch."""
     config = assembly.config
     limit = assembly.composed.section(path).max_prompt_tokens
     tokenizer = assembly.tokenizer
     tokens = len(prompt_ids(dataset[0], tokenizer))
     whole: int | None = getattr(config.workflow, "max_tokens", None)
     if whole is not None and tokens >= whole:
-        yield Problem(
+        yield _warning(
             "workflow.max_tokens",
             f"is {whole}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
-            "warning",
         )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
@@ -175,30 +160,23 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
         longest = tokens + config.sampling.max_tokens
         context: int | None = getattr(config.inference, "context_length", None)
         if assembly.graph.samples and context is not None and longest > context:
-            yield Problem(
+            yield _warning(
                 "inference.context_length",
                 f"is {context}; the first row's prompt has {tokens} tokens, and with sampling.max_tokens, "
                 f"{config.sampling.max_tokens}, a sample needs {longest}: the tickets of such rows fail",
-                "warning",
             )
         for group in assembly.placement.groups.values():
-            budget = (
-                group.section.micro_batch_tokens
-                if isinstance(group.section, ModelTrainingConfig)
-                else longest
-            )
-            if budget < longest:
-                yield Problem(
+            section = group.section
+            if isinstance(section, ModelTrainingConfig) and section.micro_batch_tokens < longest:
+                yield _warning(
                     f"{group.path}.micro_batch_tokens",
-                    f"is {budget}, but a sequence can have {longest} tokens: the first row's prompt has "
-                    f"{tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A sequence above "
-                    "the limit gets a micro-batch of its own, which takes more memory",
-                    "warning",
+                    f"is {section.micro_batch_tokens}, but a sequence can have {longest} tokens: the first "
+                    f"row's prompt has {tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A "
+                    "sequence above the limit gets a micro-batch of its own, which takes more memory",
                 )
 
 
 def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Dataset) -> Iterator[Problem]:
-    """Look for a prompt that is short enough, for `_LOOK_S` seconds at most."""
     start, shortest, count = time.monotonic(), math.inf, 0
     while count < len(dataset) and time.monotonic() - start < _LOOK_S:
         shortest = min(shortest, len(prompt_ids(dataset[count], tokenizer)))
@@ -224,28 +202,23 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         faults = faults_of_rows(document, path, "model", assembly.trial_context, _IMAGES_S)
     except TimeoutError:
         text = f"not verified: reading the first row took longer than {_IMAGES_S:.0f} s"
-        yield Problem(path, text, "warning")
+        yield _warning(path, text)
     except ChildProcessError as error:
         yield Problem(path, f"the first row: the process that reads it failed: {error}")
     else:
         yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
 
 
-def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iterator[Problem]:
-    """Have the algorithm make the sequences of the first row, and of rows of other forms, if the tokenizer is
-    on this machine."""
-    config = assembly.config
-    model = config.model
-    if source.encode is None or (model is not None and not Path(model).is_dir()):
+def _encoding_problems(assembly: Assembly, encode: Encode, rows: ReadRows) -> Iterator[Problem]:
+    model = assembly.config.model
+    if model is not None and not Path(model).is_dir():
         return
-    tokenizer = assembly.tokenizer
-    positions = positions_of(model)
+    tokenizer, positions = assembly.tokenizer, positions_of(model)
 
     def fault_in(row: Row) -> str:
-        assert source.encode is not None
         try:
-            for index in range(source.samples):
-                fitted(source.encode(row, index, tokenizer), config.dataset, positions)
+            for index in range(assembly.graph.source.samples):
+                fitted(encode(row, index, tokenizer), assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""
@@ -255,15 +228,13 @@ def _encoding_problems(assembly: Assembly, source: Call, rows: ReadRows) -> Iter
         return
     for form in rows.other_forms():
         if fault := fault_in(form.row):
-            yield Problem(
+            yield _warning(
                 "dataset",
                 f"row {form.index + 1}: {fault}; {form.count:,} of {rows.read:,} rows have these columns",
-                "warning",
             )
 
 
 def _read_rows(dataset: Dataset) -> ReadRows:
-    """Read a dataset whose first row has a valid prompt: as many rows as the time allows."""
     found = ReadRows(len(dataset), dataset[0])
     for index in drawn_rows(found.rows, _MAX_S):
         found.read += 1
@@ -292,12 +263,11 @@ def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
     leaked = len(train.contents & held_out.contents)
     of_train, of_held_out = (checked_rows(each.read, each.rows) for each in (train, held_out))
     if leaked > _MAX_LEAK * len(held_out.contents):
-        yield Problem(
+        yield _warning(
             "evaluation.dataset",
             f"{leaked:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
             f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
             f"{of_train}); remove them from one of the two",
-            "warning",
         )
 
 

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -48,17 +48,16 @@ from stretto.user_code.sandbox import sandbox_problems
 if TYPE_CHECKING:
     from stretto.children.reward import Task
 
-_TRY_S = 60.0
-"""Time limit of each trial: making components, or scoring the first rows."""
+_warning = partial(Problem, severity="warning")
+
+_TRY_S = 60.0  # time limit of each trial: making components, or scoring the first rows
 _NOT_TRIED = "the run does not need this check; move downloads and large imports out of it"
 _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
 _ANSWER = "0"
-"""The answer that the reward scores in its trial."""
 _HIGH_TEMPERATURE = 2.0
 _FEW_TICKETS = 8
-_SHORT_S = 0.1
-"""Warn of a shorter time limit of a ticket, a call or a score."""
+_SHORT_S = 0.1  # warn of a shorter time limit of a ticket, a call or a score
 _TIME_LIMIT = re.compile(
     r"(.*_)?timeout_s|time_s|answer_s|request_s|answer_cpu_s|outage_s|deadline_s|start_s"
 )
@@ -71,26 +70,21 @@ def problems(
 ) -> list[Problem]:
     """Return everything wrong with the run as a whole, errors first.
 
-    Args:
-        starting: the run is about to start. Do not make the engines in a trial: the workers will make them.
-        resumed: the run continues in its own folder. Do not check whether that folder is empty.
-        memory_limit: engines that take more memory than there is are an error, in a run that is new.
+    The workers of a run that is `starting` will make its engines: no trial makes them. Only a run that is not
+    `resumed` needs an empty folder, and with `memory_limit` enough memory for its engines.
     """
-    found = _problems(assembly, starting, memory_limit and not resumed)
-    faults = [*found, *([] if resumed else _folder_problems(assembly))]
-    faults = list(dict.fromkeys(faults))  # a variant has the faults of the sections that it takes over
+    faults = [*_problems(assembly, starting, memory_limit and not resumed)]
+    faults += [] if resumed else _folder_problems(assembly)
+    # A variant has the faults of the sections that it takes over; an engine may have one for each model.
+    faults = list(dict.fromkeys(faults))
     return sorted(faults, key=lambda problem: problem.severity == "warning")
 
 
 def faults_and_warnings(
     assembly: Assembly, *, starting: bool, resumed: bool = False, memory_limit: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Return the problems as texts with their places: those that refuse the run, and those that do not.
-
-    Args:
-        starting: a fault of this machine's environment refuses the run too.
-        resumed, memory_limit: see `problems`.
-    """
+    """Return the problems as texts with their places: those that refuse the run, and those that do not. A
+    fault of this machine's environment refuses only a run that is `starting`."""
     composed = assembly.composed
     faults: list[str] = []
     warnings: list[str] = []
@@ -106,7 +100,7 @@ def faults_and_warnings(
 
 def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
-    placement_problems = _plugin_problems(assembly, "algorithm", partial(_placement_problems, assembly))
+    placement_problems = _plugin_problems(assembly, "algorithm", _placement_problems(assembly))
     section_problems = _section_problems(assembly, is_placed=not placement_problems)
     yield from (*section_problems, *placement_problems)
     if placement_problems:
@@ -121,12 +115,11 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         wait([tools])  # the prompts show them
         for path in ("dataset", "evaluation.dataset"):
             if path in components:
-                find_problems = partial(dataset_problems, assembly, path, read)
-                yield from _plugin_problems(assembly, path, find_problems)
+                yield from _plugin_problems(assembly, path, dataset_problems(assembly, path, read))
         if config.steps:
             yield from leaked_rows(read)
         rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
-        yield from _plugin_problems(assembly, "model", partial(model_problems, assembly))
+        yield from _plugin_problems(assembly, "model", model_problems(assembly))
         yield from _batch_problems(assembly)
         if config.steps == 0 and config.evaluation is None:
             yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
@@ -137,10 +130,8 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
             yield Problem("checkpoint.store", fault, "environment")
         yield from _thread_problems(assembly)
         yield from _gpu_problems(assembly)
-        yield from _plugin_problems(
-            assembly, "model", partial(memory_problems, assembly, limited=memory_limit)
-        )
-        yield from _plugin_problems(assembly, "launcher", partial(_launcher_problems, assembly))
+        yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
+        yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
         if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
             yield Problem(
                 "metrics.address",
@@ -150,16 +141,12 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
             needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
             yield Problem("metrics", needed, "environment")
-        yield from server.result()
-        yield from rewards.result()
-        yield from rows.result()
-        yield from made.result()
-        yield from tools.result()
+        for trial in (server, rewards, rows, made, tools):
+            yield from trial.result()
     yield from _variant_problems(assembly, read)
 
 
 def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Refuse an output folder that is not empty."""
     config, folder = assembly.config, assembly.folder
     if config.out and "://" in config.out:
         advice = "is a URL, and a run's folder is on the kernel's machine; write it as `checkpoint.store`"
@@ -179,19 +166,16 @@ def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _placement_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Yield what is wrong with the dataflow, or with the placement of its models."""
     try:
         _ = assembly.placement
     except ConfigError as error:
         yield Problem(error.path or "algorithm", str(error))
 
 
-def _plugin_problems(
-    assembly: Assembly, path: str, problems: Callable[[], Iterable[Problem]]
-) -> list[Problem]:
+def _plugin_problems(assembly: Assembly, path: str, problems: Iterator[Problem]) -> list[Problem]:
     """Return the problems that a plugin's code reports, or its failure as a problem."""
     try:
-        return list(problems())
+        return list(problems)
     except StrettoError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
@@ -206,8 +190,8 @@ def _section_problems(assembly: Assembly, *, is_placed: bool = True) -> list[Pro
     models = {group.path: group.models for group in groups}
     for path in assembly.composed.components:
         if not path.startswith("variants."):  # a variant is checked as a run of its own
-            find_problems = partial(_component_problems, assembly, path, models.get(path, ()))
-            found += _plugin_problems(assembly, path, find_problems)
+            of_component = _component_problems(assembly, path, models.get(path, ()))
+            found += _plugin_problems(assembly, path, of_component)
     return [*found, *_tool_problems(assembly.config), *_tracker_problems(assembly.config)]
 
 
@@ -217,11 +201,7 @@ def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
 
 
 def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) -> Iterator[Problem]:
-    """Check a section with its component's `check`, and the models that the section names.
-
-    Args:
-        models: the models that the section's worker group will hold.
-    """
+    """`models` are those that the section's worker group will hold."""
     component, config = assembly.composed.components[path], assembly.config
     section = assembly.composed.section(path)
     for field in msgspec.structs.fields(type(section)):
@@ -233,20 +213,17 @@ def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) ->
     elif component.check is not None:
         # Call a training engine's `check` once for each model that it will hold, as the run's `model`.
         runs = [msgspec.structs.replace(config, model=config.source_of(model)) for model in models]
-        reported: set[Problem] = set()
         for run in runs or [config]:
             for problem in component.check(section, run):
                 kind = kind_of(path)  # a check names the keys of its kind's usual section
                 if path.startswith(("groups.", f"{kind}.parts.")) and problem.path.startswith(kind):
                     problem = replace(problem, path=path + problem.path.removeprefix(kind))
-                if problem not in reported:
-                    reported.add(problem)
-                    yield problem
+                yield problem
 
 
-def _launcher_problems(assembly: Assembly) -> Iterable[Problem]:
+def _launcher_problems(assembly: Assembly) -> Iterator[Problem]:
     launcher: Launcher = assembly.composed.make("launcher", assembly.trial_context)
-    return launcher.check([worker.job() for worker in assembly.workers])
+    yield from launcher.check([worker.job() for worker in assembly.workers])
 
 
 def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str]) -> Iterator[Problem]:
@@ -266,7 +243,6 @@ def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str
 def _component_trial_problems(
     assembly: Assembly, paths: list[str], failed_sections: Set[str]
 ) -> Iterator[Problem]:
-    """Make the components of these sections in a child process, except stretto's own."""
     from stretto.children.trial import try_to_make
 
     composed = assembly.composed
@@ -282,15 +258,12 @@ def _component_trial_problems(
         yield from try_to_make(document, paths, assembly.trial_context, _TRY_S)
     except TimeoutError:
         for path in paths:
-            yield Problem(
-                path, f"not verified: making it took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
-            )
+            yield _warning(path, f"not verified: making it took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
 
 
 def _reward_problems(
     assembly: Assembly, read: Mapping[str, ReadRows], failed_sections: Set[str]
 ) -> Iterator[Problem]:
-    """Have a scoring process make the reward and score the first rows, as the verifiers will."""
     config = assembly.config
     if config.reward is None:
         scores = assembly.graph.scores or config.evaluation is not None
@@ -313,18 +286,15 @@ def _reward_problems(
             results |= zip(again, scored, strict=False)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
-        yield Problem(
-            "reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}", "warning"
-        )
+        yield _warning("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
         return
     if error:
         yield Problem("reward", error)
     if unused := next((each.unused for each in results.values() if each.unused), ()):
-        yield Problem(
+        yield _warning(
             "reward",
             f"no column of the rows is called {unused[0]!r}, an optional parameter of the function: it "
             "always has its default",
-            "warning",
         )
     label, refused, first_faults = assembly.composed.origin("reward").label, set[str](), set[str]()
     for (path, form), result in results.items():
@@ -335,11 +305,10 @@ def _reward_problems(
                 first_faults.add(fault)
                 yield Problem("reward", f"{label} cannot score the first row of `{path}`: {fault}")
         elif fault and form is not None and path not in refused:
-            yield Problem(
+            yield _warning(
                 "reward",
                 f"{label} cannot score row {form.index + 1} of `{path}`, and {form.count:,} of "
                 f"{read[path].read:,} rows have these columns; their tickets would fail: {fault}",
-                "warning",
             )
 
 
@@ -382,7 +351,6 @@ def _scoring_tasks(
 
 
 def _tool_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find what is wrong with the tools of a workflow without making them."""
     section = config.workflow
     if not isinstance(section, ToolsConfig):
         return
@@ -406,7 +374,6 @@ def _tool_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
-    """Find trackers that would share a folder."""
     folders = Counter(section.folder_name for section in config.trackers)
     for index, section in enumerate(config.trackers):
         if folders[section.folder_name] > 1:
@@ -417,7 +384,6 @@ def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Iterator[Problem]:
-    """Make the tools of a workflow in a child process, as the verifiers will."""
     from stretto.children.tools import try_to_make
 
     config = assembly.config
@@ -429,7 +395,6 @@ def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Itera
 def _row_problems(
     assembly: Assembly, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
 ) -> Iterator[Problem]:
-    """Check rows of the datasets with the `check_row` of reward and workflow, in child processes."""
     components = assembly.composed.components
     datasets = ["dataset"] if assembly.graph.samples else []  # else it has no answers to score
     datasets += ["evaluation.dataset"] if "evaluation.dataset" in components else []
@@ -444,9 +409,9 @@ def _row_problems_of(assembly: Assembly, section: str, path: str) -> Iterator[Pr
     try:
         faults = faults_of_rows(document, path, section, assembly.trial_context, _TRY_S)
     except TimeoutError:
-        yield Problem(path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s", "warning")
+        yield _warning(path, f"rows not verified: checking them took longer than {_TRY_S:.0f} s")
     except ChildProcessError as error:
-        yield Problem(path, f"rows not verified: {error}", "warning")
+        yield _warning(path, f"rows not verified: {error}")
     else:
         if faults.faulty:
             use = "score" if section == "reward" else "use"
@@ -459,7 +424,6 @@ def _row_problems_of(assembly: Assembly, section: str, path: str) -> Iterator[Pr
 
 
 def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Find batches that cannot be split into a call's minibatches, or over a group's data-parallel ranks."""
     config, graph = assembly.config, assembly.graph
     batch = config.queue.batch_size
     for call in graph.step_calls:
@@ -480,10 +444,9 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
             )
     least = config.queue.min_members
     if isinstance(least, int) and graph.samples and least > graph.source.samples:
-        yield Problem(
+        yield _warning(
             "queue.min_members",
             f"is {least}, but a group has {graph.source.samples} samples: all are needed, as with 'all'",
-            "warning",
         )
     if not graph.samples and config.queue.max_divergence is not None:
         yield Problem(
@@ -520,30 +483,26 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
                 "options in `evaluation.sampling`, or another engine",
             )
     if sampling.temperature > _HIGH_TEMPERATURE:
-        yield Problem(
+        yield _warning(
             "sampling.temperature",
             f"is {sampling.temperature:g}: answers become almost random tokens; usual values are 0.6 to 1.2",
-            "warning",
         )
     for path, each in config.samplings():
         if odd := [text for text in each.stop if re.search(r"\\[nrt](?![a-zA-Z])", text)]:
-            yield Problem(
+            yield _warning(
                 f"{path}.stop",
                 f"has {odd[0]!r}, a backslash and a letter, at which no answer ends; in YAML a line end is "
                 'written in double quotes: "\\n"',
-                "warning",
             )
     if config.model is not None and sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-        yield Problem(
+        yield _warning(
             "sampling.ignore_eos",
             "is true, and there is no `stop` and no `stop_token_ids`: every answer has sampling.max_tokens "
             "tokens",
-            "warning",
         )
 
 
 def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Check the A/B test as a whole, and each variant as a run of its own."""
     config, variants = assembly.config, variants_of(assembly.config)
     if not variants:
         return
@@ -605,53 +564,45 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:
-    """Warn about values that are allowed but are probably a mistake."""
     bound, evaluation = config.queue.max_staleness, config.evaluation
     for path, seconds in _time_limits(config):
         if seconds < _SHORT_S:
-            yield Problem(
-                path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds", "warning"
-            )
+            yield _warning(path, f"is {seconds:g}: nothing ends in so short a time; the unit is seconds")
     capacity = config.rollout.most * config.rollout.processes
     if config.steps and capacity < min(config.queue.batch_size / 4, _FEW_TICKETS):
-        yield Problem(
+        yield _warning(
             "rollout.concurrency",
             f"is {config.rollout.most}: rollout workers run {capacity} of the "
             f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
-            "warning",
         )
     if config.checkpoint.keep_best and evaluation is None:
-        yield Problem(
+        yield _warning(
             "checkpoint.keep_best",
             "has no effect: there is no `evaluation` that says which version is the best",
-            "warning",
         )
     greedy = evaluation is not None and (evaluation.sampling or config.sampling).temperature == 0
     if evaluation is not None and evaluation.samples > 1 and greedy:
-        yield Problem(
+        yield _warning(
             "evaluation.samples",
             f"is {evaluation.samples}, but at temperature 0 all answers to a row are equal; set it to 1, or "
             "`evaluation.sampling.temperature` above 0",
-            "warning",
         )
     if bound > _FAR_STALENESS:
-        yield Problem(
+        yield _warning(
             "queue.max_staleness",
             f"is {bound}: tokens may be {bound} train steps old, and training on them rarely works; usual "
             "values are 0 to 8",
-            "warning",
         )
     if evaluation is not None and config.steps and evaluation.every > config.steps:
-        yield Problem(
+        yield _warning(
             "evaluation.every",
             f"is {evaluation.every}, but the run has {config.steps} steps: the run evaluates only versions 0 "
             f"and {config.steps}",
-            "warning",
         )
 
 
 def _time_limits(struct: msgspec.Struct, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the time limits of a section and of the sections in it, in seconds, each with its dotted key."""
+    """Yield the time limits of a section and of those in it, in seconds, each with its dotted key."""
     for key in struct.__struct_fields__:
         value = getattr(struct, key)
         inner = f"{path}.{key}" if path else key
@@ -669,12 +620,11 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
             threads[worker.role] += worker.resources.threads
     training, inference = threads["trainer"] if assembly.config.steps else 0, threads["inference"]
     if training + inference > cores:
-        yield Problem(
+        yield _warning(
             "training.threads",
             f"{training} training + {inference} inference threads on {cores:g} cores: threads that share "
             "cores wait for each other and run up to 30 times slower; expected at most "
             f"{cores:.0f} threads in all",
-            "warning",
         )
 
 
@@ -690,9 +640,8 @@ def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
     ):
         is_meant = section.gpus or getattr(section, "device", "auto") == "cpu"
         if role in roles and composed.components[path].needs_model and not is_meant:
-            yield Problem(
+            yield _warning(
                 f"{path}.gpus",
                 "is 0, so a GPU of this machine stays idle; set it, and `share` where processes share a GPU, "
                 "or `device: cpu`",
-                "warning",
             )

@@ -28,7 +28,6 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     document: dict[str, Any] | None = None
     """The content in place of that of a file."""
     overrides: list[str] = []
-    """`dotted.key=value`, as on the command line."""
 
 
 class RunNotice(msgspec.Struct, frozen=True, tag="notice"):
@@ -57,7 +56,6 @@ class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
 
 _Message = RunNotice | RunAccepted | RunRefused
 message_of: Callable[[bytes], _Message] = msgspec.json.Decoder(_Message).decode
-"""Decode a line of the pipe."""
 
 
 def main(descriptor: int) -> int:

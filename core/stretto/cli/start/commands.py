@@ -194,20 +194,12 @@ def _apart(
     supervise: bool,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Start a run in another process: in the background, under a supervisor, or both."""
-    if detach:
-        _detach([*arguments, *(["--supervise"] if supervise else [])], folder)
-        return
     from stretto.cli.start import supervise as supervisor
-
-    raise typer.Exit(supervisor.supervise(arguments, folder, options, overrides))
-
-
-def _detach(arguments: Sequence[str], folder: Path) -> None:
-    """Start a run in the background, and say how to follow it."""
     from stretto.cli.start.detach import run_detached
 
-    process = run_detached(arguments, folder)
+    if not detach:
+        raise typer.Exit(supervisor.supervise(arguments, folder, options, overrides))
+    process = run_detached([*arguments, *(["--supervise"] if supervise else [])], folder)
     where = shlex.quote(str(folder))
     typer.echo(f"the run in {folder} trains (pid {process}); follow it: stretto watch {where}")
     typer.echo(f"its log: stretto logs -f {where}; to end it: stretto stop {where}")

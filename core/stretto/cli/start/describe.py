@@ -73,7 +73,6 @@ def describe(assembly: Assembly) -> str:
 
 
 def _variant_lines(config: RunConfig) -> Iterator[str]:
-    """Yield one line for each variant of the run's A/B test."""
     variants = variants_of(config)
     total = sum(variant.weight for variant in variants.values())
     for name, variant in variants.items():
@@ -83,7 +82,6 @@ def _variant_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _worker_rows(assembly: Assembly) -> Iterator[list[str]]:
-    """Yield one row for each kind of process that the run starts."""
     components = assembly.composed.components
     for group in assembly.placement.groups.values():
         component = f"{group.path}: {components[group.path].name}"

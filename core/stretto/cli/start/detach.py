@@ -14,14 +14,12 @@ from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
 from stretto.records.status import read_status
 
-_LOOK_S = 0.2
+_LOOK_S = 0.2  # a run takes some seconds until it trains
 _TAIL_BYTES = 4000
 
 
 def run_detached(arguments: Sequence[str], folder: Path) -> int:
-    """Start a command of stretto that owns the run in a folder, and wait until the run trains. Return the
-    process id.
-    """
+    """Start a command that owns the run in a folder, wait until the run trains, and return the process id."""
     output, began = folder / OUTPUT, clock.wall()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,7 +28,8 @@ def copy_quickstart(folder: Path) -> Generator[Path]:
         _copy(packaged_folder("quickstart"), folder)
         yield folder / "run.yaml"
     except BaseException:
-        _empty(folder)
+        for path in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
@@ -69,8 +70,3 @@ def _copy_file(source: str, target: str) -> str:
         Path(target).write_text(text.replace(f"{_IN_CHECKOUT}/", ""), encoding="utf-8")
         return target
     return shutil.copyfile(source, target)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from stretto.assembly.assembly import Assembly
 from stretto.cli.start.acceptance import accepted
 from stretto.errors import ConfigError
@@ -18,35 +16,30 @@ _STRETTO = (sys.executable, "-m", "stretto")
 
 
 def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
-    """Submit a run if its launcher does so, and return whether it does. See `_submitted`."""
+    """Submit a run if its launcher does so, and return whether it does."""
     folder = assembly.folder
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
-    submission = Submission(begin=begin, resume=resume, folder=str(folder), jobs=())
-    return _submitted(assembly, submission, dry_run=dry_run, resumed=False)
+    return _submitted(assembly, begin, resume, dry_run=dry_run, resumed=False)
 
 
 def submitted_resume(
     assembly: Assembly, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
-    """Submit a run that continues if its launcher submits runs; whether it does. See `_submitted`."""
-    folder = assembly.folder
-    resume = (*_STRETTO, "resume", str(folder), *overrides, *options)
+    """Submit a run that continues if its launcher does so, and return whether it does."""
+    resume = (*_STRETTO, "resume", str(assembly.folder), *overrides, *options)
     if overrides and isinstance(assembly.make("launcher"), SubmittingLauncher):
         assembly = compose_changes(assembly, overrides)  # a run that starts here refuses values itself
-    submission = Submission(begin=resume, resume=resume, folder=str(folder), jobs=())
-    return _submitted(assembly, submission, dry_run=dry_run, resumed=True)
+    return _submitted(assembly, resume, resume, dry_run=dry_run, resumed=True)
 
 
-def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, resumed: bool) -> bool:
-    """Submit a run if its launcher does so."""
+def _submitted(
+    assembly: Assembly, begin: tuple[str, ...], resume: tuple[str, ...], *, dry_run: bool, resumed: bool
+) -> bool:
     launcher: Launcher = assembly.make("launcher")
-    text = None
-    if isinstance(launcher, SubmittingLauncher):
-        jobs = tuple(worker.job() for worker in assembly.workers)
-        submission = msgspec.structs.replace(submission, jobs=jobs)
-        text = launcher.submission(submission)
-    if text is None or not isinstance(launcher, SubmittingLauncher):
+    jobs = tuple(worker.job() for worker in assembly.workers)
+    submission = Submission(begin=begin, resume=resume, folder=str(assembly.folder), jobs=jobs)
+    if not isinstance(launcher, SubmittingLauncher) or (text := launcher.submission(submission)) is None:
         if dry_run:
             name = assembly.config.launcher.use
             raise ConfigError(
@@ -57,7 +50,7 @@ def _submitted(assembly: Assembly, submission: Submission, *, dry_run: bool, res
         print(text, end="")
         return True
     accepted(assembly, starting=False, resumed=resumed)
-    folder = Path(submission.folder)
+    folder = assembly.folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     print(f"{launcher.submit(text)}; the run's folder is {folder}")
     print(f"to follow the run once it has begun: stretto watch {folder}")

@@ -31,11 +31,8 @@ def supervise(
     arguments: Sequence[str], folder: Path, options: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> int:
     """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
-    killed. Return the exit status of the last command.
-
-    Args:
-        overrides: of each one until they are in force: a kernel may be killed before.
-    """
+    killed. Return the exit status of the last command. Each one gets the overrides until they are in force: a
+    kernel may be killed before."""
     deaths, reached, lock, values = 0, _version(folder), None, newest_values(folder)
     while True:
         status, is_stopped = _run(arguments)
@@ -79,5 +76,4 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
 
 
 def _version(folder: Path) -> int:
-    """Return the newest version that a run has reported; 0 before the first one."""
     return max((line["step"] for line in MetricsFile(folder).read()), default=0)
