@@ -82,7 +82,7 @@ async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
 async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     tls_server: Server, certs: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Authority.create("other").client("client", 1)
+    other = Authority.create("other", 1).client("client", 1)
     shown = TlsIdentity(ca=identity(certs).ca)
     if client == "stranger":
         shown = msgspec.structs.replace(shown, certificate=other.certificate, key=other.key)
@@ -99,7 +99,7 @@ async def test_a_server_of_another_authority_or_name_is_refused(
     tls_server: Server, certs: Path, tmp_path: Path
 ) -> None:
     url = f"tls://{tls_server.address}"
-    believes_others = msgspec.structs.replace(identity(certs), ca=Authority.create("other").text)
+    believes_others = msgspec.structs.replace(identity(certs), ca=Authority.create("other", 1).text)
     with pytest.raises(BusError, match="its certificate is not accepted: unable to get local issuer"):
         await open_once(bootstrap(url, believes_others), url, 10)
     write_certificates(certs, ["elsewhere.example"])

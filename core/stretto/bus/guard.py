@@ -26,7 +26,9 @@ from types import FrameType
 SUPERVISOR_LOCK = "supervisor.lock"
 """File beside the kernel's lock."""
 _POLL_S = 0.25
+"""Short beside the grace time, and long enough to leave the processor alone."""
 _CLEANER_S = 120.0
+"""A cleaner that hangs must not keep the guard for ever."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,8 +77,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _end_former(pid_file: Path, configuration: str) -> None:
-    """End the server of a guard that was killed. On Linux it has died with that guard; elsewhere it still has
-    the port and the store."""
+    """End the server of a guard that was killed. On Linux it has died with that guard."""
     try:
         pid = int(pid_file.read_text())
     except (OSError, ValueError):  # it has ended in order, or has never written the file

@@ -18,17 +18,13 @@ from stretto.base import clock
 from stretto.bus.guard import is_locked
 
 _RETRY_S = 0.01
+"""Others hold a lock for less than this, to look at it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def await_lock(path: Path, limit_s: float = 1.0) -> IO[str]:
     """Lock a file until the returned file is closed or the process ends. Others hold the lock for an instant,
-    to see whether it is free.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        BlockingIOError: if another process holds the lock for longer than `limit_s`.
-    """
+    to see whether it is free; raise BlockingIOError if one holds it for longer than `limit_s`."""
     file = path.open("a+")
     deadline = clock.now() + limit_s
     while True:
@@ -84,6 +80,5 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _machine() -> str:
-    """Return a text that differs between machines, and between two starts of one machine where the system
-    says so."""
+    """Return a text that differs between machines, and between two starts of one where the system says so."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()

@@ -29,11 +29,8 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:
-        """Read the files that a run file names.
-
-        Raises:
-            ConfigError: if a file cannot be read, or if they do not fit together.
-        """
+        """Read the files that a run file names. Raise ConfigError if one cannot be read, or they do not fit
+        together."""
         texts: dict[str, str] = {}
         for name in ("ca", "certificate", "key"):
             if (file := getattr(config, name)) is not None:
@@ -48,11 +45,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
     """Return the settings of a client's TLS connections. The client always checks the server's certificate
-    and its name.
-
-    Args:
-        identity: None for a client that believes the system's authorities and shows no certificate.
-    """
+    and its name; without an identity it believes the system's authorities, and shows no certificate."""
     identity = identity or TlsIdentity()
     try:
         context = ssl.create_default_context(cadata=identity.ca or None)

@@ -409,11 +409,7 @@ class EventBatch(Message, frozen=True):
     """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
 
     def decoded(self) -> list[Event]:
-        """Return the events.
-
-        Raises:
-            msgspec.DecodeError: if one is of a kind or a form that this stretto does not know.
-        """
+        """Return the events. Raise DecodeError if this stretto does not know the kind or the form of one."""
         return [_decode(each) for each in self.events]
 
     @property
