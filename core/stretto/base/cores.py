@@ -50,7 +50,7 @@ def memory_limits(
 
 
 def _number_in(file: Path) -> int | None:
-    """Return the number that a file holds; None if there is no such file, or a word instead, such as max."""
+    """Return the number that a file holds; None if it holds a word instead, such as max, or is not there."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ class CoreUse(NamedTuple):
 
 
 class CoreMeter:
-    """Measures which share of the available cores this process and its descendants use, and which is idle."""
+    """Measures which shares of the available cores this process and its descendants use, and are idle."""
 
     def __init__(self) -> None:
         self._cores = available_cores()
@@ -97,7 +97,7 @@ class CoreMeter:
 
 
 def _idle_s() -> float:
-    """Return the seconds for which the cores that this process may use were idle so far, added up."""
+    """Return the idle seconds so far of all cores that this process may use, added up."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))
@@ -113,7 +113,7 @@ def _seconds_of(process: psutil.Process, before: float) -> float:
 
 
 def _quota() -> float | None:
-    """Return the cores' worth of processor time that a container may use; None if there is no limit."""
+    """Return the cores' worth of processor time that a container may use; None without a limit."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else int(allowed) / int(period)

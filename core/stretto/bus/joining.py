@@ -88,12 +88,7 @@ def _is_token(folder: Path, worker: str, token: str) -> bool:
 
 
 def _token(folder: Path, worker: str) -> str:
-    return hmac.digest(_key(folder), worker.encode(), "sha256").hex()
-
-
-def _key(folder: Path) -> bytes:
-    """Return the run's key. The first call draws it."""
-    path = folder / "join.key"
-    if not path.exists():
-        write_private(path, secrets.token_bytes(_KEY_BYTES))
-    return path.read_bytes()
+    key = folder / "join.key"
+    if not key.exists():  # the first call draws it; a resumed run has the same
+        write_private(key, secrets.token_bytes(_KEY_BYTES))
+    return hmac.digest(key.read_bytes(), worker.encode(), "sha256").hex()

@@ -91,7 +91,7 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
 def _score_all(
     limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int], writing: int
 ) -> None:
-    """Body of the fork: score the answers and write each score to `writing`. It never returns."""
+    """Body of the fork. It never returns."""
     status = 1
     try:
         die_with_parent()
@@ -128,7 +128,6 @@ def _limit_memory(memory_mb: int | None) -> None:
 
 
 def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:
-    """Return the score of the answer that ended a fork."""
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGPROF:
         metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time"

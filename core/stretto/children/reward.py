@@ -50,21 +50,15 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
-    """Return the first frame for a scoring process: the composed run, and the context of its component."""
+    """Return the first frame for a scoring process."""
     return msgspec.msgpack.encode((document, context))
 
 
 def try_to_score(
     document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
 ) -> tuple[str, list[ScoringResult]]:
-    """Make the reward of a run and do some tasks, in a child process.
-
-    Returns:
-        Why the reward cannot be made, empty if it can; and the result of each task, none if it cannot.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`.
-    """
+    """Make the reward of a run and do some tasks, in a child process. Return why the reward cannot be made,
+    empty if it can, and the results. Raise TimeoutError if the child does not end within `timeout_s`."""
     started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
     return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult) for answer in answers]
 

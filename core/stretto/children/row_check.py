@@ -87,12 +87,8 @@ def drawn_rows(rows: int, seconds: float) -> Iterator[int]:
 def faults_of_rows(
     document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
 ) -> RowFaults:
-    """Check rows with the run's reward or workflow, in a child process.
-
-    Args:
-        path: dotted key of the dataset's section in the run.
-        section: the section of the component that checks; `model` for the processor of a vision-language
-            model.
+    """Check rows of the dataset at the key `path` in a child process, with the components of `section`; with
+    `model`, by the processor of a vision-language model.
 
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.

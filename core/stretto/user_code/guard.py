@@ -105,8 +105,7 @@ def _close_standard_files() -> None:
 
 
 def _wait_for(child: int, parent: int, grace_s: float) -> int:
-    """Wait for the end of the child, or until this process is asked to end or the parent has ended. Return
-    the exit status; negative for a signal."""
+    """Wait for the end of the child, or of its time. Return the exit status; negative for a signal."""
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     deadline = 0.0
     while not deadline or time.monotonic() < deadline:
@@ -162,7 +161,6 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _end_like(code: int) -> None:
-    """End with an exit status, or by a signal if it is negative."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])  # others may be pending

@@ -28,12 +28,7 @@ _loading = RLock()
 
 
 def load_importable(reference: str) -> Any:
-    """Import the module of a reference and return the object that the reference names.
-
-    Raises:
-        AttributeError: if the module has no such name.
-        Exception: any exception that the module raises.
-    """
+    """Import the module of a reference and return the object that the reference names."""
     module_name, _, name = reference.rpartition(":")
     if module_name.endswith(".py"):
         return getattr(load_module(module_name), name)
@@ -48,9 +43,6 @@ def load_module(path: str) -> ModuleType:
     The module's name is the file's, with a digest of its path: two files of one name are two modules. A file
     in a package is loaded as a module of it. The folder is put at the end of `sys.path`, so that the file may
     import the files beside it, from wherever the run is started.
-
-    Raises:
-        Exception: any exception that the file raises.
     """
     file = Path(path).resolve()
     folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
@@ -79,7 +71,6 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec; None for other modules."""
         place = FILES.get(fullname)
         if place is None and re.fullmatch(r"\w+_[0-9a-f]{8}", fullname):
             folders = [folder for folder in map(Path, sys.path) if folder.is_dir()]
@@ -154,7 +145,6 @@ def needed_parameters(reference: str) -> tuple[str, ...]:
 
 
 def _top_names(tree: ast.Module) -> list[str]:
-    """Return the names that a module defines or imports at its top level."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
         *(node.name for node in tree.body if isinstance(node, definitions)),

@@ -106,8 +106,8 @@ def _require_columns(
 
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
-    """Refuse a reward without a parameter `completion`, whose first two parameters get prompt and completion
-    by position, if their names could mean something else."""
+    """Refuse a reward whose first two parameters get prompt and completion by position, if their names could
+    mean something else."""
     if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
@@ -158,8 +158,7 @@ def _call_on_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[RewardValue]:
-    """Call TRL's form: each argument is a list with one entry for each completion. Completions of a chat are
-    messages."""
+    """Call TRL's form: each argument is a list with one entry for each completion."""
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
@@ -199,7 +198,6 @@ def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, 
 
 
 def _await_all(values: list[Any]) -> list[Any]:
-    """Await the awaitable values, all at the same time, and return all values in order."""
     if not any(inspect.isawaitable(value) for value in values):
         return values
 
@@ -213,15 +211,9 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
-    """Return the reward and the metrics that a reward gave for a completion; None if it gave None.
-
-    Args:
-        of: names the completion, and the function.
-
-    Raises:
-        RewardError: if one of them is no number that a trainer can use. The completion is then missing in its
-            group: what gives no number says nothing of the policy.
-    """
+    """Return the reward and the metrics that a reward gave for a completion, which `of` names; None if it
+    gave None. Raise RewardError if one is no number that a trainer can use: the completion is then missing in
+    its group, because what gives no number says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

@@ -151,7 +151,7 @@ def filter_file() -> str:
 
 
 def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction; `then` and `otherwise` are numbers of instructions to skip."""
+    """`then` and `otherwise` are numbers of instructions to skip."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 
