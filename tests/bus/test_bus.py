@@ -22,7 +22,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from bus_testing import raw_client, server_pid, until
+from bus_testing import raw_client, running_server, server_pid, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.array import Array
@@ -221,47 +221,32 @@ def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) ->
 
 async def test_a_kernel_that_takes_over_uses_the_formers_server(tmp_path: Path) -> None:
     """Its workers are connected to it. With other values of the bus, there is another server."""
-    lock = lock_run(tmp_path / "bus")
-    first = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
-    former, login = psutil.Process(server_pid(tmp_path)), (tmp_path / "bus" / "rollout.json").read_bytes()
-    second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
-    assert (second.url, server_pid(tmp_path)) == (first.url, former.pid)
-    assert (tmp_path / "bus" / "rollout.json").read_bytes() == login
-    third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
-    assert not former.is_running()
-    assert isinstance(first.process, subprocess.Popen)
-    assert first.process.wait(patience()) is not None
-    await third.stop()
-    lock.close()
+    async with running_server(tmp_path, BusConfig()) as first:
+        former, login = psutil.Process(server_pid(tmp_path)), (tmp_path / "bus" / "rollout.json").read_bytes()
+        second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
+        assert (second.url, server_pid(tmp_path)) == (first.url, former.pid)
+        assert (tmp_path / "bus" / "rollout.json").read_bytes() == login
+        third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
+        assert not former.is_running()
+        assert isinstance(first.process, subprocess.Popen)
+        assert first.process.wait(patience()) is not None
+        await third.stop()
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
 async def test_the_guard_of_another_run_is_left_alone(tmp_path: Path, is_copy: bool) -> None:
     """A copy of a living run's folder brings its guard's id along; after a restart of a container, another
     run's guard has the id that a killed one has left."""
-    config = BusConfig()
-    lock = lock_run(tmp_path / "living" / "bus")
-    living = await NatsServer.start(tmp_path / "living" / "bus", "r", config, tmp_path / "living")
     other = tmp_path / "other" / "bus"
-    if is_copy:
-        shutil.copytree(tmp_path / "living" / "bus", other, ignore=shutil.ignore_patterns("*.lock"))
-    else:
-        other.mkdir(parents=True)
-        (other / "guard.pid").write_text(f"{living.process.pid} {folder_id(other)}")
-    other_lock = lock_run(other)
-    with capture_logs() as logs:
-        second = await NatsServer.start(other, "r", config, tmp_path / "other")
+    async with running_server(tmp_path / "living", BusConfig()) as living:
+        if is_copy:
+            shutil.copytree(tmp_path / "living" / "bus", other, ignore=shutil.ignore_patterns("*.lock"))
+        else:
+            other.mkdir(parents=True)
+            (other / "guard.pid").write_text(f"{living.process.pid} {folder_id(other)}")
+        with capture_logs() as logs:
+            async with running_server(tmp_path / "other", BusConfig()) as second:
+                assert living.process.poll() is None
+                assert psutil.pid_exists(server_pid(tmp_path / "living"))
+                assert second.url != living.url
     assert "the guard of another run is left alone" in [each["event"] for each in logs]
-    assert living.process.poll() is None
-    assert psutil.pid_exists(server_pid(tmp_path / "living"))
-    assert second.url != living.url
-    await second.stop()
-    await living.stop()
-    lock.close()
-    other_lock.close()
-
-
-async def test_a_server_goes_with_its_guard(server: NatsServer, tmp_path: Path) -> None:
-    process = psutil.Process(server_pid(tmp_path))
-    server.process.kill()
-    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)

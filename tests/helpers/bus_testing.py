@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,8 @@ from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.membership import Welcome
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
+from stretto.bus.server import NatsServer, lock_run
+from stretto.config import BusConfig
 
 T = TypeVar("T")
 
@@ -33,6 +36,17 @@ async def until(condition: Callable[[], T], within_s: float | None = None) -> T:
         while not (value := condition()):
             await anyio.sleep(SOON_S)
         return value
+
+
+@asynccontextmanager
+async def running_server(folder: Path, config: BusConfig, run: str = "r") -> AsyncGenerator[NatsServer]:
+    """A server with its files in `folder / "bus"`, for the duration of the block. The lock is ours."""
+    with lock_run(folder / "bus"):
+        server = await NatsServer.start(folder / "bus", run, config, folder)
+        try:
+            yield server
+        finally:
+            await server.stop()
 
 
 def server_pid(folder: Path) -> int:

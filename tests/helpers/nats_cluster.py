@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -42,12 +41,11 @@ class Server:
 
     def __init__(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
         self.name = name
-        self.port: int = configuration["port"]
+        self.port: int = configuration.get("port") or free_ports(1)[0]
         self.log = folder / f"{name}.log"
         self._file = folder / f"{name}.conf"
-        self._file.write_text(
-            json.dumps({"server_name": name, "host": "127.0.0.1", "log_file": str(self.log), **configuration})
-        )
+        here = {"server_name": name, "host": "127.0.0.1", "port": self.port, "log_file": str(self.log)}
+        self._file.write_text(json.dumps({**here, **configuration}))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -77,9 +75,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
@@ -123,8 +119,6 @@ class Cluster:
             server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for server in self.servers:
             server.kill()

@@ -1,8 +1,31 @@
-"""Look at processes that may end at any moment."""
+"""Start processes of a test's own, and look at processes that may end at any moment."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
 import psutil
+
+Spawn = Callable[..., subprocess.Popen[str]]
+
+
+@contextmanager
+def spawning() -> Generator[Spawn]:
+    """`spawn(command)`: a process with its output in a pipe, which is killed at the end of the block."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def spawn(command: list[object], **options: Any) -> subprocess.Popen[str]:
+        pipe, words = subprocess.PIPE, [str(word) for word in command]
+        processes.append(subprocess.Popen(words, stdout=pipe, stderr=subprocess.STDOUT, text=True, **options))
+        return processes[-1]
+
+    yield spawn
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 def arguments_of(process: psutil.Process) -> list[str]:
