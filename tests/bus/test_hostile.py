@@ -28,7 +28,7 @@ from stretto.bus.messages.membership import Beacon, Heartbeat, Join, Leaving, Pe
 from stretto.bus.messages.operation import RunScaled, ScaleRun
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import GroupFailed, Ticket, TrajectoryBundle
+from stretto.bus.messages.tickets import GroupFailed, Ticket
 from stretto.bus.payloads import Parts, decoder
 from stretto.bus.server import Bootstrap, NatsServer
 from stretto.engine import GenerateRequest, Sampling
@@ -372,9 +372,3 @@ async def test_a_payload_that_nobody_would_accept_is_refused_by_its_sender(
     async with open_bus("rollout") as rollout:
         with pytest.raises(BusError, match="cannot be sent"):
             await rollout.publish(names.progress, Leaving("rollout-0", "n", "x" * (49 * 2**20)))
-
-
-def test_a_bundle_with_a_torn_array_is_malformed() -> None:
-    torn = ["TrajectoryBundle/1", 1, 1, 0, [["1/1/0", *[["<i4", [9], b"1234"]] * 4, 0.0, {}, "stop", "e", 0]]]
-    with pytest.raises(msgspec.ValidationError, match="bytes, not 4"):
-        decoder(TrajectoryBundle)(msgspec.msgpack.encode(torn))

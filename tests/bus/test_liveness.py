@@ -21,9 +21,10 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from structlog.testing import capture_logs
 
-from bus_testing import one_at_a_time, server_pid, until, welcome
+from bus_testing import lock_holder, one_at_a_time, server_pid, until, welcome
 from fixture_types import OpenBus
 from patience import patience
+from processes import spawning
 from stretto.assembly.assembly import Worker
 from stretto.bus import connection, store
 from stretto.bus import server as server_module
@@ -489,26 +490,10 @@ async def test_a_process_that_does_not_end_after_sigkill_is_replaced_and_hides_n
 # ---------------------------------------------------------------------- workers and the kernel's lock
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from typing import Any
-from stretto.bus.server import lock_run
-lock = lock_run(Path(sys.argv[1]))
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of a run, as its kernel does."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdin=-1, stdout=-1, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "locked\n"
-    yield process
-    process.kill()
-    process.communicate()
+    with spawning() as spawn:
+        yield lock_holder(spawn, tmp_path)
 
 
 async def test_a_worker_waits_for_a_kernel_that_stands_still_and_leaves_a_dead_one(
@@ -558,14 +543,10 @@ async def test_a_worker_that_starts_after_the_kernels_death_does_not_wait_to_joi
     server = await NatsServer.start(bus, "r", BusConfig(grace_s=patience(1.0)), tmp_path)
     bootstrap = write_bootstrap(bus, "rollout-0")
     lock.close()
-    worker = subprocess.Popen(
-        [sys.executable, "-m", "stretto.workers", bootstrap], stdout=subprocess.PIPE, text=True
-    )
-    try:
+    with spawning() as spawn:
+        worker = spawn([sys.executable, "-m", "stretto.workers", bootstrap])
         output, _ = worker.communicate(timeout=patience(30))
-    finally:
-        worker.kill()
-        await server.stop()
+    await server.stop()
     assert worker.returncode == 1
     assert "kernel did not answer on 'join'" in output
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 from nats.aio.client import Client
 
 from patience import SOON_S, patience
+from processes import Spawn
 from stretto.array import Array
 from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
@@ -47,6 +50,16 @@ async def running_server(folder: Path, config: BusConfig, run: str = "r") -> Asy
             yield server
         finally:
             await server.stop()
+
+
+def lock_holder(spawn: Spawn, bus: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock of a run, as its kernel does, until it is killed."""
+    code = "import sys, time; from pathlib import Path; from stretto.bus.server import lock_run\n"
+    code += "lock = lock_run(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+    holder = spawn([sys.executable, "-c", code, bus])
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    return holder
 
 
 def server_pid(folder: Path) -> int:

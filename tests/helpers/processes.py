@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 Spawn = Callable[..., subprocess.Popen[str]]
+_BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def figures_of(benchmark: str, *arguments: object) -> dict[str, Any]:
+    """What a script of `benchmarks` prints at last."""
+    command = [sys.executable, str(_BENCHMARKS / benchmark), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @contextmanager

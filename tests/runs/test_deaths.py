@@ -417,25 +417,6 @@ def test_a_reader_that_goes_away_does_not_end_the_run(start: Start) -> None:
     run.assert_completed(2)
 
 
-@in_simulation
-def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
-    run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
-    run.until_step(6)
-    run.kill()
-    newest = max((run.folder / "checkpoints").glob("step-*"))
-    (newest / "mock.json").write_text('{"steps": 9999}')
-    name = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
-    (run.folder / "bus" / "kernel.json").write_text("")  # as a power cut leaves files
-    (run.folder / "summary.json").write_text("{")
-    with (run.folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 7')
-    resumed = start(resume=run)
-    summary = resumed.assert_completed(12)
-    assert (summary["run"], *summary["lost"].values()) == (name, 0, 0, 0, 0)
-    for message in ("checkpoint is damaged", "file is damaged", "summary is damaged", "last line is broken"):
-        assert message in resumed.text()
-
-
 @pytest.mark.slow
 def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused(
     start: Start, tmp_path: Path

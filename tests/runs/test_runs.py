@@ -133,26 +133,22 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
 def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_path: Path) -> None:
     body = """
         import os
+        from stretto_mock.training import MockTraining
 
-        def make(config, context):
-            import torch
-            from stretto_mock.training import MockTraining
-
-            class Drifting(MockTraining):
-                noise = 0
-                def load(self, folder):
-                    super().load(folder)
-                    self.noise = int((folder / "noise").read_text()) if folder else 0
-                def save(self, folder, copy_bytes=0):
-                    super().save(folder)
-                    (folder / "noise").write_text(str(self.noise))
-                def train(self, batch, loss, *, temperature):
-                    self.noise += os.getpid()  # no two processes train alike
-                    return super().train(batch, loss, temperature=temperature)
-                def weights(self):
-                    yield "noise", torch.tensor([self.noise])
-
-            return Drifting(config, context)
+        class make(MockTraining):
+            noise = 0
+            def load(self, folder):
+                super().load(folder)
+                self.noise = int((folder / "noise").read_text()) if folder else 0
+            def save(self, folder, copy_bytes=0):
+                super().save(folder)
+                (folder / "noise").write_text(str(self.noise))
+            def train(self, batch, loss, *, temperature):
+                self.noise += os.getpid()  # no two processes train alike
+                return super().train(batch, loss, temperature=temperature)
+            def weights(self):
+                import torch
+                yield "noise", torch.tensor([self.noise])
     """
     drifting = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
     # Steps take much longer than answers, so that a checkpoint has finished groups beyond its batch.
@@ -160,9 +156,8 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     run = start(f"plugins=[{drifting}]", training, "checkpoint.every=3", "steps=14")
     run.until_step(8)
     trainer = run.worker("trainer-0")
-    run.process.kill()
+    run.kill()
     trainer.kill()  # it would go on under the next kernel
-    run.process.wait()
     resumed = start(resume=run)
     summary = resumed.assert_completed(14)
     assert "repetition differs" in resumed.text()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from fixture_types import Start
 from patience import patience
 from plugin_files import write_plugin
+from processes import figures_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone
@@ -183,20 +182,16 @@ def test_rewards_of_every_form_run(start: Start, tmp_path: Path) -> None:
 
 FULL_DISK = """
     from pathlib import Path
+    from stretto_mock.training import MockTraining
 
-    def make(config, context):
-        from stretto_mock.training import MockTraining
+    class make(MockTraining):
+        saves = 0
 
-        class Full(MockTraining):
-            saves = 0
-
-            def save(self, folder, copy_bytes=0):
-                super().save(folder)
-                self.saves += 1
-                if self.saves <= 2:
-                    Path("/dev/full").write_text("x" * 100000)
-
-        return Full(config, context)
+        def save(self, folder, copy_bytes=0):
+            super().save(folder)
+            self.saves += 1
+            if self.saves <= 2:
+                Path("/dev/full").write_text("x" * 100000)
 """
 
 
@@ -266,10 +261,7 @@ def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> Non
 @pytest.mark.slow
 def test_hostile_messages_of_every_role_harm_no_process() -> None:
     """Random, truncated and wrongly typed messages, in the middle of a run; a few thousand of them."""
-    fuzz = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
-    command = [sys.executable, fuzz, "--messages", "500"]
-    output = subprocess.check_output(command, text=True, timeout=patience(300))
-    result = json.loads(output.splitlines()[-1])
+    result = figures_of("fuzz.py", "--messages", 500)
     assert result["refused"] > 500
     assert result["status"] == "interrupted"
     assert (result["restarts"], result["ended"]) == (0, [])
