@@ -262,9 +262,7 @@ def test_tokens_computed_again_are_counted_for_each_sampled_token(tmp_path: Path
     assert "lost_per_token" not in workers.load_figures()
 
 
-def test_what_an_engine_does_while_it_starts_is_its_state_and_what_it_found_is_in_the_log(
-    tmp_path: Path,
-) -> None:
+def test_the_note_of_an_engine_is_its_state_while_it_starts_and_then_in_the_log(tmp_path: Path) -> None:
     workers, _ = fleet_of(tmp_path)
     join(workers, tmp_path, "inference-0")
 

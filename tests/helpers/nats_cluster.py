@@ -80,38 +80,31 @@ class Server:
 
 
 class Cluster:
-    """Servers of one cluster with JetStream, for the duration of a `with` block.
+    """Three servers of one cluster with JetStream, for the duration of a `with` block.
 
     Args:
         tls: the section `tls` of their configuration; None for connections without TLS.
     """
 
-    def __init__(self, folder: Path, size: int = 3, tls: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, tls: Mapping[str, Any] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        ports = free_ports(2 * size)
-        clients, routes = ports[:size], ports[size:]
+        clients, routes = (ports := free_ports(6))[:3], ports[3:]
+        encrypted = {"tls": tls} if tls else {}
+        common = {"authorization": LOGIN, "max_payload": 8 * 2**20, **encrypted}
+        addresses = [f"nats-route://127.0.0.1:{port}" for port in routes]
+        self.servers: list[Server] = []
+        for number, (port, route) in enumerate(zip(clients, routes, strict=True)):
+            of_cluster = {
+                "name": "test",
+                "host": "127.0.0.1",
+                "port": route,
+                "routes": addresses,
+                **encrypted,
+            }
+            store = {"store_dir": str(folder / f"store-{number}")}
+            own = {"port": port, "jetstream": store, "cluster": of_cluster}
+            self.servers.append(Server(folder, f"n{number}", {**common, **own}))
         scheme = "tls" if tls else "nats"
-        self.servers = [
-            Server(
-                folder,
-                f"n{number}",
-                {
-                    "port": port,
-                    "jetstream": {"store_dir": str(folder / f"store-{number}")},
-                    "authorization": LOGIN,
-                    "max_payload": 8 * 2**20,
-                    "cluster": {
-                        "name": "test",
-                        "host": "127.0.0.1",
-                        "port": routes[number],
-                        "routes": [f"nats-route://127.0.0.1:{each}" for each in routes],
-                        **({"tls": tls} if tls else {}),
-                    },
-                    **({"tls": tls} if tls else {}),
-                },
-            )
-            for number, port in enumerate(clients)
-        ]
         self.url = ",".join(f"{scheme}://{server.address}" for server in self.servers)
 
     def __enter__(self) -> Cluster:

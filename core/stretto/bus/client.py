@@ -152,12 +152,8 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each message, one at a time, until the bus closes.
-
-        The handler may be a coroutine function, or a plain function, which costs less. It should not take
-        long, because the next messages wait for it. The subscription receives every message published after
-        this call returns.
-        """
+        """Call `handler`, a plain function or a coroutine function, which costs more, with each message that
+        is published after this call returns: one at a time, until the bus closes."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:

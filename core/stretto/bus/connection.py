@@ -20,8 +20,7 @@ from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
 _CONNECT_S = 20.0
-"""A process that starts gives up after so long without a server: the bundled one may start at the same
-time."""
+"""A process that starts gives up after so long: the bundled server may start at the same time."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1

@@ -1,8 +1,5 @@
-"""The run's lock as other processes see it. The lock distinguishes a dead kernel from a dead or silent bus.
-
-`server.lock_run` takes the lock for the kernel's whole life. The system releases it however the kernel ends,
-and a kernel that stands still keeps it.
-"""
+"""The run's lock as other processes see it. It distinguishes a dead kernel from a dead or silent bus: the
+system releases it however the kernel ends, and a kernel that stands still keeps it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The bundled nats-server: its configuration, credentials and permissions, and its start and end.
 
-The server runs under `guard.py`, which stops the server when the kernel has been gone for the grace time.
-Each run has random credentials, with one user for each role. They are in files that only the user can read.
-A server that other machines can reach has TLS, and each role a certificate of its own.
+Each run has random credentials, with one user for each role, in files that only the user can read. A server
+that other machines can reach has TLS, and each role a certificate of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -62,8 +61,7 @@ _GUARD_END_S = 15.0
 _CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
-"""A kernel makes new certificates, unless those of a former one are younger than this. So it can work for at
-least the rest of their validity."""
+"""Certificates of a former kernel are used again below this age: they hold for at least the rest."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,8 +82,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
-    """Credentials of a second connection, for the streams. Only the kernel has them, and only
-    on the bundled server."""
+    """Credentials of the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
@@ -102,22 +99,14 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
         """Read a bootstrap file."""
-        try:
-            return cls.decode(path.read_bytes(), str(path))
-        except OSError as error:
-            raise ConfigError(
-                f"{path} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
-            ) from error
+        with _expect_bootstrap(path):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
 
     @classmethod
     def decode(cls, text: bytes, source: str) -> Bootstrap:
         """Read the text of a bootstrap file; an error names `source`."""
-        try:
+        with _expect_bootstrap(source):
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{source} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
-            ) from error
 
     def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
         """Return it for a process that reaches the server at `url`, or logs in with a file of `credentials`.
@@ -127,6 +116,15 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             return changed
         user, password, creds = login_of(credentials, "--credentials")
         return msgspec.structs.replace(changed, user=user, password=password, credentials_file=creds)
+
+
+@contextmanager
+def _expect_bootstrap(source: Path | str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, msgspec.DecodeError) as error:
+        hint = "`stretto invite RUN WORKER` makes one"
+        raise ConfigError(f"{source} is not a bootstrap file: {error}; {hint}") from error
 
 
 def run_id(folder: Path) -> str:

@@ -68,8 +68,7 @@ here, a stream or a consumer whose server is away, and a message whose first cop
 _OTHER_END = 10071
 """Error code for a message with another last sequence number than the stream's."""
 _COPYING = (10023,)
-"""Error codes for a consumer with more replicas than its stream has now: a stream that gets more replicas is
-copied first."""
+"""A consumer has more replicas than its stream, which is copied first when it gets more."""
 
 
 @dataclass
@@ -111,8 +110,7 @@ class StreamEnd:
     sequence: int
     """Sequence number of the last message. `append` moves it."""
     unsure: set[str] = field(default_factory=set[str])
-    """Ids of messages that the server may have stored or not: that under way, and those whose append was
-    cancelled."""
+    """Ids of messages that may be stored or not: that under way, and those of cancelled appends."""
 
 
 class Store:

@@ -22,8 +22,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     ca: str = ""
     """Certificates of the authorities; empty for those of the system."""
     certificate: str = ""
-    """The client's certificate, with the certificates between it and the authority; empty if it shows
-    none."""
+    """The client's certificate and those between it and the authority; empty if it shows none."""
     key: str = ""
     """The private key of the certificate, not encrypted."""
 

@@ -54,8 +54,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     fault: SampleFault | None = None
     over: str = ""
-    """Why the answer scored 0: the limit that it exceeded, or how it ended the process. Empty if the reward
-    scored it."""
+    """Which limit it exceeded, or how it ended the process: it scores 0. Empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:

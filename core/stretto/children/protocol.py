@@ -30,8 +30,7 @@ T = TypeVar("T")
 HEAD = struct.Struct(">IQ")
 """Length of the content in bytes, and number of the question."""
 MAX_FRAME = 64 * 2**20
-"""Largest content of a frame in bytes, in both directions. The largest contents are the scores of a group
-with their metrics, and conversations with the state of their environment: a few MiB at most."""
+"""Bytes of the largest content of a frame. Scores of a group and conversations have a few MiB at most."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,6 @@
 """The scoring process: one reward, called for one group at a time. Child of a verifier worker.
 
-The first frame holds the run. When the process has made the reward, it is ready (see `protocol`).
-Then it answers each `Task` with a `ScoringResult`.
+The first frame holds the run. The process answers each `Task` with a `ScoringResult` (see `protocol`).
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     fault: SampleFault | None = None
     over: dict[int, str] = {}
-    """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
-    reason."""
+    """Completions that score 0, because of a limit or the end of their process: index -> reason."""
     unused: tuple[str, ...] = ()
     """For a trial: optional parameters of the reward that no column gives a value for."""
 

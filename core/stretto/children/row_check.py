@@ -38,8 +38,7 @@ class RowFaults(msgspec.Struct, frozen=True):
     rows: int
     """Number of rows of the dataset."""
     read: int
-    """Number of rows that were checked: all rows, or a random part of at most `_MAX_ROWS` rows and about
-    `_MAX_S` seconds."""
+    """All rows, or at most `_MAX_ROWS` random ones in about `_MAX_S` seconds."""
     faulty: int
     """Number of checked rows with a fault."""
     first: tuple[tuple[int, str], ...]

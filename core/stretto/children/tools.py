@@ -1,8 +1,7 @@
 """The tool process: it runs the run's tools in the sandbox, one call at a time. Child of a verifier worker.
 
-The first frame names the tools. When the process has made the tools, it is ready and reports their schemas
-(see `protocol`). Then it answers each `Invocation` with a `ToolAnswer`. MCP servers are children of this
-process and end with it.
+The first frame names the tools; `Started` has their schemas. The process answers each `Invocation` with a
+`ToolAnswer`. MCP servers are children of it and end with it.
 """
 
 from __future__ import annotations
@@ -66,11 +65,8 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
     """Return the command that starts the process in its sandbox. The process can read the working folder,
     import its modules, and read the folders of the tools' files, but no folder of runs, such as `folder`."""
     here = Path.cwd()
-    files = [
-        Path(module)
-        for module, _, _ in (tool.rpartition(":") for tool in config.tools)
-        if module.endswith(".py")
-    ]
+    modules = [tool.rpartition(":")[0] for tool in config.tools]
+    files = [Path(module) for module in modules if module.endswith(".py")]
     search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
     own = {name.lower() for name in config.env}
     proxies = {name: value for name, value in proxy_variables().items() if config.network and name not in own}

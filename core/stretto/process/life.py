@@ -1,8 +1,7 @@
 """The life of a run's kernels, from the command to the summary. It leaves no process behind.
 
-`run` starts a run and `resume_to_end` continues one. Both need the lock of the run's folder before they touch
-a file in it. For each kernel they start the bundled nats-server unless `bus.url` names another server, open
-the bus, let a `Kernel` own the run beside its observers, and write `summary.json`.
+`run` starts a run and `resume_to_end` continues one: for each kernel with a server, the bus, the observers
+and, at its end, `summary.json`. Both need the lock of the run's folder before they touch a file in it.
 """
 
 from __future__ import annotations

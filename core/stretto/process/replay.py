@@ -1,11 +1,8 @@
 """Train the recorded steps of a run again in a folder of their own: trainers only, nothing is generated.
 
-The store of a replay is filled first with the trajectories of the recorded batches. The kernel then gets the
-batches, and writes the digests that its steps reach into its journal. The caller compares them with the
-recorded ones.
-
-Steps with the same values and the same numbers of processes are one segment. A kernel trains a segment and
-writes a checkpoint, with which the next kernel begins.
+The store of a replay is filled with the trajectories of the recorded batches. Steps with the same values and
+numbers of processes are one segment: a kernel trains its batches, writes the digests that it reaches into its
+journal, and a checkpoint with which the next kernel begins. The caller compares the digests.
 """
 
 from __future__ import annotations

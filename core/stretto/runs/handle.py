@@ -1,12 +1,9 @@
 """Runs from Python: `stretto.run` starts one, and its `RunHandle` follows, awaits and stops it.
 
 The kernel of the run is a process of its own, as with `stretto run`: signals, the fork server and the event
-loop of a notebook do not meet. The handle reads the files in the run's folder, so it sees what `stretto ui`
-and `stretto report` see. The run belongs to its handle: when the handle is dropped, or when the program ends,
-however it ends, the run finishes the step under way, writes a checkpoint and ends.
-
-    run = stretto.run("run.yaml", steps=3)
-    summary = run.wait()
+loop of a notebook do not meet. The handle reads the files in the run's folder. The run belongs to its handle:
+when the handle is dropped, or when the program ends, however it ends, the run finishes the step under way,
+writes a checkpoint and ends.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """The exception that the user's code raised, with its file and line; empty if a reward or an environment
-    said on purpose that it has no result."""
+    """The exception with its file and line; empty if a reward or an environment gives none on purpose."""
 
     @property
     def likeness(self) -> str:

@@ -79,9 +79,8 @@ class _Finder(MetaPathFinder):
         if place is None:
             return None
         if place.is_dir():
-            locations = [str(place)]
-            file = place / "__init__.py"
-            return spec_from_file_location(fullname, file, submodule_search_locations=locations)
+            inside = [str(place)]
+            return spec_from_file_location(fullname, place / "__init__.py", submodule_search_locations=inside)
         return spec_from_file_location(fullname, place)
 
 

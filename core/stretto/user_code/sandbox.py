@@ -207,14 +207,14 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
         return
     if not network and not sandbox_problem(network=True):
         remedy = (
-            "It cannot give commands a network of their own here (in a container, this needs the permission to "
-            "create network namespaces); if they may reach all that this machine reaches, its loopback "
+            "It cannot give commands a network of their own here (in a container, this needs the permission "
+            "to create network namespaces); if they may reach all that this machine reaches, its loopback "
             "included, write `workflow.network: true`"
         )
     else:
         remedy = (
-            "It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, permission to create "
-            "them); if you trust all that is run, write `sandbox: unsafe`"
+            "It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, permission to "
+            "create them); if you trust all that is run, write `sandbox: unsafe`"
         )
     yield Problem("sandbox", f"{problem}. {remedy}", "environment")
 

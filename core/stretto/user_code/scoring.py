@@ -24,8 +24,7 @@ __all__ = [
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
-"""What a name of a parameter can mean. A reward without a parameter `completion` gets prompt and completion
-by position."""
+"""What names of parameters can mean: without `completion`, prompt and completion come by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -71,15 +70,11 @@ def optional_scores(
     if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
-        columns_of_each = [
-            {name: values[i] for name, values in each.items()} for i in range(len(completions))
-        ]
-        values = _await_all(
-            [
-                _call_on_one(reward, parameters, row["prompt"], columns | more, text)
-                for text, more in zip(completions, columns_of_each, strict=True)
-            ]
-        )
+        called: list[Any] = []
+        for index, text in enumerate(completions):
+            own = {name: column[index] for name, column in each.items()}
+            called.append(_call_on_one(reward, parameters, row["prompt"], columns | own, text))
+        values = _await_all(called)
     if len(values) != len(completions):
         raise RewardError(
             f"the reward{_place_of(reward)} returned {len(values)} values for {len(completions)} completions"

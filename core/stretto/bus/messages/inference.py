@@ -63,8 +63,7 @@ class ChunkBatch(Message, frozen=True):
     logprobs: Array
     versions: Array
     kept_counts: Array | None = None
-    """(sum of counts,) uint16, the number of tokens that each token was drawn from; None if no request wants
-    them."""
+    """(sum of counts,) uint16, number of tokens that each was drawn from; None if nobody wants them."""
     kept_ids: Array | None = None
     """Their ids, int32, in the same order."""
 
@@ -86,8 +85,7 @@ class Swap(Message, frozen=True, tag="Swap/2"):
 
     lease_epoch: int
     number: int
-    """Number of the swap. It rises with every swap that a kernel asks for. The version may fall, for example
-    when the swap is to the version of an evaluation."""
+    """Rises with every swap that a kernel asks for. The version may fall, to that of an evaluation."""
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""

@@ -163,8 +163,7 @@ class Save(Message, frozen=True):
     """A folder, or the URL of one."""
     version: int
     needed: tuple[int, ...] = ()
-    """Older versions that evaluations still need. The trainers copy their published weights into the folder
-    too."""
+    """Older versions that evaluations still need. Their published weights go into the folder, too."""
 
 
 class Copied(Message, frozen=True):
