@@ -26,8 +26,7 @@ def available_cores() -> float:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process and its children may take: the machine's, or fewer if a
-    container has a limit."""
+    """Return the bytes of memory that processes here may take: the machine's, or a container's."""
     return min([psutil.virtual_memory().total, *memory_limits()])
 
 

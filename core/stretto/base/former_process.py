@@ -17,8 +17,7 @@ _POLL_S = 0.2
 
 
 class FormerProcess:
-    """A process on this machine that is no child of this one. Raises NoSuchProcess of psutil if there is
-    none."""
+    """A process on this machine that is no child of this one; psutil.NoSuchProcess if there is none."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)

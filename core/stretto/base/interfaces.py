@@ -17,8 +17,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of the interface that has an address of this machine, such as `eth0`. Raise OSError if
-    none has it."""
+    """Return the name of the interface that has an address, such as `eth0`. Raise OSError if none has it."""
     import psutil  # only ranks on several machines need it, and every process imports this module
 
     for name, addresses in psutil.net_if_addrs().items():

@@ -108,8 +108,7 @@ class RemoteFolder:
 
     @contextmanager
     def _connected(self) -> Generator[tuple[Any, str]]:
-        """Yield the file system and the folder's path in it. The errors of the file system leave the block as
-        OSError."""
+        """Yield the file system and the folder's path in it. Its errors leave the block as OSError."""
         try:
             import fsspec.core
 

@@ -1,5 +1,4 @@
-"""Typed messages over one NATS connection: publish and subscribe, request and serve. README.md has what the
-bus promises."""
+"""Typed messages over one NATS connection. README.md has what the bus promises."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
 
 
 class Bus:
-    """One process's connection to the bus. `connect` creates it. For workers, `store`, the connection to the
-    streams, is `client`."""
+    """One process's connection to the bus, from `connect`. Workers have no second one for the store."""
 
     def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:
         self._nats = client
@@ -135,8 +133,7 @@ class Bus:
 
     @property
     def local_address(self) -> str:
-        """Address of this machine at which other machines of the run reach it: the one from which it reaches
-        the server."""
+        """Address from which this machine reaches the server; the run's other machines reach it there."""
         server = self._nats.connected_url or self._nats.servers[0]
         return address_towards(server.hostname or "localhost")
 
@@ -397,8 +394,7 @@ class Bus:
 
 
 class _AtOnce:
-    """Takes the place of the future of a subscription: it gets each message without a queue and a task
-    between."""
+    """Stands for the future of a subscription: each message comes without a queue and a task between."""
 
     def __init__(self, deliver: Callable[[Msg], object]) -> None:
         self.set_result = deliver

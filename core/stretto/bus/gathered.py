@@ -11,8 +11,7 @@ T = TypeVar("T")
 
 
 class Gathered(Generic[T]):
-    """Items that are sent together, `pause_s` after the first one; with 0, those of one turn of the event
-    loop."""
+    """Items that are sent together, `pause_s` after the first; with 0, those of one turn of the loop."""
 
     def __init__(self, send: Callable[[tuple[T, ...]], Awaitable[None]], pause_s: float = 0.0) -> None:
         self._send = send

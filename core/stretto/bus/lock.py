@@ -54,14 +54,12 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def visible(self) -> bool:
-        """Whether this process can see who holds the lock: it runs on the kernel's machine, with its
-        files."""
+        """Whether this process can see who holds the lock: on the kernel's machine, with its files."""
         return self.machine == _machine() and Path(self.path).exists()
 
     @property
     def shows_folder(self) -> bool:
-        """Whether this process can read the files of the run's folder: on the kernel's machine, or on a disk
-        that both machines share."""
+        """Whether this process can read the run's folder, here or on a disk that two machines share."""
         try:
             return Path(self.path).read_text() == self.owner
         except OSError:

@@ -90,8 +90,7 @@ def _open_servers(bus: BusConfig) -> list[str]:
 
 
 async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
-    """Connect to each server of `bus.url`, and try the store on one of them. Raise ConfigError for a wrong
-    file."""
+    """Connect to each server of `bus.url`, and try the store on one. Raise ConfigError for a wrong file."""
     bootstrap = bootstrap_of(config, f"check-{secrets.token_hex(4)}", "kernel")
     faults: dict[str, str] = {}
     with_login: list[str] = []

@@ -65,8 +65,7 @@ _KEPT_DAYS = 500
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to connect to the bus. Each role has one such file, which only the user can
-    read."""
+    """What a process needs to connect to the bus: the content of a file that only the user can read."""
 
     url: str
     """Addresses of the servers, separated by commas."""
@@ -128,8 +127,7 @@ def _expect_bootstrap(source: Path | str) -> Generator[None]:
 
 
 def run_id(folder: Path) -> str:
-    """Return the id of a run from its bootstrap files or the names in its store; empty if none of them has
-    it."""
+    """Return the id of a run from its bootstrap files or the names in its store; empty if none has it."""
     for file in (folder / f"{role}.json" for role in _PARTIES):
         if file.exists():
             try:
@@ -200,8 +198,7 @@ def bootstrap_of(config: BusConfig, run: str, role: str, logs: str = "") -> Boot
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
-    """Return user, password and `.creds` file for a server of the user's own. An error names the `key` of the
-    file."""
+    """Return user, password and `.creds` file of a login that the run file has at `key`."""
     if credentials.endswith(".creds"):
         return "", "", credentials
     try:
@@ -370,8 +367,7 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Return where the server of a former kernel listens, if a new one would differ only in its port,
-    credentials and certificates."""
+    """Return where a former kernel's server listens, if only port, credentials and certificates differ."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
@@ -452,8 +448,7 @@ def binary() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now at an address of this machine. Raise OSError if it has no such
-    address."""
+    """Return a port that is free now. Raise OSError if this machine has no such address."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as probe:
         probe.bind(address)
@@ -548,18 +543,19 @@ def configuration_text(configuration: Mapping[str, Any]) -> str:
 def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
     of verbs allows to its role, and answer only those who may ask it."""
-    permissions: dict[Party, dict[str, list[str]]] = {
-        "kernel": {
-            "publish": [names.beacon, names.abort_ticket, names.status],
-            "subscribe": [f"{names.root}.>"],
-        }
+    asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
+    permissions = {
+        party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
+        for party in asking
+    }
+    answers = [f"{names.answers(party, 'kernel')}.>" for party in asking]
+    permissions["kernel"] = {
+        "publish": [names.beacon, names.abort_ticket, names.status, *answers],
+        "subscribe": [f"{names.root}.>"],
     }
     for role in ROLES:
-        own = [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]
-        permissions[role] = {"publish": [f"{names.root}.kernel.{role}.>"], "subscribe": own}
-        permissions["kernel"]["publish"].append(f"{names.answers(role, 'kernel')}.>")
-    for role in ROLES:
         permissions[role]["publish"].append(f"{names.answers('kernel', role)}.>")
+        permissions[role]["subscribe"] += [names.beacon, f"{names.root}.worker.{role}.>"]
         for verb, askers in WORKER_VERBS[role].items():
             for asker in askers:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
@@ -570,17 +566,8 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         *(names.kept_trajectories, names.records),
     )
     permissions["rollout"]["publish"] += [*with_parts(*finished), *_take_tickets(names)]
-    permissions["samples"] = {
-        "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],
-        "subscribe": [f"{names.inbox('samples')}.>"],
-    }
-    permissions["kernel"]["publish"].append(f"{names.answers('samples', 'kernel')}.>")
     permissions["rollout"]["subscribe"].append(names.abort_ticket)
-    permissions[OPERATOR] = {
-        "publish": [f"{names.root}.kernel.{OPERATOR}.>"],
-        "subscribe": [f"{names.inbox(OPERATOR)}.>"],
-    }
-    permissions["kernel"]["publish"].append(f"{names.answers(OPERATOR, 'kernel')}.>")
+    permissions["samples"]["publish"] += [*_follow_log(names), *_read_log(names)]
     return {
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()

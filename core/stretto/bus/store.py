@@ -1,5 +1,4 @@
-"""What nats-server keeps on disk for a run: streams that are read by number, and work queues. README.md has
-what the store promises."""
+"""What nats-server keeps on disk: streams, read by number, and work queues. README.md has its promises."""
 
 from __future__ import annotations
 
@@ -198,8 +197,7 @@ class Store:
     async def read_some(
         self, stream: str, subject: str, sequences: Collection[int], kind: type[M]
     ) -> dict[int, M]:
-        """Return the messages of a subject at these sequence numbers. Those that lie together come in a few
-        answers."""
+        """Return the messages of a subject at these numbers; neighbours come in a few answers."""
         missing, found = set(sequences), dict[int, M]()
         while len(missing) > 1:
             number = min(len(missing), _READ_AT_ONCE)
@@ -338,8 +336,7 @@ class Store:
         return "" if info.created is None else info.created.isoformat()
 
     async def purge(self, stream: str, *, below: int | None = None) -> None:
-        """Remove the messages below a sequence number, or all. A stream that has not reached the number goes
-        on with it."""
+        """Remove the messages below a number, or all. A stream that has not reached it goes on with it."""
         await self._storing(lambda: self._jetstream.purge_stream(stream, below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
@@ -541,8 +538,7 @@ class Store:
                 await subscription.unsubscribe()
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
-        """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order. Raises as
-        `next`."""
+        """Yield (sequence, subject, payload) of a consumer's messages as they arrive. Raises as `next`."""
         async with self._pulling(stream, consumer, expires_s=_FOLLOW_S) as pull:
             while True:
                 if not pull.asked:

@@ -28,8 +28,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:
-        """Read the files that a run file names. Raise ConfigError if one cannot be read, or they do not fit
-        together."""
+        """Read the files that a run file names. Raise ConfigError if one does not fit."""
         texts: dict[str, str] = {}
         for name in ("ca", "certificate", "key"):
             if (file := getattr(config, name)) is not None:

@@ -43,8 +43,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pipes:
-    """The child's side. Standard input and output carry only frames: output of the user's code goes to
-    stderr."""
+    """The child's side. Standard input and output carry only frames: users' output goes to stderr."""
 
     def __init__(self) -> None:
         self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")

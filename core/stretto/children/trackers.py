@@ -196,8 +196,7 @@ class _Sender(threading.Thread):
         return True
 
     def _news(self) -> list[dict[str, Any]]:
-        """Return the lines to send, in the order of their versions. Those of steps that a resumed run repeats
-        are not new."""
+        """Return the lines to send, by their versions. Those that a resumed run repeats are not new."""
         steps, evaluations = self._run.steps, self._run.evaluations
         new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]

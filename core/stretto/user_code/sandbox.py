@@ -252,8 +252,7 @@ def systemd_works() -> bool:
 
 
 def _in_scope(command: Sequence[str], memory_mb: int | None) -> list[str]:
-    """Return the command in a scope of systemd with limits. The command does not get the variable that finds
-    it."""
+    """Return the command in a scope of systemd with limits, without the variable that finds systemd."""
     memory = _MAX_MEMORY if memory_mb is None else f"{memory_mb}M"
     limits = (f"MemoryMax={memory}", "MemorySwapMax=0", f"TasksMax={_MAX_PROCESSES}")
     return [

@@ -147,8 +147,7 @@ class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SharedRows(Message, frozen=True):
-    """A few rows of the batch that led to a version. The inference worker measures the engine's error on
-    them."""
+    """A few rows of the batch that led to a version, on which the engine's error is measured."""
 
     rows: tuple[ScoredRow, ...]
     """Empty if no batch led to the version, or if a newer version has replaced it."""
@@ -167,8 +166,7 @@ class LoadReport(Message, frozen=True):
 
 
 class AskWeights(Message, frozen=True, tag="AskWeights/2"):
-    """Inference worker to the trainer that publishes the weights, answered by `WeightsAnswer`: a question in
-    the weight transport's own format."""
+    """Inference worker to the publishing trainer, answered by `WeightsAnswer`: the transport asks."""
 
     question: bytes
 

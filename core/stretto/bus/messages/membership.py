@@ -69,8 +69,7 @@ class Routes(Message, frozen=True, tag="Routes/2"):
 
 
 class Join(Message, frozen=True, tag="Join/3"):
-    """Worker to kernel, answered by `Welcome`: a process with this role has started, or worked for a former
-    kernel of the run."""
+    """Worker to kernel, answered by `Welcome`: a process has started, or has lost a former kernel."""
 
     worker: WorkerId
     role: Role

@@ -68,8 +68,7 @@ class TicketsStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
-    oldest token is known."""
+    """Rollout worker to kernel: every sample of these tickets has begun, so its oldest token is known."""
 
     worker: WorkerId
     oldest: tuple[tuple[int, int, int], ...]
@@ -293,8 +292,7 @@ Item = TypeVar("Item", WireTrajectory, TrainedRow)
 
 
 def bundles_of(items: Sequence[Item]) -> list[list[Item]]:
-    """Divide items, in their order, into messages of a moderate size, so that a reader who wants one item
-    receives few others."""
+    """Divide items, in their order, into messages in which a reader of one item gets few others."""
     bundles: list[list[Item]] = []
     room = 0
     for item in items:
@@ -340,8 +338,7 @@ class Following(Message, frozen=True):
 
 
 class Kept(Message, frozen=True):
-    """Sample writer to the kernel, every few seconds: all samples of log messages before this place are on
-    disk."""
+    """Sample writer to the kernel, every few seconds: all samples of messages before this one are on disk."""
 
     below: int
     """Sequence number."""

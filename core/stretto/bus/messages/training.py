@@ -120,8 +120,7 @@ class Prefetch(Message, frozen=True):
 
 
 class AskMeetingPlace(Message, frozen=True):
-    """Another rank to rank 0 of its worker group, answered by `MeetingPlace`: how do the ranks find each
-    other?"""
+    """Another rank to rank 0 of its group, answered by `MeetingPlace`: how do we find each other?"""
 
     lease_epoch: int
 
@@ -171,8 +170,7 @@ class Copied(Message, frozen=True):
 
 
 class AskSaved(Message, frozen=True):
-    """Kernel to rank 0 of every worker group, answered by `Saved` when the files of the newest `Save` are
-    written."""
+    """Kernel to rank 0 of every group, answered by `Saved` when the newest `Save`'s files are written."""
 
     lease_epoch: int
     version: int
