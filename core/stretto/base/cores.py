@@ -18,8 +18,7 @@ _LIST_S = 5.0
 
 
 def available_cores() -> float:
-    """Return the number of cores that this process may use. A container's limit of processor time may make it
-    a fraction."""
+    """Return the number of cores that this process may use: a fraction, if a container has a limit."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _quota()
     return cores if quota is None else min(cores, quota)

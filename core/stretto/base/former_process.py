@@ -42,8 +42,7 @@ class FormerProcess:
         return []
 
     def poll(self) -> int | None:
-        """Return None while the process runs, then `UNKNOWN_STATUS`. One whose parent has not collected its
-        status does not run."""
+        """Return None while the process runs, then `UNKNOWN_STATUS`. A zombie does not run."""
         with suppress(psutil.NoSuchProcess):
             if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
                 return None

@@ -298,8 +298,7 @@ class Bus:
     # ------------------------------------------------------------------------------------ private
 
     async def _receive(self, subject: str, **how: Any) -> None:
-        """Subscribe, and return when the server has the subscription. If the connection breaks meanwhile, the
-        client subscribes again when it is back."""
+        """Subscribe, and return when the server has the subscription, even if the connection breaks."""
         await self._nats.subscribe(subject, **how)
         confirmed = False
         while not confirmed:

@@ -40,8 +40,7 @@ class Listening:
 
 
 def listening(config: BusConfig) -> Listening:
-    """Return where the bundled server of a run listens. Raise ConfigError if no address is known by which
-    other machines reach it."""
+    """Return where the bundled server listens. Raise ConfigError if no address for others is known."""
     if config.listen is None:
         return Listening(_LOOPBACK, 0, _LOOPBACK, _LOOPBACK)
     host, port = _split(config.listen)

@@ -125,8 +125,7 @@ def list_parts(sequences: Sequence[int]) -> bytes:
 
 
 async def join_stored(data: bytes, read: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """Return a stored payload, whose parts `read` returns by their numbers. Raise DecodeError or ValueError
-    if they are not those of one payload."""
+    """Return a stored payload, from its parts. Raise DecodeError or ValueError if they do not fit."""
     if not is_split(data):
         return data
     parts, payload = Parts(), None

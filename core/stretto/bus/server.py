@@ -108,8 +108,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
 
     def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
-        """Return it for a process that reaches the server at `url`, or logs in with a file of `credentials`.
-        With None, as the file says."""
+        """Return it for a process with another address of the server, or with a login of its own."""
         changed = msgspec.structs.replace(self, url=url or self.url)
         if credentials is None:
             return changed
@@ -466,8 +465,7 @@ def _with_port(place: Listening) -> Listening:
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
-    """Write the server's certificate, and return a client's certificate for each party. The authority that
-    signs them lives only in this call."""
+    """Write the server's certificate, and return the clients'. Their authority lives only here."""
     from stretto.bus.certificates import Authority  # it imports for a tenth of a second
 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)

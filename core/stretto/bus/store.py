@@ -113,8 +113,7 @@ class StreamEnd:
 
 
 class Store:
-    """The store of a run, which the process's `Bus` has. `inbox` begins the subjects at which this process
-    alone receives messages."""
+    """The store of a run. `inbox` begins the subjects at which this process alone gets messages."""
 
     def __init__(
         self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
@@ -235,8 +234,7 @@ class Store:
     async def follow(
         self, stream: str, subject: str, kind: Any, *, start: int
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) of a stream from `start` on, in order, each message once, without end.
-        Malformed messages are refused and skipped."""
+        """Yield (sequence, message) from `start` on, in order, without end. Malformed ones are skipped."""
 
         async def consumer_at(following: int) -> str:
             return await self.make_consumer(stream, [subject], start=following)

@@ -52,8 +52,7 @@ def run_to_end(assembly: Assembly, forks: ForkServer | None) -> int:
 
 
 def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
-    """Train a run, and return its summary. Its folder is made. Raise ConfigError if the folder cannot be
-    written, or holds a run already."""
+    """Train a run, and return its summary. Raise ConfigError if its folder cannot be used."""
     folder, composed = assembly.folder, assembly.composed
     with lock_run(folder / "bus"):
         if (folder / "config.yaml").exists():

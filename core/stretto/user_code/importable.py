@@ -88,8 +88,7 @@ sys.meta_path.append(_Finder())
 
 
 def fault_of_importable(reference: str) -> str:
-    """Return why a reference cannot be loaded, or an empty string. A file is parsed, not run: the kernel
-    imports no user code."""
+    """Return why a reference cannot be loaded; empty if it can. No user code runs: a file is parsed."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
         first = module_name.partition(".")[0]

@@ -195,8 +195,7 @@ def sandbox_problem(*, network: bool = False) -> str:
 
 
 def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
-    """Yield problems of the sandbox, for the `check` of a component that runs commands, with this machine's
-    network or without."""
+    """Yield problems of the sandbox, for the `check` of a component that runs commands."""
     if run.sandbox == "unsafe":
         yield Problem(
             "sandbox", "unsafe: tools and commands run with this user's rights, and see its files", "warning"

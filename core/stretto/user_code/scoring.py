@@ -60,8 +60,7 @@ def optional_scores(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[tuple[float, dict[str, float]] | None]:
-    """Do what `score_group` does, but give None for completions for which the reward is None: rewards of TRL
-    say so that they are not for a row."""
+    """Do what `score_group` does, with None for completions whose reward is None, as in TRL."""
     parameters = inspect.signature(reward).parameters
     columns = {name: value for name, value in row.items() if name != "prompt"}
     _require_columns(reward, parameters, [*columns, *each])
@@ -101,8 +100,7 @@ def _require_columns(
 
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
-    """Refuse a reward whose first two parameters get prompt and completion by position, if their names could
-    mean something else."""
+    """Refuse parameters by position that could mean something else than prompt and completion."""
     if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "

@@ -107,8 +107,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SwapDone(Message, frozen=True):
-    """The version that the worker serves now. It is another version than the requested one if the worker had
-    already done a later swap."""
+    """The version that the worker serves now: that of a later swap, if it had already done one."""
 
     report: SwapReport
     """The engine's report of the swap, without the hashes."""
@@ -129,8 +128,7 @@ class SwapDone(Message, frozen=True):
 
 
 class AskSharedRows(Message, frozen=True):
-    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: send rows that the trainer has
-    scored with the weights of this version."""
+    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: rows scored at this version."""
 
     version: int
 

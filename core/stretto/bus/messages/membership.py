@@ -60,8 +60,7 @@ class Peer(WorkerProcess, frozen=True):
 
 
 class Routes(Message, frozen=True, tag="Routes/2"):
-    """Kernel to one rollout worker, every second and at every change of them: the worker may call these
-    workers, and no others."""
+    """Kernel to one rollout worker, every second and at every change: call these workers and no others."""
 
     lease_epoch: int
     peers: tuple[Peer, ...]
