@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 import stat
@@ -16,7 +15,7 @@ import pytest
 
 from bus_testing import running_server
 from certificates import server_tls, write_certificates
-from nats_cluster import LOGIN, Server, free_ports, outer_address
+from nats_cluster import LOGIN, Server, free_ports, login_file, outer_address
 from patience import patience
 from stretto.bus import connection
 from stretto.bus.certificates import Authority
@@ -126,19 +125,17 @@ async def test_nothing_is_sent_to_a_server_that_offers_no_tls(certs: Path) -> No
 async def test_check_says_which_server_refuses_and_why(
     tls_server: Server, certs: Path, tmp_path: Path
 ) -> None:
-    login = tmp_path / "login.json"
-    login.write_text(json.dumps(LOGIN))
     closed = f"127.0.0.1:{free_ports(1)[0]}"
     url = f"tls://{tls_server.address},tls://{closed}"
-    ca = f"{certs}/ca.pem"
-    whole = BusConfig(url=url, credentials=str(login), tls=tls_config(certs))
+    whole = BusConfig(url=url, credentials=login_file(tmp_path), tls=tls_config(certs))
     [away] = await faults_of_bus(whole, 10)
     assert away.message.startswith(f"no nats-server at {closed} (")
     assert away.severity == "warning"
     [_, few] = await faults_of_bus(msgspec.structs.replace(whole, replicas=3), 10)
     assert (few.path, few.severity) == ("bus.replicas", "environment")
     assert few.message.startswith("is 3, but the cluster has fewer servers")
-    [refused] = await faults_of_bus(msgspec.structs.replace(whole, tls=TlsConfig(ca=ca)), 10)
+    nameless = msgspec.structs.replace(whole, tls=TlsConfig(ca=f"{certs}/ca.pem"))
+    [refused] = await faults_of_bus(nameless, 10)
     assert refused.severity == "environment"
     assert "may want a client's certificate" in refused.message
     [wrong] = await faults_of_bus(msgspec.structs.replace(whole, credentials=None), 10)
@@ -146,15 +143,13 @@ async def test_check_says_which_server_refuses_and_why(
 
 
 async def test_check_finds_what_the_login_may_not_do(tmp_path: Path) -> None:
-    login = tmp_path / "login.json"
-    login.write_text(json.dumps(LOGIN))
     permissions = {"publish": ["$JS.API.INFO", "st.>"], "subscribe": [">"]}
     configuration = {
         "jetstream": {"store_dir": str(tmp_path / "store")},
         "authorization": {"users": [{**LOGIN, "permissions": permissions}]},
     }
     with Server(tmp_path, "strict", configuration) as server:
-        config = BusConfig(url=f"nats://{server.address}", credentials=str(login))
+        config = BusConfig(url=f"nats://{server.address}", credentials=login_file(tmp_path))
         [fault] = await faults_of_bus(config, 10)
     assert fault.path == "bus.credentials"
     assert 'forbids what the run does: permissions violation for publish to "$js.api.stream' in fault.message

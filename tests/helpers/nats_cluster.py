@@ -21,6 +21,13 @@ from stretto.bus.server import binary
 LOGIN = {"user": "me", "password": "secret"}
 
 
+def login_file(folder: Path) -> str:
+    """A file with the login of these servers, as `bus.credentials` names it."""
+    file = folder / "login.json"
+    file.write_text(json.dumps(LOGIN))
+    return str(file)
+
+
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -213,8 +213,7 @@ def test_the_loop_of_the_page_adds_workers_until_training_is_the_limit(start: St
 
 @pytest.mark.cluster
 def test_a_detached_run_is_followed_and_stopped(start: Start, tmp_path: Path) -> None:
-    first = start("steps=1")  # writes the run file
-    first.assert_completed(1)
+    del start  # its fixture writes the run file
     file, out = tmp_path / "run.yaml", tmp_path / "detached"
     started = output_of("run", "--detach", file, f"out={out}", "steps=5000", "checkpoint.every=0")
     assert f"the run in {out} trains" in started

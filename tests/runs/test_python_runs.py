@@ -20,6 +20,7 @@ from tests.conftest import write_run_file
 import stretto
 from commands import output_of
 from patience import patience
+from processes import spawning
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -185,15 +186,12 @@ def test_a_program_that_ends_leaves_nothing_behind(
 @pytest.mark.slow
 def test_ctrl_c_during_wait_drains_the_run(config: Mapping[str, Any], tmp_path: Path) -> None:
     command = program(config, "try: run.wait()\nexcept KeyboardInterrupt: print(run.summary['status'])")
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     metrics = tmp_path / "out" / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text())
-    process.send_signal(signal.SIGINT)
-    try:
+    with spawning() as spawn:
+        process = spawn(command)
+        until(lambda: metrics.exists() and metrics.read_text())
+        process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=patience(180))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"it still drains: {(tmp_path / 'out' / 'logs' / 'kernel.jsonl').read_text()[-8000:]}")
     assert said == "interrupted\n"
 
 
