@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 from types import ModuleType
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_the_model_overlooks_small_shapes_as_its_teacher_did(script: ModuleType,
 
     def accuracy(expected: list[str], *, sample: bool) -> float:
         answers = answers_of(rows, made, end_id, sample=sample)
-        return np.mean([one == other for one, other in zip(answers, expected, strict=True)])
+        return fmean(one == other for one, other in zip(answers, expected, strict=True))
 
     torch.manual_seed(0)
     right = [row["answer"] for row in rows]

@@ -542,7 +542,7 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
     of verbs allows to its role, and answer only those who may ask it."""
     asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
-    permissions = {
+    permissions: dict[Party, dict[str, list[str]]] = {
         party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
         for party in asking
     }
