@@ -22,7 +22,7 @@ def test_warnings_of_libraries_are_logged_and_not_those_that_mean_nothing(tmp_pa
 
 async def end_a_connection(folder: Path) -> None:
     """Connect as nats-py does, which begins TLS on a connection that it has, and let the server end it."""
-    Authority.create("test").server(["127.0.0.1"], 10).write(folder, "server")
+    Authority.create("test", 10).server(["127.0.0.1"], 10).write(folder, "server")
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(folder / "server.pem", folder / "server.key")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import stat
 import subprocess
-import sys
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -22,19 +20,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from bus_testing import raw_client, server_pid, until
+from bus_testing import lock_holder, raw_client, running_server, server_pid, until
 from fixture_types import OpenBus
 from patience import patience
+from processes import spawning
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.guard import folder_id
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
-from stretto.bus.messages.membership import Heartbeat, Join, RunStatus, Welcome
+from stretto.bus.messages.membership import Heartbeat, Join, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, Ticket, TrajectoryBundle
 from stretto.bus.payloads import decoder
-from stretto.bus.server import NatsServer, foreign_bootstrap, lock_run
+from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
 
@@ -130,16 +129,6 @@ def test_no_bytes_decode_to_anything_but_a_message_or_an_error(data: bytes) -> N
 # ------------------------------------------------------------------------- the server and its end
 
 
-async def test_a_viewer_hears_the_status(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
-    heard: list[RunStatus] = []
-    async with open_bus("kernel") as kernel, open_bus("viewer") as viewer:
-        await viewer.subscribe(names.status, RunStatus, heard.append)
-        await kernel.publish(names.status, RunStatus(b"{}"))
-        await until(lambda: len(heard) == 1)
-    login = json.loads((tmp_path / "bus" / "viewer.json").read_text())
-    assert not any(login[key] for key in ("store_user", "store_password", "token", "logs", "worker"))
-
-
 def test_a_viewer_gets_no_login_of_a_server_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "login.json").write_text('{"user": "me", "password": "secret"}')
     for credentials in ("login.json", "me.creds"):
@@ -175,6 +164,8 @@ def test_credentials_are_private_and_differ_between_roles(server: NatsServer, tm
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     passwords = {msgspec.json.decode(file.read_bytes())["password"] for file in files}
     assert len(passwords) == 3
+    viewer = Bootstrap.read(tmp_path / "bus" / "viewer.json")
+    assert not any((viewer.store_user, viewer.store_password, viewer.token, viewer.logs, viewer.worker))
     for process in psutil.process_iter(["cmdline", "environ"]):
         seen = f"{process.info['cmdline']} {process.info['environ']}"
         assert not any(password in seen for password in passwords)
@@ -187,81 +178,47 @@ def test_credentials_are_private_and_differ_between_roles(server: NatsServer, tm
     assert connection.laddr[0] == "127.0.0.1"
 
 
-HOLDER = """
-import sys, time
-from pathlib import Path
-import anyio
-from stretto.bus.server import NatsServer, lock_run
-from stretto.config import BusConfig
-async def main(folder):
-    lock = lock_run(folder / "bus")
-    await NatsServer.start(folder / "bus", "r", BusConfig(grace_s=float(sys.argv[2])), folder)
-    print("up", flush=True)
-    time.sleep(600)
-anyio.run(main, Path(sys.argv[1]))
-"""
-
-
-def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) -> None:
-    kernel = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path), str(patience(1))], stdout=subprocess.PIPE, text=True
-    )
-    assert kernel.stdout is not None
-    assert kernel.stdout.readline() == "up\n"
-    guard = psutil.Process(int((tmp_path / "bus" / "guard.pid").read_text().split()[0]))
-    server = psutil.Process(server_pid(tmp_path))
-    with pytest.raises(ConfigError, match=f"owned by pid {kernel.pid}"):
-        lock_run(tmp_path / "bus")
-    kernel.kill()
-    kernel.wait()
-    kernel.stdout.close()
-    gone, alive = psutil.wait_procs([guard, server], timeout=patience())
-    assert len(gone) == 2, alive
+async def test_the_guard_ends_the_server_when_the_kernel_was_killed(tmp_path: Path) -> None:
+    with spawning() as spawn:
+        kernel = lock_holder(spawn, tmp_path / "bus")
+        guard = await NatsServer.start(tmp_path / "bus", "r", BusConfig(grace_s=patience(1)), tmp_path)
+        with pytest.raises(ConfigError, match=f"owned by pid {kernel.pid}"):
+            lock_run(tmp_path / "bus")
+        server = psutil.Process(server_pid(tmp_path))
+        await anyio.sleep(patience(1.5))
+        assert guard.process.poll() is None
+        kernel.kill()
+        await until(lambda: guard.process.poll() is not None and not server.is_running())
 
 
 async def test_a_kernel_that_takes_over_uses_the_formers_server(tmp_path: Path) -> None:
     """Its workers are connected to it. With other values of the bus, there is another server."""
-    lock = lock_run(tmp_path / "bus")
-    first = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
-    former, login = psutil.Process(server_pid(tmp_path)), (tmp_path / "bus" / "rollout.json").read_bytes()
-    second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
-    assert (second.url, server_pid(tmp_path)) == (first.url, former.pid)
-    assert (tmp_path / "bus" / "rollout.json").read_bytes() == login
-    third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
-    assert not former.is_running()
-    assert isinstance(first.process, subprocess.Popen)
-    assert first.process.wait(patience()) is not None
-    await third.stop()
-    lock.close()
+    async with running_server(tmp_path, BusConfig()) as first:
+        former, login = psutil.Process(server_pid(tmp_path)), (tmp_path / "bus" / "rollout.json").read_bytes()
+        second = await NatsServer.start(tmp_path / "bus", "r", BusConfig(), tmp_path)
+        assert (second.url, server_pid(tmp_path)) == (first.url, former.pid)
+        assert (tmp_path / "bus" / "rollout.json").read_bytes() == login
+        third = await NatsServer.start(tmp_path / "bus", "r", BusConfig(max_payload_mb=16), tmp_path)
+        assert not former.is_running()
+        assert isinstance(first.process, subprocess.Popen)
+        assert first.process.wait(patience()) is not None
+        await third.stop()
 
 
 @pytest.mark.parametrize("is_copy", [True, False])
 async def test_the_guard_of_another_run_is_left_alone(tmp_path: Path, is_copy: bool) -> None:
     """A copy of a living run's folder brings its guard's id along; after a restart of a container, another
     run's guard has the id that a killed one has left."""
-    config = BusConfig()
-    lock = lock_run(tmp_path / "living" / "bus")
-    living = await NatsServer.start(tmp_path / "living" / "bus", "r", config, tmp_path / "living")
     other = tmp_path / "other" / "bus"
-    if is_copy:
-        shutil.copytree(tmp_path / "living" / "bus", other, ignore=shutil.ignore_patterns("*.lock"))
-    else:
-        other.mkdir(parents=True)
-        (other / "guard.pid").write_text(f"{living.process.pid} {folder_id(other)}")
-    other_lock = lock_run(other)
-    with capture_logs() as logs:
-        second = await NatsServer.start(other, "r", config, tmp_path / "other")
+    async with running_server(tmp_path / "living", BusConfig()) as living:
+        if is_copy:
+            shutil.copytree(tmp_path / "living" / "bus", other, ignore=shutil.ignore_patterns("*.lock"))
+        else:
+            other.mkdir(parents=True)
+            (other / "guard.pid").write_text(f"{living.process.pid} {folder_id(other)}")
+        with capture_logs() as logs:
+            async with running_server(tmp_path / "other", BusConfig()) as second:
+                assert living.process.poll() is None
+                assert psutil.pid_exists(server_pid(tmp_path / "living"))
+                assert second.url != living.url
     assert "the guard of another run is left alone" in [each["event"] for each in logs]
-    assert living.process.poll() is None
-    assert psutil.pid_exists(server_pid(tmp_path / "living"))
-    assert second.url != living.url
-    await second.stop()
-    await living.stop()
-    lock.close()
-    other_lock.close()
-
-
-async def test_a_server_goes_with_its_guard(server: NatsServer, tmp_path: Path) -> None:
-    process = psutil.Process(server_pid(tmp_path))
-    server.process.kill()
-    await until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)

@@ -27,15 +27,8 @@ EVENTS, KILLED_AT, STARTED_AT = 60, 20, 40
 async def test_each_event_is_stored_once_and_by_the_newest_writer(tmp_path: Path) -> None:
     names = Subjects("r")
     with Cluster(tmp_path / "cluster") as cluster:
-        bootstrap = Bootstrap(
-            url=cluster.url,
-            run="r",
-            role="kernel",
-            user=LOGIN["user"],
-            password=LOGIN["password"],
-            outage_s=patience(60.0),
-            replicas=3,
-        )
+        nobody = Bootstrap(url=cluster.url, run="r", role="kernel", outage_s=patience(60.0), replicas=3)
+        bootstrap = msgspec.structs.replace(nobody, **LOGIN)
         async with connect(bootstrap) as bus, anyio.create_task_group() as tasks:
             writers = [await own_journal(bus, names, "0")]
             for kernel, server in zip(range(KERNELS), cycle(cluster.servers), strict=False):

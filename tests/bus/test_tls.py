@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import ssl
 import stat
@@ -14,8 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from certificates import write_certificates
-from nats_cluster import LOGIN, Server, free_ports, outer_address
+from bus_testing import running_server
+from certificates import server_tls, write_certificates
+from nats_cluster import LOGIN, Server, free_ports, login_file, outer_address
 from patience import patience
 from stretto.bus import connection
 from stretto.bus.certificates import Authority
@@ -26,7 +26,7 @@ from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.probe import faults_of_bus
-from stretto.bus.server import Bootstrap, NatsServer, lock_run
+from stretto.bus.server import Bootstrap, NatsServer
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig, TlsConfig
 from stretto.errors import BusError, ConfigError, NoAnswer
@@ -51,13 +51,8 @@ def certs(tmp_path: Path) -> Path:
 @pytest.fixture
 def tls_server(tmp_path: Path, certs: Path) -> Iterator[Server]:
     """A server with a store that asks its clients for certificates of `certs`."""
-    tls = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
-    configuration = {
-        "port": free_ports(1)[0],
-        "jetstream": {"store_dir": str(tmp_path / "store")},
-        "authorization": LOGIN,
-        "tls": {**{key: str(certs / name) for key, name in tls.items()}, "verify": True},
-    }
+    store = {"store_dir": str(tmp_path / "store")}
+    configuration = {"jetstream": store, "authorization": LOGIN, "tls": server_tls(certs)}
     with Server(tmp_path, "own", configuration) as server:
         yield server
 
@@ -82,7 +77,7 @@ async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
 async def test_a_client_without_a_certificate_of_the_authority_is_refused(
     tls_server: Server, certs: Path, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Authority.create("other").client("client", 1)
+    other = Authority.create("other", 1).client("client", 1)
     shown = TlsIdentity(ca=identity(certs).ca)
     if client == "stranger":
         shown = msgspec.structs.replace(shown, certificate=other.certificate, key=other.key)
@@ -99,12 +94,12 @@ async def test_a_server_of_another_authority_or_name_is_refused(
     tls_server: Server, certs: Path, tmp_path: Path
 ) -> None:
     url = f"tls://{tls_server.address}"
-    believes_others = msgspec.structs.replace(identity(certs), ca=Authority.create("other").text)
+    believes_others = msgspec.structs.replace(identity(certs), ca=Authority.create("other", 1).text)
     with pytest.raises(BusError, match="its certificate is not accepted: unable to get local issuer"):
         await open_once(bootstrap(url, believes_others), url, 10)
     write_certificates(certs, ["elsewhere.example"])
     tls = {key: str(certs / name) for key, name in (("cert_file", "server.pem"), ("key_file", "server.key"))}
-    with Server(tmp_path, "elsewhere", {"port": free_ports(1)[0], "tls": tls}) as elsewhere:
+    with Server(tmp_path, "elsewhere", {"tls": tls}) as elsewhere:
         url = f"tls://{elsewhere.address}"
         with pytest.raises(BusError, match="its certificate is not accepted: IP address mismatch"):
             await open_once(bootstrap(url, identity(certs)), url, 10)
@@ -130,19 +125,17 @@ async def test_nothing_is_sent_to_a_server_that_offers_no_tls(certs: Path) -> No
 async def test_check_says_which_server_refuses_and_why(
     tls_server: Server, certs: Path, tmp_path: Path
 ) -> None:
-    login = tmp_path / "login.json"
-    login.write_text(json.dumps(LOGIN))
     closed = f"127.0.0.1:{free_ports(1)[0]}"
     url = f"tls://{tls_server.address},tls://{closed}"
-    ca = f"{certs}/ca.pem"
-    whole = BusConfig(url=url, credentials=str(login), tls=tls_config(certs))
+    whole = BusConfig(url=url, credentials=login_file(tmp_path), tls=tls_config(certs))
     [away] = await faults_of_bus(whole, 10)
     assert away.message.startswith(f"no nats-server at {closed} (")
     assert away.severity == "warning"
     [_, few] = await faults_of_bus(msgspec.structs.replace(whole, replicas=3), 10)
     assert (few.path, few.severity) == ("bus.replicas", "environment")
     assert few.message.startswith("is 3, but the cluster has fewer servers")
-    [refused] = await faults_of_bus(msgspec.structs.replace(whole, tls=TlsConfig(ca=ca)), 10)
+    nameless = msgspec.structs.replace(whole, tls=TlsConfig(ca=f"{certs}/ca.pem"))
+    [refused] = await faults_of_bus(nameless, 10)
     assert refused.severity == "environment"
     assert "may want a client's certificate" in refused.message
     [wrong] = await faults_of_bus(msgspec.structs.replace(whole, credentials=None), 10)
@@ -150,20 +143,17 @@ async def test_check_says_which_server_refuses_and_why(
 
 
 async def test_check_finds_what_the_login_may_not_do(tmp_path: Path) -> None:
-    login = tmp_path / "login.json"
-    login.write_text(json.dumps(LOGIN))
     permissions = {"publish": ["$JS.API.INFO", "st.>"], "subscribe": [">"]}
     configuration = {
-        "port": free_ports(1)[0],
         "jetstream": {"store_dir": str(tmp_path / "store")},
         "authorization": {"users": [{**LOGIN, "permissions": permissions}]},
     }
     with Server(tmp_path, "strict", configuration) as server:
-        config = BusConfig(url=f"nats://{server.address}", credentials=str(login))
+        config = BusConfig(url=f"nats://{server.address}", credentials=login_file(tmp_path))
         [fault] = await faults_of_bus(config, 10)
     assert fault.path == "bus.credentials"
     assert 'forbids what the run does: permissions violation for publish to "$js.api.stream' in fault.message
-    with Server(tmp_path, "plain", {"port": free_ports(1)[0]}) as server:
+    with Server(tmp_path, "plain", {}) as server:
         [fault] = await faults_of_bus(BusConfig(url=f"nats://{server.address}"), 10)
     assert "it has no JetStream, or none for this account" in fault.message
 
@@ -226,59 +216,45 @@ def test_the_parts_of_a_listening_address() -> None:
 async def test_a_server_for_other_machines_admits_bootstrap_files_of_its_run_alone(tmp_path: Path) -> None:
     address = outer_address()
     folder, names = tmp_path / "bus", Subjects("r")
-    with lock_run(folder):
-        config = BusConfig(listen="0.0.0.0", address=address)
-        server = await NatsServer.start(folder, "r", config, tmp_path)
-        try:
-            kernel = Bootstrap.read(folder / "kernel.json")
-            worker = Bootstrap.read(write_bootstrap(folder, "rollout-7"))
-            assert kernel.url.startswith("tls://127.0.0.1:")
-            assert worker.url.startswith(f"tls://{address}:")
-            assert kernel.tls
-            assert worker.tls
-            assert kernel.tls.key != worker.tls.key
-            assert not (folder / "ca.key").exists()  # nobody can make more certificates
-            for file in (*folder.glob("*.key"), *folder.glob("*.json"), folder / "nats.conf"):
-                assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
-            async with connect(kernel) as bus, connect(worker) as other:
-                await bus.store.make_log(names.journal_stream, names.of_journal)
-                assert await bus.store.append(names.leases, KernelLease("here"), id="here2")
-                assert other.connected
-            bare = msgspec.structs.replace(worker, tls=TlsIdentity(ca=worker.tls.ca))
-            with pytest.raises(BusError, match="may want a client's certificate"):
-                await open_once(bare, bare.url, 10)
-            unencrypted = msgspec.structs.replace(worker, url=worker.url.replace("tls:", "nats:"), tls=None)
-            with pytest.raises(BusError):
-                await open_once(unencrypted, unencrypted.url, 10)
-        finally:
-            await server.stop()
+    async with running_server(tmp_path, BusConfig(listen="0.0.0.0", address=address)):
+        kernel = Bootstrap.read(folder / "kernel.json")
+        worker = Bootstrap.read(write_bootstrap(folder, "rollout-7"))
+        assert kernel.url.startswith("tls://127.0.0.1:")
+        assert worker.url.startswith(f"tls://{address}:")
+        assert kernel.tls
+        assert worker.tls
+        assert kernel.tls.key != worker.tls.key
+        assert not (folder / "ca.key").exists()  # nobody can make more certificates
+        for file in (*folder.glob("*.key"), *folder.glob("*.json"), folder / "nats.conf"):
+            assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+        async with connect(kernel) as bus, connect(worker) as other:
+            await bus.store.make_log(names.journal_stream, names.of_journal)
+            assert await bus.store.append(names.leases, KernelLease("here"), id="here2")
+            assert other.connected
+        bare = msgspec.structs.replace(worker, tls=TlsIdentity(ca=worker.tls.ca))
+        with pytest.raises(BusError, match="may want a client's certificate"):
+            await open_once(bare, bare.url, 10)
+        unencrypted = msgspec.structs.replace(worker, url=worker.url.replace("tls:", "nats:"), tls=None)
+        with pytest.raises(BusError):
+            await open_once(unencrypted, unencrypted.url, 10)
 
 
 async def test_a_port_in_use_is_not_taken_for_ones_own(server: NatsServer, tmp_path: Path) -> None:
-    folder, (host, port) = tmp_path / "second" / "bus", server.url.removeprefix("nats://").split(":")
-    with (
-        lock_run(folder),
-        pytest.raises(
-            ConfigError, match=rf"bus.listen: {host}:{port} is in use by another nats-server, test-run"
-        ),
-    ):
-        await NatsServer.start(folder, "second", BusConfig(listen=f"{host}:{port}"), tmp_path)
+    place = server.url.removeprefix("nats://")
+    with pytest.raises(ConfigError, match=rf"bus.listen: {place} is in use by another nats-server, test-run"):
+        async with running_server(tmp_path / "second", BusConfig(listen=place), "second"):
+            pytest.fail("it took the port")
 
 
 async def test_a_server_listens_without_tls_only_if_told_to(tmp_path: Path) -> None:
     address = outer_address()
-    with lock_run(tmp_path / "bus"):
-        config = BusConfig(listen=address, insecure=True)
-        server = await NatsServer.start(tmp_path / "bus", "r", config, tmp_path)
-        try:
-            assert server.url.startswith(f"nats://{address}:")
-            async with connect(Bootstrap.read(tmp_path / "bus" / "kernel.json")) as bus:
-                assert bus.connected
-        finally:
-            await server.stop()
+    async with running_server(tmp_path, BusConfig(listen=address, insecure=True)) as server:
+        assert server.url.startswith(f"nats://{address}:")
+        async with connect(Bootstrap.read(tmp_path / "bus" / "kernel.json")) as bus:
+            assert bus.connected
 
 
 async def test_an_address_that_the_machine_does_not_have_is_refused(tmp_path: Path) -> None:
-    with lock_run(tmp_path / "bus"):
-        with pytest.raises(ConfigError, match=r"bus\.listen: cannot listen at 203\.0\.113\.9"):
-            await NatsServer.start(tmp_path / "bus", "r", BusConfig(listen="203.0.113.9"), tmp_path)
+    with pytest.raises(ConfigError, match=r"bus\.listen: cannot listen at 203\.0\.113\.9"):
+        async with running_server(tmp_path, BusConfig(listen="203.0.113.9")):
+            pytest.fail("it listens")

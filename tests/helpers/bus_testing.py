@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,11 +15,14 @@ import numpy as np
 from nats.aio.client import Client
 
 from patience import SOON_S, patience
+from processes import Spawn
 from stretto.array import Array
 from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.membership import Welcome
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
+from stretto.bus.server import NatsServer, lock_run
+from stretto.config import BusConfig
 
 T = TypeVar("T")
 
@@ -33,6 +39,27 @@ async def until(condition: Callable[[], T], within_s: float | None = None) -> T:
         while not (value := condition()):
             await anyio.sleep(SOON_S)
         return value
+
+
+@asynccontextmanager
+async def running_server(folder: Path, config: BusConfig, run: str = "r") -> AsyncGenerator[NatsServer]:
+    """A server with its files in `folder / "bus"`, for the duration of the block. The lock is ours."""
+    with lock_run(folder / "bus"):
+        server = await NatsServer.start(folder / "bus", run, config, folder)
+        try:
+            yield server
+        finally:
+            await server.stop()
+
+
+def lock_holder(spawn: Spawn, bus: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock of a run, as its kernel does, until it is killed."""
+    code = "import sys, time; from pathlib import Path; from stretto.bus.server import lock_run\n"
+    code += "lock = lock_run(Path(sys.argv[1])); print('locked', flush=True); time.sleep(600)"
+    holder = spawn([sys.executable, "-c", code, bus])
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "locked\n"
+    return holder
 
 
 def server_pid(folder: Path) -> int:

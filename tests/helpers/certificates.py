@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
@@ -22,6 +23,12 @@ def write_certificates(folder: Path, hosts: Sequence[str], clients: Sequence[str
     lines += [client.replace("stretto", name) for name in clients]
     script = "\n".join(("set -e -o pipefail", *lines))
     subprocess.run(["bash", "-c", script], check=True, capture_output=True, cwd=folder.parent)
+
+
+def server_tls(certs: Path) -> dict[str, Any]:
+    """The section `tls` of a server that asks its clients for certificates of the folder `certs`."""
+    names = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
+    return {**{key: str(certs / name) for key, name in names.items()}, "verify": True}
 
 
 def _is_address(host: str) -> bool:

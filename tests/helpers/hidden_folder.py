@@ -27,15 +27,8 @@ class HiddenLauncher(LocalLauncher):
     async def _start(self, job: Job) -> StartedProcess:
         if job.role != "trainer":
             return await super()._start(job)
-        hide = [
-            shutil.which("bwrap") or str(bwrap_path()),
-            "--dev-bind",
-            "/",
-            "/",
-            "--tmpfs",
-            self._folder,
-            "--",
-        ]
+        bubblewrap = shutil.which("bwrap") or str(bwrap_path())
+        hide = [bubblewrap, "--dev-bind", "/", "/", "--tmpfs", self._folder, "--"]
         with Path(job.log).open("ab") as log, Path(job.command[-1]).open("rb") as bootstrap:
             return await anyio.open_process(
                 [*hide, *job.command[:-1], "-"],

@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -20,6 +19,13 @@ from stretto.bus.listening import is_loopback, own_hosts
 from stretto.bus.server import binary
 
 LOGIN = {"user": "me", "password": "secret"}
+
+
+def login_file(folder: Path) -> str:
+    """A file with the login of these servers, as `bus.credentials` names it."""
+    file = folder / "login.json"
+    file.write_text(json.dumps(LOGIN))
+    return str(file)
 
 
 def free_ports(count: int) -> list[int]:
@@ -42,12 +48,11 @@ class Server:
 
     def __init__(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
         self.name = name
-        self.port: int = configuration["port"]
+        self.port: int = configuration.get("port") or free_ports(1)[0]
         self.log = folder / f"{name}.log"
         self._file = folder / f"{name}.conf"
-        self._file.write_text(
-            json.dumps({"server_name": name, "host": "127.0.0.1", "log_file": str(self.log), **configuration})
-        )
+        here = {"server_name": name, "host": "127.0.0.1", "port": self.port, "log_file": str(self.log)}
+        self._file.write_text(json.dumps({**here, **configuration}))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -77,45 +82,36 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.kill()
 
 
 class Cluster:
-    """Servers of one cluster with JetStream, for the duration of a `with` block.
+    """Three servers of one cluster with JetStream, for the duration of a `with` block.
 
     Args:
         tls: the section `tls` of their configuration; None for connections without TLS.
     """
 
-    def __init__(self, folder: Path, size: int = 3, tls: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, folder: Path, tls: Mapping[str, Any] | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        ports = free_ports(2 * size)
-        clients, routes = ports[:size], ports[size:]
+        clients, routes = (ports := free_ports(6))[:3], ports[3:]
+        encrypted = {"tls": tls} if tls else {}
+        common = {"authorization": LOGIN, "max_payload": 8 * 2**20, **encrypted}
+        addresses = [f"nats-route://127.0.0.1:{port}" for port in routes]
+        self.servers: list[Server] = []
+        for number, (port, route) in enumerate(zip(clients, routes, strict=True)):
+            of_cluster = {
+                "name": "test",
+                "host": "127.0.0.1",
+                "port": route,
+                "routes": addresses,
+                **encrypted,
+            }
+            store = {"store_dir": str(folder / f"store-{number}")}
+            own = {"port": port, "jetstream": store, "cluster": of_cluster}
+            self.servers.append(Server(folder, f"n{number}", {**common, **own}))
         scheme = "tls" if tls else "nats"
-        self.servers = [
-            Server(
-                folder,
-                f"n{number}",
-                {
-                    "port": port,
-                    "jetstream": {"store_dir": str(folder / f"store-{number}")},
-                    "authorization": LOGIN,
-                    "max_payload": 8 * 2**20,
-                    "cluster": {
-                        "name": "test",
-                        "host": "127.0.0.1",
-                        "port": routes[number],
-                        "routes": [f"nats-route://127.0.0.1:{each}" for each in routes],
-                        **({"tls": tls} if tls else {}),
-                    },
-                    **({"tls": tls} if tls else {}),
-                },
-            )
-            for number, port in enumerate(clients)
-        ]
         self.url = ",".join(f"{scheme}://{server.address}" for server in self.servers)
 
     def __enter__(self) -> Cluster:
@@ -123,8 +119,6 @@ class Cluster:
             server.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for server in self.servers:
             server.kill()

@@ -10,11 +10,7 @@ from patience import SOON_S, patience
 
 
 def until(condition: Callable[[], Any], otherwise: Callable[[], Any] = str) -> Any:
-    """Wait until a condition holds, and return what it found.
-
-    Args:
-        otherwise: what to show if it does not hold in time.
-    """
+    """Wait until a condition holds, and return what it found; show `otherwise` if it does not in time."""
     deadline = time.monotonic() + patience()
     while not (found := condition()):
         assert time.monotonic() < deadline, otherwise()

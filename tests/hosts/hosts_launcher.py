@@ -67,8 +67,6 @@ class _ProcessOnB:
 
 
 class HostsLauncher(LocalLauncher):
-    """Starts workers on two hosts."""
-
     def __init__(self, config: HostsConfig, context: Context) -> None:
         super().__init__(config, context)
         self._cut = Path(config.folder, "cut")

@@ -39,7 +39,6 @@ pytestmark = [
 
 
 def hosts(*arguments: str) -> None:
-    """Run `hosts.sh`."""
     subprocess.run([SCRIPT, *arguments], check=True)
 
 
@@ -71,8 +70,7 @@ def written_run_file(folder: Path, training: str) -> Path:
 
 
 def processes_on(host: str, module: str = "") -> list[psutil.Process]:
-    command = ["ip", "netns", "pids", f"stretto{host}"]
-    pids = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    pids = subprocess.check_output(["ip", "netns", "pids", f"stretto{host}"], text=True).split()
     found: list[psutil.Process] = []
     for pid in map(int, pids):
         with suppress(psutil.NoSuchProcess):
@@ -83,11 +81,7 @@ def processes_on(host: str, module: str = "") -> list[psutil.Process]:
 
 
 class RunOnHosts:
-    """A run whose kernel is on one of the hosts.
-
-    Args:
-        command: the command of stretto that owns the run, without the program.
-    """
+    """A run whose kernel is on one of the hosts, where a command of stretto owns it."""
 
     def __init__(self, folder: Path, host: str, *command: str) -> None:
         self.folder = folder
@@ -114,7 +108,6 @@ class RunOnHosts:
         return value
 
     def cut(self) -> None:
-        """Cut the cable."""
         self.cut_file.touch()
         hosts("cut")
 
@@ -205,9 +198,7 @@ def test_a_host_that_is_cut_off_for_a_moment_loses_nobody(run_on_hosts: Start) -
     assert "worker lost" not in run.text()
 
 
-def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(
-    run_on_hosts: Start,
-) -> None:
+def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(run_on_hosts: Start) -> None:
     run = run_on_hosts("steps=400")
     run.until(lambda: run.steps() >= 5)
     former = processes_on("B", "stretto.workers")
@@ -222,9 +213,7 @@ def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(
     assert run.complete()["restarts"] >= 3
 
 
-def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(
-    run_on_hosts: Start,
-) -> None:
+def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(run_on_hosts: Start) -> None:
     """The ranks meet over gloo between the hosts; afterwards both are on one."""
     ranks = "{use: fsdp2, processes: 2, threads: 1}"
     run = run_on_hosts("steps=60", f"model={ROOT}/examples/quickstart/model", training=ranks)

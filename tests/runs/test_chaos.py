@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-CHAOS = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+from processes import figures_of
 
 
 def chaos(folder: Path, *arguments: str) -> dict[str, Any]:
     """The figures of a series of attacked runs that all passed."""
-    command = [sys.executable, str(CHAOS), *arguments, "--folder", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return figures_of("chaos.py", *arguments, "--folder", folder)
 
 
 @pytest.mark.slow

@@ -6,14 +6,15 @@ import json
 import re
 import shutil
 import signal
-import textwrap
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import write_run_file
 
 from commands import stretto
 from fixture_types import Start
@@ -37,38 +38,18 @@ def files_of(run: Any) -> dict[str, str]:
 WORKERS = ("rollout-0", "verifier-0", "inference-0", "trainer-0")
 
 
-@pytest.fixture(scope="module")
-def survivor(module_start: Start) -> tuple[Any, dict[str, tuple[int, int]]]:
-    """A completed run in which each worker was killed once, and by worker the process that was killed and the
-    one that followed it."""
-    run = module_start("steps=30", out="survivor")
-    pids: dict[str, tuple[int, int]] = {}
+@in_both_worlds
+def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start) -> None:
+    run = start("steps=30")
     for worker in WORKERS:
         # More steps than there are finished groups for: the worker before this one is at work again.
         run.until_step(len(run.metrics()) + 4)
-        killed = run.until(lambda worker=worker: run.worker(worker))
+        killed = run.until(partial(run.worker, worker))
         killed.kill()
-        again = run.until(
-            lambda worker=worker, killed=killed: (
-                (other := run.worker(worker)) and other.pid != killed.pid and other
-            )
-        )
-        pids[worker] = killed.pid, again.pid
-    run.assert_completed(30)
-    return run, pids
-
-
-@pytest.mark.parametrize("worker", WORKERS)
-@module_in_both_worlds
-def test_a_killed_worker_is_started_again_and_nothing_is_lost(
-    survivor: tuple[Any, dict[str, tuple[int, int]]], worker: str
-) -> None:
-    run, pids = survivor
-    killed, again = pids[worker]
-    assert again != killed
-    assert run.summary()["restarts"] == len(WORKERS)
-    ready = [line["worker"] for line in run.log() if line["event"] == "worker ready"]
-    assert ready.count(worker) == 2
+        run.until(lambda worker=worker, pid=killed.pid: (again := run.worker(worker)) and again.pid != pid)
+    assert run.assert_completed(30)["restarts"] == len(WORKERS)
+    ready = Counter(line["worker"] for line in run.log() if line["event"] == "worker ready")
+    assert ready == dict.fromkeys(WORKERS, 2)
 
 
 @in_both_worlds
@@ -94,9 +75,8 @@ def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start
 @pytest.fixture(scope="module")
 def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A run that has ended because its trainer was killed once more than it may, and its dataset's file."""
-    rows = tmp_path_factory.mktemp("dataset") / "rows.jsonl"
-    lines = ({"prompt": f"{n}+1=", "answer": str(n + 1), "n": n} for n in range(40))
-    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_run_file(folder := tmp_path_factory.mktemp("dataset"))
+    rows = folder / "rows.jsonl"
     settings = ("checkpoint.every=2", "launcher.max_restarts=0", f"dataset.path={rows}")
     run = module_start(*settings, "steps=12", out="trainerless")
     run.until_step(5)
@@ -139,7 +119,6 @@ def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
 def test_a_batch_that_ends_its_trainers_is_named_and_can_be_left_out(start: Start, tmp_path: Path) -> None:
     body = f"""
         import os
-        import signal
         from pathlib import Path
         from stretto_mock.training import MockTraining
 
@@ -151,7 +130,7 @@ def test_a_batch_that_ends_its_trainers_is_named_and_can_be_left_out(start: Star
                 if self._steps == 3 and not DEADLY.exists():
                     DEADLY.write_text(tokens)
                 if self._steps == 3 and DEADLY.read_text() == tokens:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), 9)
                 return super().train(batch, loss, temperature=temperature)
     """
     deadly = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
@@ -193,20 +172,14 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
     run = start("steps=500", "training.seconds_per_step=0.5")  # the commands below need the cores
     run.until_step(2)
     config = (run.folder / "config.yaml").read_text()
-    offset = len(run.text())
     seen = len(run.metrics())
     refused = start("seed=3", resume=run), start(resume=run)
     assert [each.end() for each in refused] == [2, 2]
     owner = (run.folder / "bus" / "kernel.lock").read_text().strip()
     assert owner.startswith(f"pid {run.process.pid}, ")
-    errors = [line for line in run.text()[offset:].splitlines() if line.startswith("error: ")]
     message = f"owned by {owner}: nothing was changed; wait for its end, or stop it"
-    assert errors == [f"error: the run in {run.folder} is {message}"] * 2
-    assert "Traceback" not in run.text()
-    assert "failed at step" not in run.text()
+    assert run.text().count(f"error: the run in {run.folder} is {message}\n") == 2
     run.until_step(seen + 2)
-    steps = [line["step"] for line in run.metrics()]
-    assert steps == list(range(1, len(steps) + 1))
     assert not (run.folder / "summary.json").exists()
     assert (run.folder / "config.yaml").read_text() == config
     assert len(run.look()) >= 7  # four workers, a scoring process, guard and server
@@ -345,14 +318,8 @@ def test_twenty_deaths_of_the_kernel_change_nothing_that_people_see(start: Start
     def seen(run: TestedRun) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl without what depends on time."""
         names = (
-            "step",
-            "reward",
-            "reward_std",
-            "length",
-            "staleness",
-            "tokens",
-            "loss",
-            "zero_variance_groups",
+            *("step", "reward", "reward_std", "length", "staleness"),
+            *("tokens", "loss", "zero_variance_groups"),
         )
         return [
             {key: value for key, value in line.items() if key in names or key.startswith("evaluation/")}
@@ -441,39 +408,12 @@ def test_a_worker_that_stood_still_does_not_blame_the_kernel(start: Start) -> No
     assert run.assert_completed(30)["restarts"] == 0
 
 
-@pytest.fixture(scope="module")
-def unread(module_start: Start) -> Any:
-    """A run that has ended. Nobody has read its output beyond the first line."""
-    run = module_start("steps=2", out="unread", piped=True)
+@pytest.mark.slow
+def test_a_reader_that_goes_away_does_not_end_the_run(start: Start) -> None:
+    run = start("steps=2", piped=True)
     run.process.stdout.readline()
     run.process.stdout.close()
-    run.end()
-    return run
-
-
-@pytest.mark.slow
-def test_a_reader_that_goes_away_does_not_end_the_run(unread: Any) -> None:
-    assert unread.process.returncode == 0
-    unread.assert_completed(2)
-
-
-@in_simulation
-def test_resuming_passes_over_a_damaged_checkpoint(start: Start) -> None:
-    run = start("checkpoint.every=2", "steps=12", "checkpoint.keep=3")
-    run.until_step(6)
-    run.kill()
-    newest = max((run.folder / "checkpoints").glob("step-*"))
-    (newest / "mock.json").write_text('{"steps": 9999}')
-    name = json.loads((run.folder / "bus" / "kernel.json").read_text())["run"]
-    (run.folder / "bus" / "kernel.json").write_text("")  # as a power cut leaves files
-    (run.folder / "summary.json").write_text("{")
-    with (run.folder / "metrics.jsonl").open("a") as metrics:
-        metrics.write('{"step": 7')
-    resumed = start(resume=run)
-    summary = resumed.assert_completed(12)
-    assert (summary["run"], *summary["lost"].values()) == (name, 0, 0, 0, 0)
-    for message in ("checkpoint is damaged", "file is damaged", "summary is damaged", "last line is broken"):
-        assert message in resumed.text()
+    run.assert_completed(2)
 
 
 @pytest.mark.slow
@@ -504,8 +444,6 @@ def test_a_run_that_has_lost_its_store_goes_on_from_its_checkpoint_or_is_refused
     assert summary["lost"]["journals"] == 1
     assert "the store was damaged" in summary["problems"][0]
     run.assert_audit_is_clean()
-    cut = [json.loads(line) for line in (run.folder / "metrics.cut.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in cut] == list(range(version + 1, steps + 1))
 
 
 @pytest.mark.slow
@@ -528,27 +466,15 @@ def test_a_run_on_a_full_disk_ends_with_the_disk_and_its_room_and_can_be_resumed
     metrics.rename(run.folder / "metrics")
     metrics.symlink_to("/dev/full")
     assert run.end() == 1
-    reason = run.summary()["reason"]
     assert re.match(
-        rf"cannot write {metrics}: .*No space left on device; the run writes to the disk at /", reason
-    )
-    assert re.search(
-        rf"has [0-9,]+ MiB free of [0-9,]+ MiB; make room, then: stretto resume {run.folder}", reason
+        rf"cannot write {metrics}: .*No space left on device; the run writes to the disk at /.*"
+        rf"has [0-9,]+ MiB free of [0-9,]+ MiB; make room, then: stretto resume {run.folder}",
+        run.summary()["reason"],
     )
     run.assert_nothing_is_left()
     metrics.unlink()
     (run.folder / "metrics").rename(metrics)
     start(resume=run).assert_completed(14)
-
-
-@pytest.mark.slow
-def test_resuming_what_cannot_be_resumed_is_refused(module_start: Start, unread: Any) -> None:
-    again = module_start(resume=unread)
-    assert again.end() == 2
-    assert "is complete" in again.text()
-    second = module_start("steps=1", out="unread")
-    assert second.end() == 2
-    assert "already holds a run" in second.text()
 
 
 @pytest.mark.slow
@@ -585,19 +511,9 @@ def test_an_outage_beyond_its_limit_ends_the_run_and_names_the_bus(start: Start)
 @pytest.mark.slow
 def test_a_worker_that_loads_for_long_on_its_event_loop_is_not_lost(start: Start, tmp_path: Path) -> None:
     (tmp_path / "heavy.py").write_text(
-        textwrap.dedent(
-            """
-            import sys, time
-            from stretto import hookimpl
-
-            if "rollout-0" in sys.argv:
-                end = time.monotonic() + 20  # longer than a silent worker may take
-                while time.monotonic() < end: pass
-
-            @hookimpl
-            def stretto_reward(): return []
-            """
-        )
+        "import sys, time\nfrom stretto import hookimpl\n"
+        "end = time.monotonic() + 20 * ('rollout-0' in sys.argv)  # longer than a silent worker may take\n"
+        "while time.monotonic() < end: pass\n"
+        "@hookimpl\ndef stretto_reward(): return []\n"
     )
-    summary = start(f"plugins=[{tmp_path}/heavy.py]", "steps=3").assert_completed(3)
-    assert summary["restarts"] == 0
+    assert start(f"plugins=[{tmp_path}/heavy.py]", "steps=3").assert_completed(3)["restarts"] == 0

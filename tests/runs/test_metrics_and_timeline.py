@@ -48,19 +48,13 @@ class Scrape:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
         self.samples = [sample for family in self.families.values() for sample in family.samples]
 
-    def __call__(self, name: str, **labels: str) -> float:
-        """The value of the one sample with this name and these labels."""
-        [value] = [
-            sample.value
-            for sample in self.samples
-            if sample.name == f"stretto_{name}" and labels.items() <= sample.labels.items()
-        ]
-        return value
+    def values(self, name: str) -> list[float]:
+        return [sample.value for sample in self.samples if sample.name == f"stretto_{name}"]
 
-    def evaluated(self, version: int) -> bool:
-        """Whether the newest complete evaluation is of this version."""
-        found = [sample.value for sample in self.samples if sample.name == "stretto_evaluation_version"]
-        return found == [version]
+    def __call__(self, name: str) -> float:
+        """The value of the one sample with this name."""
+        [value] = self.values(name)
+        return value
 
     def by(self, name: str, label: str) -> dict[str, float]:
         found = [sample for sample in self.samples if sample.name == f"stretto_{name}"]
@@ -91,8 +85,9 @@ class Watched:
                 break
             # While the trainer stands still after its last step, the kernel waits for it, and still answers.
             if last("steps_total") == STEPS:
+                is_over = last.values("evaluation_version") == [STEPS]
                 with suppress(psutil.NoSuchProcess):
-                    trainer.resume() if last.evaluated(STEPS) else trainer.suspend()
+                    trainer.resume() if is_over else trainer.suspend()
             run.look()
         self.summary = run.assert_completed(STEPS)
         self.lines = {line["step"]: line for line in run.metrics()}
@@ -108,16 +103,12 @@ def watched(module_start: Callable[..., Any], tmp_path_factory: pytest.TempPathF
     rows.write_text("".join(json.dumps({"prompt": f"{n}+2=", "answer": str(n)}) + "\n" for n in range(9)))
     reward = rows.with_name("slow.py")
     reward.write_text(SLOW)
-    return Watched(
-        module_start(
-            "metrics.port=0",
-            f"steps={STEPS}",
-            "evaluation.every=3",
-            f"evaluation.dataset={{use: jsonl, path: {rows}}}",
-            f"reward={{use: function, function: {reward}:score}}",
-            "checkpoint.every=4",
-        )
+    run = module_start(
+        *("metrics.port=0", f"steps={STEPS}", "checkpoint.every=4", "evaluation.every=3"),
+        f"evaluation.dataset={{use: jsonl, path: {rows}}}",
+        f"reward={{use: function, function: {reward}:score}}",
     )
+    return Watched(run)
 
 
 # ------------------------------------------------------------------------------------- Prometheus
@@ -138,16 +129,14 @@ def test_every_scrape_is_of_one_moment(watched: Watched) -> None:
 
 def test_figures_are_those_of_the_newest_line_of_metrics(watched: Watched) -> None:
     figures = ["step_s", "reward", "loss", "lr", "staleness_max", "tokens", "swap_pause_s", "wait/overhead_s"]
-    compared = 0
-    for scrape in watched.scrapes:
-        if step := int(scrape("steps_total")):
-            line = watched.lines[step]
-            for key in figures:
-                assert scrape(gauge_of(key)) == line[key]
-            trained = sum(watched.lines[each]["tokens"] for each in range(1, step + 1))
-            assert scrape("trained_tokens_total") == trained
-            compared += 1
-    assert compared > 0
+    compared = [(scrape, step) for scrape in watched.scrapes if (step := int(scrape("steps_total")))]
+    assert compared
+    for scrape, step in compared:
+        assert {key: scrape(gauge_of(key)) for key in figures} == {
+            key: watched.lines[step][key] for key in figures
+        }
+        trained = sum(watched.lines[each]["tokens"] for each in range(1, step + 1))
+        assert scrape("trained_tokens_total") == trained
 
 
 def test_the_last_figures_are_those_of_the_summary(watched: Watched) -> None:
@@ -375,29 +364,21 @@ def test_every_ticket_is_there_with_its_outcome_and_leads_to_its_step(watched: W
             assert str(each.facts["ticket"]) in step.facts["tickets"].split(", ")
             assert each.facts["worker"] == "rollout-0"
             assert each.facts["samples"] == SAMPLES
-    rewards = {
-        step: sum(each.facts["reward"] for each in tickets if each.facts.get("trained_at_step") == step)
-        / BATCH
-        for step in steps
-    }
-    assert rewards == {step: pytest.approx(line["reward"], abs=1e-5) for step, line in watched.lines.items()}
+    for step, line in watched.lines.items():
+        rewards = [each.facts["reward"] for each in tickets if each.facts.get("trained_at_step") == step]
+        assert sum(rewards) / BATCH == pytest.approx(line["reward"], abs=1e-5)
 
 
 def test_calls_swaps_and_evaluations_are_those_of_the_metrics(watched: Watched, trace: Trace) -> None:
     slices, tracks = slices_of(trace), tracks_of(trace)
-    calls = [each for each in slices if each.category == "call"]
-    expected = [
-        (f"worker group {call['group']}", call["call"])
-        for line in watched.lines.values()
-        for call in line["calls"]
-    ]
-    assert sorted((tracks[each.track].name, each.name) for each in calls) == sorted(expected)
+    calls = [(tracks[each.track].name, each.name) for each in slices if each.category == "call"]
+    measured = [call for line in watched.lines.values() for call in line["calls"]]
+    assert sorted(calls) == sorted((f"worker group {call['group']}", call["call"]) for call in measured)
     evaluations = [each for each in slices if each.category == "evaluation"]
     assert [each.facts["version"] for each in evaluations] == [0, 3, 6]
+    points = watched.summary["evaluation"]
     for figure in ("accuracy", "reward"):
-        assert [each.facts[figure] for each in evaluations] == [
-            point[figure] for point in watched.summary["evaluation"]
-        ]
+        assert [each.facts[figure] for each in evaluations] == [point[figure] for point in points]
     evaluated = Counter(each.facts["min_version"] for each in slices if each.category == "evaluation ticket")
     assert evaluated == {0: 9, 3: 9, 6: 9}
     swaps = {each.facts["version"] for each in slices if each.category == "swap"}
@@ -412,11 +393,8 @@ def test_counters_have_the_figures_of_the_steps(watched: Watched, trace: Trace) 
             track = tracks[packet.track_event.track_uuid]
             assert track.HasField("counter")
             series.setdefault(track.name, []).append(packet.track_event.double_counter_value)
-    for figure, name in (
-        ("reward", "reward"),
-        ("staleness", "staleness"),
-        ("staleness_max", "largest staleness"),
-    ):
+    names = {"reward": "reward", "staleness": "staleness", "staleness_max": "largest staleness"}
+    for figure, name in names.items():
         assert series[name] == [watched.lines[step][figure] for step in range(1, STEPS + 1)]
     assert len(series["generated tokens"]) == STEPS
     assert max(series["tickets in flight"]) == 3 * BATCH

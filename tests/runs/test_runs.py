@@ -8,7 +8,6 @@ import pty
 import re
 import stat
 import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import URLError
@@ -18,8 +17,8 @@ import msgspec
 import pytest
 from nats.js.errors import NotFoundError
 
+from commands import STRETTO
 from fixture_types import Start
-from nats_cluster import LOGIN, Server, free_ports
 from patience import patience
 from plugin_files import write_plugin
 from processes import arguments_of
@@ -108,21 +107,6 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_of_ones_own_carries_a_run(start: Start, tmp_path: Path) -> None:
-    """The run starts no server, and one user's credentials serve every role."""
-    credentials = tmp_path / "login.json"
-    credentials.write_text(json.dumps(LOGIN))
-    store = {"store_dir": str(tmp_path / "own")}
-    configuration = {"port": free_ports(1)[0], "jetstream": store, "authorization": LOGIN}
-    with Server(tmp_path, "own", configuration) as server:
-        own = f"bus.url=nats://{server.address}", f"bus.credentials={credentials}"
-        run = start(*own, "steps=3")
-        run.assert_completed(3)
-        assert not (run.folder / "bus" / "nats.conf").exists()
-        start(*own, "steps=2", out="second").assert_completed(2)  # beside what the first has left there
-
-
-@pytest.mark.slow
 def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
     body = f"""
         def track(what):
@@ -149,26 +133,22 @@ def test_trackers_follow_a_run(start: Start, tmp_path: Path) -> None:
 def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_path: Path) -> None:
     body = """
         import os
+        from stretto_mock.training import MockTraining
 
-        def make(config, context):
-            import torch
-            from stretto_mock.training import MockTraining
-
-            class Drifting(MockTraining):
-                noise = 0
-                def load(self, folder):
-                    super().load(folder)
-                    self.noise = int((folder / "noise").read_text()) if folder else 0
-                def save(self, folder, copy_bytes=0):
-                    super().save(folder)
-                    (folder / "noise").write_text(str(self.noise))
-                def train(self, batch, loss, *, temperature):
-                    self.noise += os.getpid()  # no two processes train alike
-                    return super().train(batch, loss, temperature=temperature)
-                def weights(self):
-                    yield "noise", torch.tensor([self.noise])
-
-            return Drifting(config, context)
+        class make(MockTraining):
+            noise = 0
+            def load(self, folder):
+                super().load(folder)
+                self.noise = int((folder / "noise").read_text()) if folder else 0
+            def save(self, folder, copy_bytes=0):
+                super().save(folder)
+                (folder / "noise").write_text(str(self.noise))
+            def train(self, batch, loss, *, temperature):
+                self.noise += os.getpid()  # no two processes train alike
+                return super().train(batch, loss, temperature=temperature)
+            def weights(self):
+                import torch
+                yield "noise", torch.tensor([self.noise])
     """
     drifting = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
     # Steps take much longer than answers, so that a checkpoint has finished groups beyond its batch.
@@ -176,9 +156,8 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     run = start(f"plugins=[{drifting}]", training, "checkpoint.every=3", "steps=14")
     run.until_step(8)
     trainer = run.worker("trainer-0")
-    run.process.kill()
+    run.kill()
     trainer.kill()  # it would go on under the next kernel
-    run.process.wait()
     resumed = start(resume=run)
     summary = resumed.assert_completed(14)
     assert "repetition differs" in resumed.text()
@@ -198,24 +177,14 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
     )
     parent, child = pty.openpty()
     shown, address = b"", ""
+    command = [
+        *(*STRETTO, "run", "--ui", str(tmp_path / "run.yaml"), f"out={tmp_path}/tty", "steps=12"),
+        *("reward=function", f"reward.function={tmp_path}/mine.py:score", "training.seconds_per_step=0.2"),
+        *("queue.max_attempts=1", "queue.max_failures=1000"),
+    ]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     with subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "stretto",
-            "run",
-            "--ui",
-            str(tmp_path / "run.yaml"),
-            f"out={tmp_path}/tty",
-            "steps=12",
-            "training.seconds_per_step=0.2",
-            *("reward=function", f"reward.function={tmp_path}/mine.py:score"),
-            *("queue.max_attempts=1", "queue.max_failures=1000"),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=child,
-        stderr=child,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
+        command, stdin=subprocess.DEVNULL, stdout=child, stderr=child, env=environment
     ) as process:
         os.close(child)
         while True:
@@ -232,11 +201,10 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
     with pytest.raises(URLError, match="refused"):
         urlopen(address)
     text = shown.decode(errors="replace")
-    for word in ("step 12/12", "reward", "staleness", "tokens/s", "tickets", "workers", "4 ready", "folder"):
-        assert word in text, word
     assert "failed: RewardError: reward raised ValueError: no [/INST] \\x1b]0;x\\x07 (" in text
     assert "\x1b]0;x" not in text
-    for word in (f"{tmp_path}/tty", " s left", "verdict", "stopping the workers"):
+    words = "step 12/12, reward, staleness, tokens/s, tickets, workers, 4 ready, folder, s left, verdict"
+    for word in (*words.split(", "), f"{tmp_path}/tty", "stopping the workers"):
         assert word in text, word
     last = text[text.rindex("step 12/12") :]
     assert not any(word in last for word in ("workers", "left", "now"))

@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,7 +14,9 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import write_run_file
 
+from commands import STRETTO
 from fixture_types import Start
 from patience import patience
 from plugin_files import write_plugin
@@ -143,11 +144,10 @@ def test_overrides_are_kept_until_they_are_in_force(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_ctrl_c_reaches_the_run_once(start: Start, tmp_path: Path) -> None:
+def test_ctrl_c_reaches_the_run_once(tmp_path: Path) -> None:
     """The terminal sends it to supervisor and kernel."""
-    start("steps=1").assert_completed(1)
-    [file], folder = tmp_path.glob("*.yaml"), tmp_path / "by-hand"
-    command = [sys.executable, "-m", "stretto", "run", str(file), "steps=100", f"out={folder}", "--supervise"]
+    file, folder = write_run_file(tmp_path), tmp_path / "by-hand"
+    command = [*STRETTO, "run", str(file), "steps=100", f"out={folder}", "--supervise"]
     pid, terminal = pty.fork()
     if pid == 0:
         os.execv(command[0], command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +95,8 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
         await publish(0)
         for name, prompt in prompts.items():
             seeds = tuple(range(100 * int(name), 100 * int(name) + 8))
-            engine.generate(
-                GenerateRequest(name, Array.of(prompt), seeds, Sampling(max_tokens=60, temperature=0.9), 0)
-            )
+            sampling = Sampling(max_tokens=60, temperature=0.9)
+            engine.generate(GenerateRequest(name, Array.of(prompt), seeds, sampling, 0))
         for version in (1, 2, 3):
             await collected.until(40 * version)
             trainer.train(random_batch(version), Loss(push_up, "token"), temperature=1.0)
@@ -112,11 +110,8 @@ async def test_logprobs_are_those_of_each_tokens_own_version(
     assert sum(len(set(part.tolist())) > 1 for part in versions) >= 20  # swaps met samples in flight
     assert all((np.diff(part) >= 0).all() for part in versions)
     sequences = [np.concatenate([prompts[key[0]], collected.column(key, "tokens")]) for key in keys]
-    batch = Batch(
-        [len(sequence) for sequence in sequences],
-        {"tokens": torch.from_numpy(np.concatenate(sequences)).long()},
-        {},
-    )
+    tokens = torch.from_numpy(np.concatenate(sequences)).long()
+    batch = Batch([len(sequence) for sequence in sequences], {"tokens": tokens}, {})
     worst = 0.0
     for version, folder in saved.items():
         trainer.load(folder)
@@ -143,14 +138,8 @@ def deterministic(
 ) -> Start:
     """A synchronous, deterministic run of the torch engines on a model that has something to learn."""
     reward = tmp_path_factory.mktemp("reward") / "reward.py"
-    reward.write_text(
-        textwrap.dedent(
-            """
-            def score(prompt, completion, answer):
-                return len(completion) / 10 + completion.count(answer[0])
-            """
-        )
-    )
+    length_and_digit = "len(completion) / 10 + completion.count(answer[0])"
+    reward.write_text(f"def score(prompt, completion, answer): return {length_and_digit}\n")
     overrides = [
         f"model={tiny_models('qwen2')}",
         *("training=torch", "training.lr=1e-2", "inference=torch", "inference.deterministic=true"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import textwrap
 from collections import Counter
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 from fixture_types import Start
 from patience import patience
 from plugin_files import write_plugin
+from processes import figures_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone
@@ -68,17 +67,10 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
     folder = tmp_path_factory.mktemp("faulty")
     flow = write_plugin(folder, "workflow", FAULTY_WORKFLOW, "stretto.WorkflowConfig")
     run = module_start(
-        *reward(folder, FAULTY_REWARD),
-        *(
-            f"reward.timeout_s={patience(0.5)}",
-            "steps=6",
-            "queue.max_failures=1000",
-            "queue.max_attempts=1",
-            "queue.max_staleness=0",
-            f"plugins=[{flow}]",
-        ),
+        *(*reward(folder, FAULTY_REWARD), f"reward.timeout_s={patience(0.5)}", "steps=6"),
+        *("queue.max_failures=1000", "queue.max_attempts=1", "queue.max_staleness=0"),
         # Five ends of a scoring process belong to one row, each with the start of another one.
-        *("workflow=mine", f"workflow.timeout_s={patience(30)}"),
+        *(f"plugins=[{flow}]", "workflow=mine", f"workflow.timeout_s={patience(30)}"),
         out="faulty",
     )
     run.assert_completed(6)
@@ -124,10 +116,8 @@ def test_an_answer_that_the_reward_cannot_take_has_the_lowest_reward(start: Star
     assert summary["failures"]["penalized"] == sum(summary["reasons"].values()) > 0
     for reason in summary["reasons"]:
         assert reason.startswith("penalized: reward raised LookupError: no score (")
-    assert (
-        sum(line.get("failed_members/policy", 0) for line in run.metrics())
-        == summary["failures"]["penalized"]
-    )
+    failed = sum(line.get("failed_members/policy", 0) for line in run.metrics())
+    assert failed == summary["failures"]["penalized"]
 
 
 @in_both_worlds
@@ -173,48 +163,35 @@ async def trl_async(prompts, completions, **kwargs):
 """
 
 
-@pytest.fixture(scope="module")
-def forms(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A finished run with a variant for each form of a reward."""
-    file = tmp_path_factory.mktemp("rewards") / "forms.py"
+@in_both_worlds
+def test_rewards_of_every_form_run(start: Start, tmp_path: Path) -> None:
+    """A variant for each."""
+    file = tmp_path / "forms.py"
     file.write_text(FORMS)
-    run = module_start(
-        f"reward={{use: function, function: '{file}:own'}}",
-        "variants.own={weight: 1}",
+    run = start(
+        *("steps=4", f"reward={{use: function, function: '{file}:own'}}", "variants.own={weight: 1}"),
         *(f"variants.{form}.reward.function={file}:{form}" for form in ("trl", "trl_async")),
-        "steps=4",
-        out="forms",
     )
-    run.assert_completed(4)
-    return run
-
-
-@pytest.mark.parametrize("form", ["own", "trl", "trl_async"])
-@module_in_both_worlds
-def test_rewards_of_every_form_run(forms: Any, form: str) -> None:
-    variant = forms.summary()["variants"][form]
-    assert variant["ledger"]["trained"] > 0
-    assert variant["ledger"]["failed"] == 0
-    assert variant["figures"]["reward"]["mean"] == 1.0
-    assert [line["reward"] for line in forms.metrics()] == [1.0] * 4
+    summary = run.assert_completed(4)
+    assert summary["variants"].keys() == {"own", "trl", "trl_async"}
+    for variant in summary["variants"].values():
+        assert variant["ledger"]["trained"] > 0 == variant["ledger"]["failed"]
+        assert variant["figures"]["reward"]["mean"] == 1.0
+    assert [line["reward"] for line in run.metrics()] == [1.0] * 4
 
 
 FULL_DISK = """
     from pathlib import Path
+    from stretto_mock.training import MockTraining
 
-    def make(config, context):
-        from stretto_mock.training import MockTraining
+    class make(MockTraining):
+        saves = 0
 
-        class Full(MockTraining):
-            saves = 0
-
-            def save(self, folder, copy_bytes=0):
-                super().save(folder)
-                self.saves += 1
-                if self.saves <= 2:
-                    Path("/dev/full").write_text("x" * 100000)
-
-        return Full(config, context)
+        def save(self, folder, copy_bytes=0):
+            super().save(folder)
+            self.saves += 1
+            if self.saves <= 2:
+                Path("/dev/full").write_text("x" * 100000)
 """
 
 
@@ -239,10 +216,7 @@ def test_prompts_that_are_too_long_are_filtered_and_counted(cramped: Any) -> Non
     filtered = summary["ledger"]["filtered"]
     assert left_out == [2**power for power in range(filtered.bit_length())] != []  # not a line for each row
     assert "ticket failed" not in cramped.text()
-    assert (
-        summary["ledger"]["filtered"]
-        == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
-    )
+    assert filtered == summary["reasons"]["filtered: prompt longer than max_prompt_tokens=4"]
 
 
 @module_in_both_worlds
@@ -287,15 +261,7 @@ def test_an_outcome_that_no_step_could_use_fails_its_ticket(start: Start) -> Non
 @pytest.mark.slow
 def test_hostile_messages_of_every_role_harm_no_process() -> None:
     """Random, truncated and wrongly typed messages, in the middle of a run; a few thousand of them."""
-    fuzz = Path(__file__).parents[2] / "benchmarks" / "fuzz.py"
-    output = subprocess.run(
-        [sys.executable, fuzz, "--messages", "500"],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-    )
-    result = json.loads(output.stdout.splitlines()[-1])
+    result = figures_of("fuzz.py", "--messages", 500)
     assert result["refused"] > 500
     assert result["status"] == "interrupted"
     assert (result["restarts"], result["ended"]) == (0, [])

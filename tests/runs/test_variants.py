@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from statistics import fmean
 
@@ -54,9 +53,7 @@ def test_each_variant_has_its_own_sampling_and_reward_and_its_own_figures(
     assert figures["base"]["length"]["mean"] > 8 >= figures["short"]["length"]["mean"]
     difference = summary["variants"]["short"]["difference"]
     assert difference["reward"] == {"mean": 0.5, "ci95": 0.0}
-    assert math.isclose(
-        difference["length"]["mean"],
-        figures["short"]["length"]["mean"] - figures["base"]["length"]["mean"],
-    )
+    apart = figures["short"]["length"]["mean"] - figures["base"]["length"]["mean"]
+    assert difference["length"]["mean"] == pytest.approx(apart)
     assert f"variant base: {drawn.count('base')} groups, reward 0.25" in run.text()
     assert "(+0.5 ± 0 against base)" in run.text()

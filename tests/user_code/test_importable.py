@@ -68,9 +68,10 @@ def test_a_file_is_a_module_like_any_other(files: dict[str, str], reference: str
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    code = "from stretto.user_code.importable import load_importable\n"
-    code += f"if __name__ == '__main__': print(load_importable({str(tmp_path / reference)!r})('', 'four'))\n"
     main = tmp_path / "elsewhere" / "main.py"
     main.parent.mkdir()
-    main.write_text(code)
+    main.write_text(
+        "from stretto.user_code.importable import load_importable\n"
+        f"if __name__ == '__main__': print(load_importable({str(tmp_path / reference)!r})('', 'four'))\n"
+    )
     assert subprocess.check_output([sys.executable, main], cwd=main.parent, text=True) == "4\n"

@@ -18,7 +18,7 @@ import anyio
 import psutil
 import pytest
 
-from patience import SOON_S, patience
+from patience import patience
 from stretto.component import SandboxMode
 from stretto.user_code import seccomp
 from stretto.user_code.forwarded_port import ForwardedPort
@@ -70,47 +70,36 @@ def test_credentials_and_what_is_not_shown_are_not_there(
     (run / "bus" / "rollout.json").write_text("password")
     (run / "agent" / "notes").write_text("shown after all")
     (tmp_path / "other").write_text("x")
+    expected = {
+        f"Path({str(project / 'tools.py')!r}).read_text()": "here",
+        f"Path({str(run / 'bus' / 'rollout.json')!r}).read_text()": "FileNotFoundError",
+        f"os.listdir({str(run)!r})": ["agent"],
+        f"Path({str(run / 'agent' / 'notes')!r}).read_text()": "shown after all",
+        f"Path({str(tmp_path / 'other')!r}).exists()": False,
+        f"Path({str(project / 'tools.py')!r}).write_text('gone')": "OSError",  # a read-only file system
+        "Path('/usr/x').write_text('x')": "OSError",
+        "Path('/x').write_text('x')": "OSError",
+        f"set(os.listdir({str(Path.home())!r})).isdisjoint(['.ssh', '.bashrc', '.cache'])": True,
+        "Path('made').write_text('by it')": 5,
+        f"Path('/tmp/{tmp_path.name}').write_text('x')": 1,
+        "os.getcwd()": str(scratch),
+        "len([name for name in os.listdir('/proc') if name.isdigit()]) < 5": True,
+        "__import__('stretto').__name__": "stretto",
+    }
+    inside_run, environment = f"Path({str(run / 'x')!r}).write_text('x')", "dict(os.environ)"
     seen = look(
-        {
-            "tool": f"Path({str(project / 'tools.py')!r}).read_text()",
-            "credentials": f"Path({str(run / 'bus' / 'rollout.json')!r}).read_text()",
-            "run": f"os.listdir({str(run)!r})",
-            "deeper": f"Path({str(run / 'agent' / 'notes')!r}).read_text()",
-            "other": f"Path({str(tmp_path / 'other')!r}).exists()",
-            "home": f"os.listdir({str(Path.home())!r})",
-            "change": f"Path({str(project / 'tools.py')!r}).write_text('gone')",
-            "inside_run": f"Path({str(run / 'x')!r}).write_text('x')",
-            "write": "Path('made').write_text('by it')",
-            "tmp": f"Path('/tmp/{tmp_path.name}').write_text('x')",
-            "usr": "Path('/usr/x').write_text('x')",
-            "root": "Path('/x').write_text('x')",
-            "cwd": "os.getcwd()",
-            "processes": "[name for name in os.listdir('/proc') if name.isdigit()]",
-            "env": "dict(os.environ)",
-            "package": "__import__('stretto').__name__",
-            "me": "os.getpid()",
-        },
+        {question: question for question in (*expected, inside_run, environment)},
         readable=[project, run / "agent", Path.home(), Path("/tmp")],
         hidden=[run, tmp_path / "none"],
         writable=scratch,
         env={"KEY": "k"},
     )
-    assert seen["tool"] == "here"
-    assert seen["credentials"] == "FileNotFoundError"
-    assert seen["run"] == ["agent"]
-    assert seen["deeper"] == "shown after all"
-    assert seen["other"] is False
-    assert not set(seen["home"]) & {".ssh", ".bashrc", ".cache"}
-    assert seen["change"] == seen["usr"] == seen["root"] == "OSError"  # a read-only file system
+    assert {question: seen[question] for question in expected} == expected
     assert not (run / "x").exists()
-    assert seen["tmp"] == 1
     assert not Path("/tmp", tmp_path.name).exists()
     assert (scratch / "made").read_text() == "by it"
-    assert seen["cwd"] == str(scratch)
-    assert len(seen["processes"]) < 5
-    assert seen["package"] == "stretto"
-    expected = {"PATH", "HOME", "LANG", "KEY"}
-    assert expected <= seen["env"].keys() <= expected | {"PWD", "SHLVL", "OLDPWD", "_", "LC_CTYPE"}
+    names = {"PATH", "HOME", "LANG", "KEY"}
+    assert names <= seen[environment].keys() <= names | {"PWD", "SHLVL", "OLDPWD", "_", "LC_CTYPE"}
 
 
 def test_settings_of_the_kernel_cannot_be_written() -> None:
@@ -217,15 +206,9 @@ def test_system_calls_that_lead_out_are_refused_and_ordinary_programs_run() -> N
 
 
 def test_devices_and_shared_memory_take_little_memory() -> None:
-    seen = look(
-        {
-            "dev": "Path('/dev/x').write_text('x')",
-            "null": "Path('/dev/null').write_text('x')",
-            "shm": "Path('/dev/shm/x').write_text('x')",
-            "size": "(lambda s: s.f_blocks * s.f_frsize)(os.statvfs('/dev/shm'))",
-        }
-    )
-    assert seen == {"dev": "OSError", "null": 1, "shm": 1, "size": 64 * 2**20}
+    questions = {name: f"Path('/dev/{name}').write_text('x')" for name in ("x", "null", "shm/x")}
+    size = "(lambda s: s.f_blocks * s.f_frsize)(os.statvfs('/dev/shm'))"
+    assert look({**questions, "size": size}) == {"x": "OSError", "null": 1, "shm/x": 1, "size": 64 * 2**20}
 
 
 @pytest.fixture
@@ -271,24 +254,19 @@ BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if (process.info["cmdline"] or [])[:2] == ["sleep", mark]:
-            found.append(process)
-    return found
+    processes = psutil.process_iter(["cmdline"])
+    return [each for each in processes if (each.info["cmdline"] or [])[:2] == ["sleep", mark]]
 
 
 @BOTH
 async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}1"
     process = await sandbox_command(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
+    until(lambda: len(marked(mark)) == 2)
+    kill(process)
     with anyio.fail_after(patience()):
-        while len(marked(mark)) < 2:
-            await anyio.sleep(SOON_S)
-        kill(process)
         await process.wait()
-        while marked(mark):
-            await anyio.sleep(SOON_S)
+    until(lambda: not marked(mark))
     await process.aclose()
 
 

@@ -48,10 +48,7 @@ def replaced_by(replacement: str, *, since: str) -> Callable[[_T], _T]:
 
 def mismatch(made_for: str) -> str:
     """Return why a plugin that was made for another version of the API may not work here; empty if it should.
-
-    Raises:
-        ValueError: if the text is no API version.
-    """
+    Raise ValueError if the text is no API version."""
     wanted, own = _parts(made_for), _parts(API_VERSION)
     if wanted[0] < own[0]:
         return (

@@ -18,16 +18,14 @@ _LIST_S = 5.0
 
 
 def available_cores() -> float:
-    """Return the number of cores that this process may use. A container's limit of processor time may make it
-    a fraction."""
+    """Return the number of cores that this process may use: a fraction, if a container has a limit."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _quota()
     return cores if quota is None else min(cores, quota)
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that this process and its children may take: the machine's, or fewer if a
-    container has a limit."""
+    """Return the bytes of memory that processes here may take: the machine's, or a container's."""
     return min([psutil.virtual_memory().total, *memory_limits()])
 
 
@@ -50,7 +48,7 @@ def memory_limits(
 
 
 def _number_in(file: Path) -> int | None:
-    """Return the number that a file holds; None if there is no such file, or a word instead, such as max."""
+    """Return the number that a file holds; None if it holds a word instead, such as max, or is not there."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -67,7 +65,7 @@ class CoreUse(NamedTuple):
 
 
 class CoreMeter:
-    """Measures which share of the available cores this process and its descendants use, and which is idle."""
+    """Measures which shares of the available cores this process and its descendants use, and are idle."""
 
     def __init__(self) -> None:
         self._cores = available_cores()
@@ -97,7 +95,7 @@ class CoreMeter:
 
 
 def _idle_s() -> float:
-    """Return the seconds for which the cores that this process may use were idle so far, added up."""
+    """Return the idle seconds so far of all cores that this process may use, added up."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))
@@ -113,7 +111,7 @@ def _seconds_of(process: psutil.Process, before: float) -> float:
 
 
 def _quota() -> float | None:
-    """Return the cores' worth of processor time that a container may use; None if there is no limit."""
+    """Return the cores' worth of processor time that a container may use; None without a limit."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else int(allowed) / int(period)

@@ -17,14 +17,7 @@ _POLL_S = 0.2
 
 
 class FormerProcess:
-    """A process on this machine that is no child of this one.
-
-    Args:
-        pid: its process id.
-
-    Raises:
-        psutil.NoSuchProcess: if there is none.
-    """
+    """A process on this machine that is no child of this one; psutil.NoSuchProcess if there is none."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
@@ -49,8 +42,7 @@ class FormerProcess:
         return []
 
     def poll(self) -> int | None:
-        """Return None while the process runs, then `UNKNOWN_STATUS`. One whose parent has not collected its
-        status does not run."""
+        """Return None while the process runs, then `UNKNOWN_STATUS`. A zombie does not run."""
         with suppress(psutil.NoSuchProcess):
             if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
                 return None

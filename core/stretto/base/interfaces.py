@@ -8,11 +8,8 @@ __all__ = ["address_towards", "interface_with"]
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which it reaches a host. Nothing is sent.
-
-    Raises:
-        OSError: if the host's name cannot be resolved, or there is no route to it.
-    """
+    """Return the address of this machine from which it reaches a host. Nothing is sent. Raise OSError if the
+    host's name cannot be resolved, or there is no route to it."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of a datagram socket: it only chooses the route
@@ -20,11 +17,7 @@ def address_towards(host: str) -> str:
 
 
 def interface_with(address: str) -> str:
-    """Return the name of the interface that has an address of this machine, such as `eth0`.
-
-    Raises:
-        OSError: if none has it.
-    """
+    """Return the name of the interface that has an address, such as `eth0`. Raise OSError if none has it."""
     import psutil  # only ranks on several machines need it, and every process imports this module
 
     for name, addresses in psutil.net_if_addrs().items():

@@ -18,11 +18,7 @@ _CODES = {kind: code for code, kind in _TYPES.items()}
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """Return a row as bytes.
-
-    Raises:
-        TypeError: if a value is no plain data.
-    """
+    """Return a row as bytes. Raise TypeError if a value is no plain data."""
     try:
         return msgspec.msgpack.encode(_wrapped(row))
     except OverflowError as error:  # an integer as the key of a map

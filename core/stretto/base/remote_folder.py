@@ -71,14 +71,8 @@ class RemoteFolder:
         return hashes
 
     def download(self, hashes: Mapping[str, str], folder: Path) -> None:
-        """Copy files into a local folder, and compare each with its hash.
-
-        Args:
-            hashes: name -> SHA-256.
-
-        Raises:
-            OSError: also if a file differs from its hash, or has a name outside of `folder`.
-        """
+        """Copy files into a local folder, and compare each with its SHA-256 in `hashes`, by its name. Raise
+        OSError also if one differs, or has a name outside of `folder`."""
         for name, value in hashes.items():
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise OSError(f"{self.url}: {name!r} is not the name of a file in a folder")
@@ -105,11 +99,7 @@ class RemoteFolder:
             return {path.removeprefix(root).lstrip("/") for path in system.find(root)}
 
     def remove(self, first: str = "") -> None:
-        """Remove all files; do nothing if there are none.
-
-        Args:
-            first: file to remove before the others, if it is there.
-        """
+        """Remove all files, and `first` before the others."""
         with self._connected() as (system, root):
             if first and system.exists(f"{root}/{first}"):
                 system.rm_file(f"{root}/{first}")
@@ -118,8 +108,7 @@ class RemoteFolder:
 
     @contextmanager
     def _connected(self) -> Generator[tuple[Any, str]]:
-        """Yield the file system and the folder's path in it. Every file system has errors of its own, which
-        leave the block as OSError."""
+        """Yield the file system and the folder's path in it. Its errors leave the block as OSError."""
         try:
             import fsspec.core
 

@@ -22,7 +22,6 @@ from stretto.errors import ConfigError
 
 _EARLIER = datetime.timedelta(hours=1)
 """Certificates are valid from so much before they are made, because the clocks of machines differ."""
-_AUTHORITY_DAYS = 3650
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Certificate:
     key: str
 
     def write(self, folder: Path, name: str) -> None:
-        """Write `NAME.pem` and `NAME.key`, which only the user can read."""
+        """Write `NAME.pem` and `NAME.key`."""
         write_private(folder / f"{name}.pem", self.certificate.encode())
         write_private(folder / f"{name}.key", self.key.encode())
 
@@ -46,7 +45,7 @@ class Authority:
         self._key = key
 
     @classmethod
-    def create(cls, name: str, days: int = _AUTHORITY_DAYS) -> Authority:
+    def create(cls, name: str, days: int) -> Authority:
         """Make a new authority, which signs certificates of servers and clients only."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
@@ -61,16 +60,8 @@ class Authority:
         return _text(self._certificate)
 
     def server(self, hosts: Iterable[str], days: int) -> Certificate:
-        """Make the certificate of a server.
-
-        A server of a cluster, or a leaf, is the client of other servers, so it may be used as both.
-
-        Args:
-            hosts: names and addresses by which clients call the server.
-
-        Raises:
-            ConfigError: if a host is neither a name nor an address.
-        """
+        """Make the certificate of a server with these names and addresses. A server of a cluster, or a leaf,
+        is the client of other servers, so it may be used as both."""
         names = list(dict.fromkeys(_host(host) for host in hosts))
         return self._issue("nats-server", names, [_SERVER, _CLIENT], days)
 

@@ -1,22 +1,4 @@
-"""Typed messages over one NATS connection: publish and subscribe, request and serve.
-
-The bus promises:
-
-- *publish → subscribe*: a message arrives at most once, and in order for one publisher and one subject. A
-  handler runs for one message at a time.
-- *request → serve*: the handler runs once for a request, even if the client has to repeat the request.
-  Requests run concurrently.
-- The bus refuses bytes that are not the expected message. It counts and logs them, and no handler sees them.
-- The bus sends payloads above the server's limit in parts, and joins the parts before a handler sees them.
-- The client pings the server, and treats a server that stands still as a lost connection. It reconnects until
-  the bus closes, and holds back what is published in the meantime.
-- Every wait for an answer has a deadline; after it, `NoAnswer` names the silent process. The time without a
-  connection does not count, because the silence of the bus says nothing about the other process.
-- With several servers of a cluster, the client connects to any of them.
-- With `tls://` nothing is sent before the server has shown a certificate that fits.
-- If the handler of a subscription raises, the bus ends: the exception comes out of `async with connect(...)`.
-  An exception in the handler of a request goes to the asking process as a refusal.
-"""
+"""Typed messages over one NATS connection. README.md has what the bus promises."""
 
 from __future__ import annotations
 
@@ -64,21 +46,17 @@ Handler = Callable[[M], Awaitable[None] | None]
 log = structlog.get_logger()
 
 _RESEND_S = 2.0
+"""After so long a request or its answer is taken for lost, and repeated."""
 _FLUSH_S = 10
 """Seconds until the bus asks again whether the server has a subscription. Unanswered pings break the
-connection before: nats-py would stop reading at an answer that comes when nobody waits for it any more."""
+connection before."""
 _KEEP_ANSWERS = 1024
 
 
 @asynccontextmanager
 async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     """Open a bus for the duration of the block. The end of the block removes all subscriptions and closes the
-    connections.
-
-    Raises:
-        NoAnswer: if no server can be reached, or if they refuse the credentials or the certificate, or have
-            no valid certificate themselves. The message has the last reason.
-    """
+    connections. Raise NoAnswer with the last reason if no server lets it in."""
     client = NatsClient()
     has_store = bool(bootstrap.store_user)
     store = NatsClient() if has_store else client
@@ -103,12 +81,7 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
 
 
 class Bus:
-    """One process's connection to the bus. `connect` creates it.
-
-    Args:
-        client: the connection for everything except what the store keeps.
-        store: the connection to the streams; the same as `client` for workers.
-    """
+    """One process's connection to the bus, from `connect`. Workers have no second one for the store."""
 
     def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:
         self._nats = client
@@ -134,12 +107,12 @@ class Bus:
         self._confirming: list[anyio.CancelScope] = []
         """Waits for the server to confirm a subscription. They begin again when the connection breaks."""
         self._serving = True
-        self.explain: Callable[[Exception], str] = _error_text
+        self.explain: Callable[[Exception], str] = lambda error: f"{type(error).__name__}: {error}"
         """Returns the reason in the refusal that is sent when a request's handler raises."""
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected at this moment."""
+        """Whether the client is connected now."""
         return self._nats.is_connected
 
     @property
@@ -160,9 +133,7 @@ class Bus:
 
     @property
     def local_address(self) -> str:
-        """Address of this machine from which it reaches the server, so that other machines of the run reach
-        it there.
-        """
+        """Address from which this machine reaches the server; the run's other machines reach it there."""
         server = self._nats.connected_url or self._nats.servers[0]
         return address_towards(server.hostname or "localhost")
 
@@ -178,12 +149,8 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each message, one at a time, until the bus closes.
-
-        The handler may be a coroutine function, or a plain function, which costs less. It should not take
-        long, because the next messages wait for it. The subscription receives every message published after
-        this call returns.
-        """
+        """Call `handler`, a plain function or a coroutine function, which costs more, with each message that
+        is published after this call returns: one at a time, until the bus closes."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:
@@ -243,13 +210,13 @@ class Bus:
                     with anyio.move_on_after(min(_RESEND_S, remaining_s)):
                         await self._send(subject, data, reply_to)
                         msg = await future
-                        reply = None if _no_responders(msg) else self._decode_answer(msg, decode, answer)
-                        if isinstance(reply, Refusal):
-                            raise Refused(who, reply.reason)
-                        if reply is not None:
-                            return reply
-                        if _no_responders(msg):
+                        nobody_serves = not msg.data and (msg.headers or {}).get("Status") == "503"
+                        if nobody_serves:
                             await anyio.sleep(0.1)
+                        elif isinstance(reply := self._decode_answer(msg, decode, answer), Refusal):
+                            raise Refused(who, reply.reason)
+                        elif reply is not None:
+                            return reply
                     remaining_s -= clock.now() - began
         finally:
             self._waiting.pop(reply_to, None)
@@ -265,12 +232,10 @@ class Bus:
     ) -> None:
         """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 
-        The answer goes only to an inbox of a party that may ask for this (see `messages.WORKER_VERBS`). The
-        bus refuses requests with another reply subject: its sender would make this process publish there.
-
-        Args:
-            forget: keep no answers for repeated requests, and call the handler again instead. It is meant for
-                large answers of handlers that change nothing.
+        The bus refuses requests with another reply subject than an inbox of a party that may ask for this
+        (see `messages.WORKER_VERBS`): their sender would make this process publish there. With `forget` it
+        keeps no answers for repeated requests, and calls the handler again: for large answers of handlers
+        that change nothing.
         """
         decode = decoder(kind)
         askers, answerer = self._names.parties(subject)
@@ -333,12 +298,7 @@ class Bus:
     # ------------------------------------------------------------------------------------ private
 
     async def _receive(self, subject: str, **how: Any) -> None:
-        """Subscribe, and return when the server has the subscription. If the connection breaks meanwhile, the
-        client subscribes again when it is back.
-
-        Args:
-            how: `cb`, a coroutine function that gets the messages in a task of its own, or `future`.
-        """
+        """Subscribe, and return when the server has the subscription, even if the connection breaks."""
         await self._nats.subscribe(subject, **how)
         confirmed = False
         while not confirmed:
@@ -352,7 +312,7 @@ class Bus:
                     self._confirming.remove(scope)
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Start to receive answers. `connect` calls it."""
+        """Start to receive answers."""
         self._tasks = tasks
         self._up.set()
         await self.store.on_reconnected()
@@ -360,18 +320,18 @@ class Bus:
         await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", future=answers)
 
     def end(self) -> None:
-        """Begin nothing any more, whatever still arrives. `connect` calls it."""
+        """Begin nothing any more, whatever still arrives."""
         self._tasks = None
 
     async def on_error(self, error: Exception) -> None:
-        """Log an error of the server or the connection. The client calls it."""
+        """Log an error of the server or the connection."""
         complaint = f"{type(error).__name__}: {error}"
         if complaint not in self._complaints:  # every attempt to reconnect reports the same errors
             self._complaints.add(complaint)
             log.warning("bus", error=complaint)
 
     async def on_disconnected(self) -> None:
-        """Hold back messages from now on. The client calls it when the connection is lost, and at the end."""
+        """Hold back messages. The client also calls it at the end."""
         self._up.clear()
         for scope in self._confirming:
             scope.cancel()
@@ -381,7 +341,7 @@ class Bus:
             log.warning("bus disconnected")
 
     async def on_reconnected(self) -> None:
-        """Send messages again. The client calls it."""
+        """Send messages again."""
         self._up.set()
         self._complaints.clear()
         log.info("bus reconnected", url=self.server)
@@ -395,7 +355,7 @@ class Bus:
             await self._nats.publish(subject, part, reply)
 
     def _payload(self, msg: Msg) -> bytes | None:
-        """Return the payload, or None if some of its parts have not arrived."""
+        """Return the payload; None if some of its parts have not arrived."""
         data = msg.data
         if not is_split(data):
             return data
@@ -422,8 +382,6 @@ class Bus:
             return None
 
     def _fail(self, error: Exception) -> None:
-        """End the bus with the exception that a handler has raised."""
-
         async def raise_error() -> None:
             raise error
 
@@ -435,20 +393,10 @@ class Bus:
 
 
 class _AtOnce:
-    """Takes the place of the future of a subscription: it gets each message when it is read, without a queue
-    and a task between."""
+    """Stands for the future of a subscription: each message comes without a queue and a task between."""
 
     def __init__(self, deliver: Callable[[Msg], object]) -> None:
         self.set_result = deliver
 
     def cancelled(self) -> bool:
-        """Return that there is always somebody who wants the next message."""
         return False
-
-
-def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _no_responders(msg: Msg) -> bool:
-    return not msg.data and (msg.headers or {}).get("Status") == "503"

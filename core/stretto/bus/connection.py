@@ -20,6 +20,7 @@ from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
 _CONNECT_S = 20.0
+"""A process that starts gives up after so long: the bundled server may start at the same time."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
@@ -97,14 +98,8 @@ async def open_once(
     timeout_s: float,
     on_error: Callable[[Exception], Awaitable[None]] | None = None,
 ) -> Client:
-    """Open a plain client of one server, which does not reconnect. The caller closes it.
-
-    Args:
-        on_error: called with each error that the server reports.
-
-    Raises:
-        BusError: if the server does not accept the client within `timeout_s` seconds.
-    """
+    """Open a plain client of one server, which does not reconnect and which the caller closes. `on_error`
+    hears each error that the server reports. Raise BusError if it does not accept the client in time."""
     client = NatsClient()
 
     async def ignore(error: Exception) -> None:
@@ -141,7 +136,6 @@ def without_logins(url: str) -> str:
 
 
 def _reason_text(error: Exception, url: str) -> str:
-    """Return why a connection was not made, in words for a user."""
     text = str(error).removeprefix("nats: ").strip("'") or type(error).__name__
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not accepted: {error.verify_message or text}"

@@ -11,12 +11,7 @@ T = TypeVar("T")
 
 
 class Gathered(Generic[T]):
-    """Items that are sent together, a moment after the first one.
-
-    Args:
-        pause_s: seconds for which an item may wait for others; 0 for those of the same turn of the event
-            loop.
-    """
+    """Items that are sent together, `pause_s` after the first; with 0, those of one turn of the loop."""
 
     def __init__(self, send: Callable[[tuple[T, ...]], Awaitable[None]], pause_s: float = 0.0) -> None:
         self._send = send

@@ -2,12 +2,10 @@
 
 It runs as a file and uses only the standard library:
 `guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...`.
-The kernel holds a lock on the file LOCK during its whole life, and the system releases the lock however the
-kernel ends. When nobody has held the lock for GRACE_S seconds, the guard stops the server, and then runs the
-command CLEANER, which removes what a killed kernel and killed workers could not remove. If a kernel takes the
-lock within that time, the server keeps running; so it does while a supervisor, which will start the next
-kernel, holds its own lock. The guard restarts a server that ends unexpectedly, with the same store. The
-kernel restarts a guard that ends unexpectedly.
+When no kernel has held the lock on the file LOCK for GRACE_S seconds, and no supervisor, which will start the
+next kernel, its own lock, the guard stops the server. Then it runs the command CLEANER, which removes what a
+killed kernel and killed workers could not remove. The guard restarts a server that ends unexpectedly, with
+the same store, and the kernel such a guard.
 """
 
 from __future__ import annotations
@@ -26,7 +24,9 @@ from types import FrameType
 SUPERVISOR_LOCK = "supervisor.lock"
 """File beside the kernel's lock."""
 _POLL_S = 0.25
+"""Short beside the grace time, and long enough to leave the processor alone."""
 _CLEANER_S = 120.0
+"""A cleaner that hangs must not keep the guard for ever."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,8 +75,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _end_former(pid_file: Path, configuration: str) -> None:
-    """End the server of a guard that was killed. On Linux it has died with that guard; elsewhere it still has
-    the port and the store."""
+    """End the server of a guard that was killed. On Linux it has died with that guard."""
     try:
         pid = int(pid_file.read_text())
     except (OSError, ValueError):  # it has ended in order, or has never written the file

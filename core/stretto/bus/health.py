@@ -28,12 +28,7 @@ class Unanswered:
 
     @contextmanager
     def waiting(self, who: str, verb: str, *, waited_s: float = 0.0) -> Generator[None]:
-        """Count a wait for the duration of the block.
-
-        Args:
-            who: the process that has to answer.
-            waited_s: seconds that it has waited before.
-        """
+        """Count a wait for `who` for the duration of the block; it may have begun `waited_s` before."""
         id = next(self._ids)
         self._waits[id] = (who, verb, clock.now() - waited_s)
         try:
@@ -57,7 +52,7 @@ class Refusals:
         self.count = 0
 
     def refuse(self, subject: str, kind: Any, error: Exception) -> None:
-        """Count a message that is not of the expected kind. Log the first ones."""
+        """Count a malformed message. Log the first ones."""
         self.count += 1
         if self.count <= _LOGGED_REFUSALS:
             expected = getattr(kind, "__name__", str(kind))
@@ -69,9 +64,8 @@ class Refusals:
 async def sleep_and_measure_delay(seconds: float) -> float:
     """Sleep, and return the number of seconds by which this process woke up too late.
 
-    During that time the process was stopped, swapped out or blocked, and it read no message. So the silence
-    of its peers in that time says nothing about them. A delay of at most `seconds` returns 0, because a busy
-    machine can cause it.
+    In that time the process was stopped, swapped out or blocked, so the silence of its peers says nothing
+    about them. A delay of at most `seconds` returns 0, because a busy machine can cause it.
     """
     start = clock.now()
     await anyio.sleep(seconds)

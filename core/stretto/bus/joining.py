@@ -27,7 +27,7 @@ _KEY_BYTES = 32
 
 
 def write_bootstrap(folder: Path, worker: str) -> Path:
-    """Write the bootstrap file of one worker into the run's bus folder, mode 0600, and return its path."""
+    """Write the bootstrap file of one worker into the run's bus folder, and return its path."""
     if not is_worker_id(worker):
         raise ConfigError(f"{worker!r} is not the id of a worker; expected an id such as 'rollout-7'")
     role = worker.partition("-")[0]
@@ -88,12 +88,7 @@ def _is_token(folder: Path, worker: str, token: str) -> bool:
 
 
 def _token(folder: Path, worker: str) -> str:
-    return hmac.digest(_key(folder), worker.encode(), "sha256").hex()
-
-
-def _key(folder: Path) -> bytes:
-    """Return the run's key. The first call draws it; a resumed run has the same key."""
-    path = folder / "join.key"
-    if not path.exists():
-        write_private(path, secrets.token_bytes(_KEY_BYTES))
-    return path.read_bytes()
+    key = folder / "join.key"
+    if not key.exists():  # the first call draws it; a resumed run has the same
+        write_private(key, secrets.token_bytes(_KEY_BYTES))
+    return hmac.digest(key.read_bytes(), worker.encode(), "sha256").hex()

@@ -40,17 +40,11 @@ class Listening:
 
 
 def listening(config: BusConfig) -> Listening:
-    """Return where the bundled server of a run listens.
-
-    Raises:
-        ConfigError: if no address is known by which other machines reach it.
-    """
+    """Return where the bundled server listens. Raise ConfigError if no address for others is known."""
     if config.listen is None:
         return Listening(_LOOPBACK, 0, _LOOPBACK, _LOOPBACK)
     host, port = _split(config.listen)
     near = host if not _is_wildcard(host) else "::1" if ":" in host else _LOOPBACK
-    if is_loopback(host):
-        return Listening(host, port, near, config.address or near)
     return Listening(host, port, near, config.address or (_far() if _is_wildcard(host) else host))
 
 
@@ -110,7 +104,7 @@ def _addresses_of(name: str) -> list[str]:
 
 
 def _address_of_default_route() -> str:
-    """Return the address with which this machine reaches other networks; empty if it has no route to them."""
+    """Return the address with which this machine reaches other networks; empty without a route to them."""
     try:
         return address_towards(_ELSEWHERE)
     except OSError:

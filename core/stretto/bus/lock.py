@@ -1,8 +1,5 @@
-"""The run's lock as other processes see it. The lock distinguishes a dead kernel from a dead or silent bus.
-
-`server.lock_run` takes the lock for the kernel's whole life. The system releases it however the kernel ends,
-and a kernel that stands still keeps it.
-"""
+"""The run's lock as other processes see it. It distinguishes a dead kernel from a dead or silent bus: the
+system releases it however the kernel ends, and a kernel that stands still keeps it."""
 
 from __future__ import annotations
 
@@ -18,17 +15,13 @@ from stretto.base import clock
 from stretto.bus.guard import is_locked
 
 _RETRY_S = 0.01
+"""Others hold a lock for less than this, to look at it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def await_lock(path: Path, limit_s: float = 1.0) -> IO[str]:
     """Lock a file until the returned file is closed or the process ends. Others hold the lock for an instant,
-    to see whether it is free.
-
-    Raises:
-        OSError: if the file cannot be opened.
-        BlockingIOError: if another process holds the lock for longer than `limit_s`.
-    """
+    to see whether it is free; raise BlockingIOError if one holds it for longer than `limit_s`."""
     file = path.open("a+")
     deadline = clock.now() + limit_s
     while True:
@@ -61,14 +54,12 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def visible(self) -> bool:
-        """Whether this process can see who holds the lock: it runs on the kernel's machine, with its
-        files."""
+        """Whether this process can see who holds the lock: on the kernel's machine, with its files."""
         return self.machine == _machine() and Path(self.path).exists()
 
     @property
     def shows_folder(self) -> bool:
-        """Whether this process can read the files of the run's folder: on the kernel's machine, or on a disk
-        that both machines share."""
+        """Whether this process can read the run's folder, here or on a disk that two machines share."""
         try:
             return Path(self.path).read_text() == self.owner
         except OSError:
@@ -84,6 +75,5 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _machine() -> str:
-    """Return a text that differs between machines, and between two starts of one machine where the system
-    says so."""
+    """Return a text that differs between machines, and between two starts of one where the system says so."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()

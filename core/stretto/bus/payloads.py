@@ -67,19 +67,15 @@ def split(data: bytes, limit: int) -> list[bytes]:
 
 class Parts:
     """Payloads of which some parts have not arrived yet. Any process may send parts, so their memory is
-    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped, because its sender has probably gone."""
+    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()
         self._bytes = 0
 
     def add(self, data: bytes) -> bytes | None:
-        """Add one part. Return the payload if it is complete now, or None.
-
-        Raises:
-            ValueError: if the data is no part, or does not fit the other parts of its payload, or if its
-                payload would be too large.
-        """
+        """Add one part. Return the payload if it is complete now, else None. Raise ValueError if the data is
+        no part, does not fit the other parts, or makes the payload too large."""
         if len(data) < _HEAD.size or not is_split(data):
             raise ValueError("a part without a head")
         _, key, index, count = _HEAD.unpack_from(data)
@@ -107,8 +103,6 @@ class Parts:
 
 @dataclass
 class _Unfinished:
-    """A payload of which some parts have not arrived yet."""
-
     count: int
     """Number of its parts."""
     pieces: dict[int, bytes] = field(default_factory=dict)
@@ -131,14 +125,7 @@ def list_parts(sequences: Sequence[int]) -> bytes:
 
 
 async def join_stored(data: bytes, read: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """Return a stored payload. If it is stored in parts, join them.
-
-    Args:
-        read: returns the stored message with a sequence number.
-
-    Raises:
-        msgspec.DecodeError, ValueError: if the message lists no parts, or not those of one payload.
-    """
+    """Return a stored payload, from its parts. Raise DecodeError or ValueError if they do not fit."""
     if not is_split(data):
         return data
     parts, payload = Parts(), None

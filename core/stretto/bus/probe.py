@@ -18,8 +18,7 @@ from stretto.base import clock
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.server import Bootstrap, binary, login_of
-from stretto.bus.tls import TlsIdentity
+from stretto.bus.server import Bootstrap, binary, bootstrap_of
 from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
@@ -91,15 +90,8 @@ def _open_servers(bus: BusConfig) -> list[str]:
 
 
 async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
-    """Connect to each server of `bus.url`, and try the store on one of them.
-
-    Args:
-        timeout_s: time limit of each connection.
-
-    Raises:
-        ConfigError: if a file of `bus.credentials` or `bus.tls` is not what it should be.
-    """
-    bootstrap = _bootstrap(config)
+    """Connect to each server of `bus.url`, and try the store on one. Raise ConfigError for a wrong file."""
+    bootstrap = bootstrap_of(config, f"check-{secrets.token_hex(4)}", "kernel")
     faults: dict[str, str] = {}
     with_login: list[str] = []
 
@@ -121,21 +113,6 @@ async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
     return [*missing, *([fault] if fault else [])]
 
 
-def _bootstrap(config: BusConfig) -> Bootstrap:
-    user = password = creds = ""
-    if config.credentials is not None:
-        user, password, creds = login_of(config.credentials, "bus.credentials")
-    return Bootstrap(
-        url=",".join(config.servers),
-        run=f"check-{secrets.token_hex(4)}",
-        role="kernel",
-        user=user,
-        password=password,
-        credentials_file=creds,
-        tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
-    )
-
-
 async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float) -> str:
     """Return why the run cannot use the server at an address; empty if it can."""
     parts = urlsplit(address)
@@ -153,7 +130,7 @@ async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float)
 async def _fault_of_store(
     bootstrap: Bootstrap, address: str, config: BusConfig, timeout_s: float
 ) -> Problem | None:
-    """Make a stream as the run will, store a message in it, and remove it. Return what does not work."""
+    """Make a stream as the run will, store a message in it, and remove it."""
     names, complaints = Subjects(bootstrap.run), list[str]()
 
     async def complain(error: Exception) -> None:

@@ -1,8 +1,7 @@
 """The bundled nats-server: its configuration, credentials and permissions, and its start and end.
 
-The server runs under `guard.py`, which stops the server when the kernel has been gone for the grace time.
-Each run has random credentials, with one user for each role. They are in files that only the user can read.
-A server that other machines can reach has TLS, and each role a certificate of its own.
+Each run has random credentials, with one user for each role, in files that only the user can read. A server
+that other machines can reach has TLS, and each role a certificate of its own.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -52,9 +51,8 @@ _NEAR: tuple[Party, ...] = ("kernel", "samples")
 """Processes that always run on the kernel's machine."""
 STORE = "store"
 """Name of the user, and of the account, that own the streams."""
-_Permissions = dict[str, list[str] | dict[str, list[str]]]
-"""`publish` and `subscribe` -> subjects, or `deny` with the forbidden subjects."""
 _GUARD_POLL_S = 0.5
+"""A server whose guard was killed is back within a few of these."""
 _INFO_S = 2.0
 """A nats-server sends its name to a new connection within this many seconds."""
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
@@ -63,13 +61,11 @@ _GUARD_END_S = 15.0
 _CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
-"""A kernel makes new certificates, unless those of a former one are younger than this. So it can work for at
-least the rest of their validity."""
+"""Certificates of a former kernel are used again below this age: they hold for at least the rest."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process needs to connect to the bus. Each role has one such file, which only the user can
-    read."""
+    """What a process needs to connect to the bus: the content of a file that only the user can read."""
 
     url: str
     """Addresses of the servers, separated by commas."""
@@ -85,8 +81,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
-    """Credentials of a second connection, for the streams. Only the kernel has them, and only
-    on the bundled server."""
+    """Credentials of the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
@@ -102,39 +97,18 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
-        """Read a bootstrap file.
-
-        Raises:
-            ConfigError: if the file is missing or is not a bootstrap file.
-        """
-        try:
-            return cls.decode(path.read_bytes(), str(path))
-        except OSError as error:
-            raise ConfigError(
-                f"{path} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
-            ) from error
+        """Read a bootstrap file."""
+        with _expect_bootstrap(path):
+            return msgspec.json.decode(path.read_bytes(), type=cls)
 
     @classmethod
     def decode(cls, text: bytes, source: str) -> Bootstrap:
-        """Read the text of a bootstrap file.
-
-        Args:
-            source: where the text comes from, for the error.
-        """
-        try:
+        """Read the text of a bootstrap file; an error names `source`."""
+        with _expect_bootstrap(source):
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{source} is not a bootstrap file: {error}; `stretto invite RUN WORKER` makes one"
-            ) from error
 
     def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
-        """Return it for a process that reaches the server in another way.
-
-        Args:
-            url: address of nats-server as it is reached from here; None for the one in the file.
-            credentials: a file with a login for a server of the user's own; None for the one in the file.
-        """
+        """Return it for a process with another address of the server, or with a login of its own."""
         changed = msgspec.structs.replace(self, url=url or self.url)
         if credentials is None:
             return changed
@@ -142,9 +116,17 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(changed, user=user, password=password, credentials_file=creds)
 
 
+@contextmanager
+def _expect_bootstrap(source: Path | str) -> Generator[None]:
+    try:
+        yield
+    except (OSError, msgspec.DecodeError) as error:
+        hint = "`stretto invite RUN WORKER` makes one"
+        raise ConfigError(f"{source} is not a bootstrap file: {error}; {hint}") from error
+
+
 def run_id(folder: Path) -> str:
-    """Return the id of the run whose bus folder is `folder`, from its bootstrap files or the names in its
-    store; empty if none of them has it."""
+    """Return the id of a run from its bootstrap files or the names in its store; empty if none has it."""
     for file in (folder / f"{role}.json" for role in _PARTIES):
         if file.exists():
             try:
@@ -156,12 +138,8 @@ def run_id(folder: Path) -> str:
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends. No
-    other process may change a file in the run's folder.
-
-    Raises:
-        ConfigError: if another process owns the run, or if the folder cannot be written.
-    """
+    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends. Raise
+    ConfigError if another process owns it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = await_lock(folder / "kernel.lock")
@@ -180,38 +158,17 @@ def lock_run(folder: Path) -> IO[str]:
 
 
 def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
-    """Return the text of `<party>.json`.
-
-    Args:
-        own: fields that differ for this party.
-    """
     if party == VIEWER:
         own["logs"] = ""
     return msgspec.json.encode(msgspec.structs.replace(shared, role=party, **own))
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for a server of the user's own. All roles use the same credentials. A viewer
-    needs credentials of its own, because with those of the roles it could do everything.
-    """
+    """Write the bootstrap files for a server of the user's own. All roles have the same credentials; a viewer
+    has none, because it could do everything with them."""
     assert config.servers
-    user = password = creds = ""
-    if config.credentials is not None:
-        user, password, creds = login_of(config.credentials, "bus.credentials")
+    shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    shared = Bootstrap(
-        url=",".join(config.servers),
-        run=run,
-        role="",
-        user=user,
-        password=password,
-        credentials_file=creds,
-        tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
-        replicas=config.replicas,
-        logs=str(logs),
-        outage_s=config.outage_s,
-        grace_s=config.grace_s,
-    )
     ca = None if shared.tls is None else TlsIdentity(ca=shared.tls.ca)
     nobody = {"user": "", "password": "", "credentials_file": "", "tls": ca}
     for party in _PARTIES:
@@ -219,12 +176,28 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
         write_private(folder / f"{party}.json", content)
 
 
-def login_of(credentials: str, key: str) -> tuple[str, str, str]:
-    """Return user, password and `.creds` file for a server of the user's own, from a file with one of them.
+def bootstrap_of(config: BusConfig, run: str, role: str, logs: str = "") -> Bootstrap:
+    """Return what a process needs to connect to a server of the user's own."""
+    user = password = creds = ""
+    if config.credentials is not None:
+        user, password, creds = login_of(config.credentials, "bus.credentials")
+    return Bootstrap(
+        url=",".join(config.servers),
+        run=run,
+        role=role,
+        user=user,
+        password=password,
+        credentials_file=creds,
+        tls=TlsIdentity.of(config.tls) if config.tls is not None else None,
+        replicas=config.replicas,
+        logs=logs,
+        outage_s=config.outage_s,
+        grace_s=config.grace_s,
+    )
 
-    Args:
-        key: where the file was named, for the error.
-    """
+
+def login_of(credentials: str, key: str) -> tuple[str, str, str]:
+    """Return user, password and `.creds` file of a login that the run file has at `key`."""
     if credentials.endswith(".creds"):
         return "", "", credentials
     try:
@@ -258,15 +231,11 @@ class NatsServer:
         logs: Path,
         cleaner: Sequence[str] = (),
     ) -> NatsServer:
-        """Start a server with its store in `folder`, and write the bootstrap files. It listens on a free port
-        of loopback, unless `bus.listen` says otherwise. If that of a former kernel still runs, and would be
-        the same, use it: workers of that kernel are connected to it.
+        """Start a server with its store in `folder`, and write the bootstrap files. If that of a former
+        kernel still runs, and would be the same, use it: workers of that kernel are connected to it.
 
-        Args:
-            cleaner: command that the guard runs at its end if the kernel is gone.
-
-        Raises:
-            BusError: if the server does not start. The message has the end of the server's log.
+        At its end the guard runs `cleaner` if the kernel is gone. Raise BusError with the end of the server's
+        log if it does not start.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]
@@ -332,8 +301,8 @@ class NatsServer:
 
 
 async def _server_name(host: str, port: int) -> str | None:
-    """Return the name of the nats-server that listens at an address; empty if something else listens there,
-    or a server that does not say its name yet, and None if nothing does."""
+    """Return the name of the nats-server at an address; empty if it does not say its name yet or something
+    else listens there, None if nothing does."""
     try:
         async with await anyio.connect_tcp(host, port) as stream:
             with anyio.fail_after(_INFO_S):
@@ -386,7 +355,6 @@ def _names(command: Sequence[str], folder: Path) -> bool:
 
 
 async def _end_former(former: FormerProcess, pid_file: Path) -> None:
-    """Stop the guard and the server of a former kernel, without waiting for the end of the grace time."""
     former.terminate()
     with anyio.move_on_after(_GUARD_END_S) as waiting:
         while pid_file.exists():
@@ -398,8 +366,7 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Return where the server of a former kernel listens if a new one would have the same files, but for its
-    port, credentials and certificates."""
+    """Return where a former kernel's server listens, if only port, credentials and certificates differ."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
@@ -418,7 +385,6 @@ def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> List
 
 
 def _write_new_files(folder: Path, run: str, config: BusConfig, logs: Path, place: Listening) -> None:
-    """Write the server's files and the bootstraps with new credentials and certificates."""
     (folder / _CONFIGURATION).unlink(missing_ok=True)  # it comes last: where it is, all others are complete
     passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
     identities = _make_certificates(folder, run, place) if _has_tls(place, config) else {}
@@ -470,11 +436,7 @@ def _urls(place: Listening, config: BusConfig) -> tuple[str, str]:
 
 
 def binary() -> str:
-    """Return the path of the bundled nats-server, or of the one on PATH.
-
-    Raises:
-        BusError: if there is none.
-    """
+    """Return the path of the nats-server beside this Python, or of the one on PATH."""
     in_environment = Path(sys.executable).with_name("nats-server")
     binary = str(in_environment) if in_environment.exists() else shutil.which("nats-server")
     if binary is None:
@@ -485,11 +447,7 @@ def binary() -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now at an address of this machine.
-
-    Raises:
-        OSError: if there is none, or if the machine has no such address.
-    """
+    """Return a port that is free now. Raise OSError if this machine has no such address."""
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family) as probe:
         probe.bind(address)
@@ -507,8 +465,7 @@ def _with_port(place: Listening) -> Listening:
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
-    """Write the server's certificate, and return a client's certificate for each party. The authority that
-    signs them lives only in this call."""
+    """Write the server's certificate, and return the clients'. Their authority lives only here."""
     from stretto.bus.certificates import Authority  # it imports for a tenth of a second
 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
@@ -524,14 +481,17 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """Return the configuration of nats-server.
-
-    The streams belong to the account `store`, and the workers to the account `run`. The server
-    answers a JetStream request on any subject that the request names. Because of the two accounts, such an
-    answer stays in the account `run`: no worker can make the server write to a stream.
-    """
+    """The streams belong to the account `store`, and the workers to the account `run`. The server answers a
+    JetStream request on any subject that the request names. Because of the two accounts, such an answer stays
+    in the account `run`: no worker can make the server write to a stream."""
     names = Subjects(run)
-    permissions = {**_permissions(names), VIEWER: _permissions_of_viewer(names)}
+    heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
+    permissions: dict[Party, Mapping[str, Any]] = {
+        **_permissions(names),
+        VIEWER: {"publish": {"deny": [">"]}, "subscribe": heard_by_viewer},
+    }
+    stored = [f"{each}.>" for each in (names.journal, names.tickets, names.log)]
+    of_store = {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
     get, *get_alone = _read_log(names)
     exports = [{"service": subject} for subject in (f"{names.log}.>", *get_alone)]
     # A request for tickets, or for several messages of the log, gets several answers.
@@ -558,7 +518,7 @@ def _configuration(
             "accounts": {
                 STORE: {
                     "jetstream": "enabled",
-                    "users": [user(STORE, _permissions_of_store(names))],
+                    "users": [user(STORE, of_store)],
                     "exports": exports,
                 },
                 "run": {
@@ -578,33 +538,22 @@ def configuration_text(configuration: Mapping[str, Any]) -> str:
     return re.sub(r"(?<!\\)((?:\\\\)*)\\u00([0-9a-f]{2})", r"\1\\x\2", text)
 
 
-def _permissions_of_store(names: Subjects) -> _Permissions:
-    """Return the permissions of the kernel's connection to the streams."""
-    stored = [f"{each}.>" for each in (names.journal, names.tickets, names.log)]
-    return {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
-
-
-def _permissions_of_viewer(names: Subjects) -> _Permissions:
-    """Return the permissions of a viewer, who hears the run's status and nothing else."""
-    return {"publish": {"deny": [">"]}, "subscribe": [names.status, f"{names.inbox(VIEWER)}.>"]}
-
-
 def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
     """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
-    of verbs allows to its role, and answer only those who may ask it; so it can send false messages only
-    about the work of its role."""
+    of verbs allows to its role, and answer only those who may ask it."""
+    asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
     permissions: dict[Party, dict[str, list[str]]] = {
-        "kernel": {
-            "publish": [names.beacon, names.abort_ticket, names.status],
-            "subscribe": [f"{names.root}.>"],
-        }
+        party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
+        for party in asking
+    }
+    answers = [f"{names.answers(party, 'kernel')}.>" for party in asking]
+    permissions["kernel"] = {
+        "publish": [names.beacon, names.abort_ticket, names.status, *answers],
+        "subscribe": [f"{names.root}.>"],
     }
     for role in ROLES:
-        own = [names.beacon, f"{names.root}.worker.{role}.>", f"{names.inbox(role)}.>"]
-        permissions[role] = {"publish": [f"{names.root}.kernel.{role}.>"], "subscribe": own}
-        permissions["kernel"]["publish"].append(f"{names.answers(role, 'kernel')}.>")
-    for role in ROLES:
         permissions[role]["publish"].append(f"{names.answers('kernel', role)}.>")
+        permissions[role]["subscribe"] += [names.beacon, f"{names.root}.worker.{role}.>"]
         for verb, askers in WORKER_VERBS[role].items():
             for asker in askers:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
@@ -615,17 +564,8 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
         *(names.kept_trajectories, names.records),
     )
     permissions["rollout"]["publish"] += [*with_parts(*finished), *_take_tickets(names)]
-    permissions["samples"] = {
-        "publish": [f"{names.root}.kernel.samples.>", *_follow_log(names), *_read_log(names)],
-        "subscribe": [f"{names.inbox('samples')}.>"],
-    }
-    permissions["kernel"]["publish"].append(f"{names.answers('samples', 'kernel')}.>")
     permissions["rollout"]["subscribe"].append(names.abort_ticket)
-    permissions[OPERATOR] = {
-        "publish": [f"{names.root}.kernel.{OPERATOR}.>"],
-        "subscribe": [f"{names.inbox(OPERATOR)}.>"],
-    }
-    permissions["kernel"]["publish"].append(f"{names.answers(OPERATOR, 'kernel')}.>")
+    permissions["samples"]["publish"] += [*_follow_log(names), *_read_log(names)]
     return {
         party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
         for party, each in permissions.items()
@@ -633,7 +573,7 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
 
 
 def _follow_log(names: Subjects) -> list[str]:
-    """Return the subjects with which the sample writer gets the next messages of a consumer of the log."""
+    """Return the subject with which the sample writer gets the next messages of a consumer of the log."""
     return [f"$JS.API.CONSUMER.MSG.NEXT.{names.log_stream}.>"]
 
 

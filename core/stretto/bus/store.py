@@ -1,14 +1,4 @@
-"""What nats-server keeps on disk for a run: streams that are read by number, and work queues.
-
-The store promises:
-
-- A message is stored before `append` returns, once for each id.
-- With several servers of a cluster, what is stored survives the loss of a server if it has replicas; while
-  the others elect a leader, the client repeats what it asked the store.
-- A message is stored at the end of its stream that its writer knows, or not at all: `append` with `after`. So
-  a process that was replaced as the writer of a stream cannot write into it any more.
-- A stream that stores large messages keeps them in parts, and joins the parts before a reader sees them.
-"""
+"""What nats-server keeps on disk: streams, read by number, and work queues. README.md has its promises."""
 
 from __future__ import annotations
 
@@ -26,7 +16,6 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -78,8 +67,7 @@ here, a stream or a consumer whose server is away, and a message whose first cop
 _OTHER_END = 10071
 """Error code for a message with another last sequence number than the stream's."""
 _COPYING = (10023,)
-"""Error codes for a consumer with more replicas than its stream has now: a stream that gets more replicas is
-copied first."""
+"""A consumer has more replicas than its stream, which is copied first when it gets more."""
 
 
 @dataclass
@@ -91,7 +79,7 @@ class Delivery(Generic[M]):
     _msg: Msg
 
     async def acknowledge(self) -> None:
-        """Acknowledge the message, which removes it from the queue."""
+        """Remove the message from the queue."""
         await self._msg.ack()
 
     async def in_progress(self) -> None:
@@ -121,19 +109,11 @@ class StreamEnd:
     sequence: int
     """Sequence number of the last message. `append` moves it."""
     unsure: set[str] = field(default_factory=set[str])
-    """Ids of messages that the server may have stored or not: that under way, and those whose append was
-    cancelled."""
+    """Ids of messages that may be stored or not: that under way, and those of cancelled appends."""
 
 
 class Store:
-    """The store of a run. The process's `Bus` has it.
-
-    Args:
-        client: the connection to the streams.
-        inbox: prefix of the subjects at which this process alone receives messages.
-        unanswered: counts the operations that the server has not answered.
-        refusals: counts the stored messages that are malformed.
-    """
+    """The store of a run. `inbox` begins the subjects at which this process alone gets messages."""
 
     def __init__(
         self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
@@ -151,14 +131,14 @@ class Store:
         self._questions = 0
 
     async def on_disconnected(self) -> None:
-        """Hold back all operations. The client calls it when the connection is lost, and at the end."""
+        """Hold back all operations. The client also calls it at the end."""
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Continue, and let this process ask again for what it follows. The client calls it."""
+        """Continue, and let this process ask again for what it follows."""
         self._up.set()
         for pull in self._pulls:
-            pull.interrupt()
+            pull.messages.put_nowait(None)  # the server has forgotten its question
 
     # ---------------------------------------------------------------------------------- streams
 
@@ -168,12 +148,8 @@ class Store:
         await self._make_stream(config)
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
-        """Create a work queue with one consumer for each subject. The consumer's name is made from the
-        subject. Idempotent.
-
-        Args:
-            redeliver_s: seconds after which the server delivers a message again that nobody acknowledged.
-        """
+        """Create a work queue with one consumer for each subject, named after it. The server delivers a
+        message again if nobody acknowledges it within `redeliver_s`. Idempotent."""
         await self._make_stream(
             StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
         )
@@ -190,9 +166,8 @@ class Store:
     async def append(self, subject: str, message: Message, *, id: str, after: StreamEnd | None = None) -> int:
         """Store a message in the stream of its subject, once for each `id`, and return its sequence number.
 
-        Args:
-            after: the end of the stream as this writer knows it: the server stores the message there, or not
-                at all. One append at a time may have it.
+        With `after`, the end of the stream as this writer knows it, the server stores it there or not at all.
+        One append at a time may have it.
 
         Raises:
             NoAnswer: if the server does not confirm in time.
@@ -221,9 +196,7 @@ class Store:
     async def read_some(
         self, stream: str, subject: str, sequences: Collection[int], kind: type[M]
     ) -> dict[int, M]:
-        """Return the messages of a subject at these sequence numbers. If they lie together, as in most cases,
-        they come in a few answers.
-        """
+        """Return the messages of a subject at these numbers; neighbours come in a few answers."""
         missing, found = set(sequences), dict[int, M]()
         while len(missing) > 1:
             number = min(len(missing), _READ_AT_ONCE)
@@ -247,11 +220,7 @@ class Store:
         return found
 
     async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
-        """Return the newest message of a subject.
-
-        Raises:
-            NoAnswer, MessageGone, Malformed: as `read`.
-        """
+        """Return the newest message of a subject. Raises as `read`."""
         return await self._decode_stored(stream, await self._read_message(stream, 0, subject), kind)
 
     async def _decode_stored(self, stream: str, message: RawStreamMsg, kind: type[M]) -> M:
@@ -265,11 +234,7 @@ class Store:
     async def follow(
         self, stream: str, subject: str, kind: Any, *, start: int
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) of a stream from `start` on, in order, each message once. It never ends.
-
-        Args:
-            kind: a message type or a union of message types. The bus refuses and skips malformed messages.
-        """
+        """Yield (sequence, message) from `start` on, in order, without end. Malformed ones are skipped."""
 
         async def consumer_at(following: int) -> str:
             return await self.make_consumer(stream, [subject], start=following)
@@ -303,14 +268,8 @@ class Store:
         *,
         start: int,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) as `follow` does, of several subjects, with consumers that someone else
-        may have created.
-
-        Args:
-            kinds: subject -> a message type or a union of message types.
-            consumer_at: returns the name of a new consumer from a sequence number on. It is called again when
-                the server has lost the consumer.
-        """
+        """Yield (sequence, message) as `follow` does, of several subjects. `consumer_at` returns the name of
+        a new consumer from a sequence number on, also when the server has lost the former."""
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
@@ -341,8 +300,7 @@ class Store:
         return message.seq or 0
 
     async def extent(self, stream: str) -> Extent:
-        """Return the sequence numbers of the messages in a stream. The server has checked them at its start:
-        a damaged message counts as missing."""
+        """Return the sequence numbers of the messages in a stream. A damaged message counts as missing."""
         subject = f"$JS.API.STREAM.INFO.{stream}"
 
         async def ask() -> dict[str, Any]:
@@ -357,7 +315,7 @@ class Store:
         return Extent(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
 
     async def holds(self, stream: str, sequence: int) -> bool:
-        """Return whether a stream holds a message with all its parts. It reads the message."""
+        """Return whether a stream holds a message with all its parts."""
         try:
             message = await self._read_message(stream, sequence)
             await self._join_stored_parts(stream, message.data or b"")
@@ -371,19 +329,16 @@ class Store:
         return StreamEnd(stream, info.state.last_seq)
 
     async def identity(self, stream: str) -> str:
-        """Return when a stream was created. One that takes the place of a lost stream has another time."""
+        """Return when a stream was created: one that takes the place of a lost stream has another time."""
         info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
         return "" if info.created is None else info.created.isoformat()
 
     async def purge(self, stream: str, *, below: int | None = None) -> None:
-        """Remove the messages with a sequence number lower than `below`, or all messages if it is None.
-
-        If the stream has not reached `below`, its next message gets that sequence number.
-        """
+        """Remove the messages below a number, or all. A stream that has not reached it goes on with it."""
         await self._storing(lambda: self._jetstream.purge_stream(stream, below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message. If it is not there, do nothing."""
+        """Remove one message, if it is there."""
         try:
             await self._storing(lambda: self._jetstream.delete_msg(stream, sequence), stream)
         except BusError as error:
@@ -404,8 +359,8 @@ class Store:
         Args:
             room: waits until the caller can use a message, and returns how many it can use. The bus asks the
                 server for that number, and calls it again when they have come or the server has no more.
-            until: when it is set, the bus asks for no more and gives back what the server has already sent.
-                It ends when the server answers no earlier question any more, `_TAKE_S` later at most.
+            until: when it is set, the bus gives back what the server has already sent, until it answers no
+                earlier question any more, `_TAKE_S` later at most.
         """
         decode = decoder(kind)
         async with self._pulling(stream, _consumer(subject), expires_s=_TAKE_S) as pull:
@@ -452,12 +407,8 @@ class Store:
     async def _storing(
         self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
     ) -> T:
-        """Run a JetStream operation, and repeat it for up to `outage_s` while the server does not answer. The
-        time without a connection does not count. All these operations are idempotent.
-
-        Args:
-            passing: more error codes of the server after which a cluster may succeed later.
-        """
+        """Run an idempotent operation, and repeat it for up to `outage_s` while the server does not answer
+        or, in a cluster, gives an error of `passing`. The time without a connection does not count."""
         remaining_s = self._outage_s
         while True:
             await self._up.wait()
@@ -520,7 +471,7 @@ class Store:
         raise TimeoutError
 
     async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
-        """Ask for several messages of a stream, and return those that the server has, by their numbers."""
+        """Return the messages that the server has of several, by their numbers."""
         messages: dict[int, RawStreamMsg] = {}
         over = asyncio.Event()
 
@@ -546,13 +497,8 @@ class Store:
         return messages
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
-        """Return a stored message: the one with this number, or the newest one of a subject. Any server of a
-        cluster may answer, also one that does not have the newest messages yet. So what that server lacks is
-        asked of the leader, which has them all.
-
-        Raises:
-            MessageGone: if the message is not in the stream.
-        """
+        """Return a stored message: the one with this number, or the newest one of a subject. What one server
+        of a cluster does not have yet is asked of the leader."""
 
         async def get() -> RawStreamMsg:
             try:
@@ -571,14 +517,6 @@ class Store:
             raise MessageGone(f"{name} of {stream} is gone") from error
 
     async def _join_stored_parts(self, stream: str, data: bytes) -> bytes:
-        """Return the appended payload. If it was stored in parts, join them.
-
-        Raises:
-            MessageGone: if a part is not there.
-            msgspec.DecodeError, ValueError: if the parts are not those of one payload.
-            NoAnswer: if the server does not answer in time.
-        """
-
         async def read(sequence: int) -> bytes:
             return (await self._read_message(stream, sequence)).data or b""
 
@@ -586,10 +524,9 @@ class Store:
 
     @asynccontextmanager
     async def _pulling(self, stream: str, consumer: str, *, expires_s: float) -> AsyncGenerator[_Pull]:
-        """Let this process ask a consumer for messages, for the duration of the block."""
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}"
-        pull = _Pull(self._client, subject, f"{self._inbox}.pull.{consumer}", expires_s)
-        subscription = await pull.open()
+        subject, inbox = f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}", f"{self._inbox}.pull.{consumer}"
+        pull = _Pull(self._client, subject, inbox, expires_s)
+        subscription = await self._client.subscribe(inbox, cb=pull.messages.put)
         self._pulls.append(pull)
         try:
             yield pull
@@ -599,11 +536,7 @@ class Store:
                 await subscription.unsubscribe()
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
-        """Yield (sequence, subject, payload) of a consumer's messages as they arrive, in order.
-
-        Raises:
-            NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
-        """
+        """Yield (sequence, subject, payload) of a consumer's messages as they arrive. Raises as `next`."""
         async with self._pulling(stream, consumer, expires_s=_FOLLOW_S) as pull:
             while True:
                 if not pull.asked:
@@ -614,31 +547,18 @@ class Store:
 
 
 class _Pull:
-    """The messages that one consumer of a stream sends to this process, which asks for some at a time.
-
-    Args:
-        inbox: subject at which it gets them.
-        expires_s: seconds after which the server ends its answer to a question.
-    """
+    """The messages that one consumer of a stream sends to `inbox`: this process asks for some at a time, and
+    the server ends its answer after `expires_s`."""
 
     def __init__(self, client: Client, subject: str, inbox: str, expires_s: float) -> None:
         self._client, self._subject, self._inbox = client, subject, inbox
         self._expires_s = expires_s
-        self._queue: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self.messages: asyncio.Queue[Msg | None] = asyncio.Queue()
         """None means that the client has lost the connection and reconnected."""
         self.asked = 0
         """Number of messages that the server may still send."""
 
-    async def open(self) -> Subscription:
-        """Subscribe to the messages. The caller ends the subscription."""
-        return await self._client.subscribe(self._inbox, cb=self._queue.put)
-
-    def interrupt(self) -> None:
-        """The client has reconnected: the server has forgotten the question."""
-        self._queue.put_nowait(None)
-
     async def ask(self, number: int) -> None:
-        """Ask for a number of messages, as far as there are any."""
         self.asked = number
         question = {
             "batch": number,
@@ -648,19 +568,16 @@ class _Pull:
         await self._client.publish(self._subject, msgspec.json.encode(question), self._inbox)
 
     async def next(self) -> Msg | None:
-        """Wait for the next message; None if the server has sent a sign of life, or ends its answer.
-
-        Raises:
-            NoAnswer: if the server is silent or has lost the consumer, or if the client has reconnected.
-        """
-        if self._queue.empty():
+        """Wait for the next message; None if the server has sent a sign of life, or ends its answer. Raise
+        NoAnswer if it is silent or has lost the consumer, or if the client has reconnected."""
+        if self.messages.empty():
             try:
                 with anyio.fail_after(_SILENT_S):
-                    msg = await self._queue.get()
+                    msg = await self.messages.get()
             except TimeoutError:
                 raise self._lost(_SILENT_S) from None
         else:
-            msg = self._queue.get_nowait()
+            msg = self.messages.get_nowait()
         if msg is None:
             raise self._lost(0.0)
         status = msg.headers.get("Status") if msg.headers else None

@@ -22,18 +22,13 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     ca: str = ""
     """Certificates of the authorities; empty for those of the system."""
     certificate: str = ""
-    """The client's certificate, with the certificates between it and the authority; empty if it shows
-    none."""
+    """The client's certificate and those between it and the authority; empty if it shows none."""
     key: str = ""
     """The private key of the certificate, not encrypted."""
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:
-        """Read the files that a run file names.
-
-        Raises:
-            ConfigError: if a file cannot be read, or if they do not fit together.
-        """
+        """Read the files that a run file names. Raise ConfigError if one does not fit."""
         texts: dict[str, str] = {}
         for name in ("ca", "certificate", "key"):
             if (file := getattr(config, name)) is not None:
@@ -48,11 +43,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
     """Return the settings of a client's TLS connections. The client always checks the server's certificate
-    and its name.
-
-    Args:
-        identity: None for a client that believes the system's authorities and shows no certificate.
-    """
+    and its name; without an identity it believes the system's authorities, and shows no certificate."""
     identity = identity or TlsIdentity()
     try:
         context = ssl.create_default_context(cadata=identity.ca or None)

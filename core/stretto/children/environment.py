@@ -1,7 +1,6 @@
 """The environment process: one environment, called for one answer at a time. Child of a verifier worker.
 
-The first frame names the environment. When the process has imported the environment, it is ready (see
-`protocol`). Then it answers each `Question` with a `Reaction`.
+The first frame names it. The process answers each `Question` with a `Reaction` (see `protocol`).
 """
 
 from __future__ import annotations

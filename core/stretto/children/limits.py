@@ -54,8 +54,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     fault: SampleFault | None = None
     over: str = ""
-    """Why the answer scored 0: the limit that it exceeded, or how it ended the process. Empty if the reward
-    scored it."""
+    """Which limit it exceeded, or how it ended the process: it scores 0. Empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
@@ -91,7 +90,7 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
 def _score_all(
     limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int], writing: int
 ) -> None:
-    """Body of the fork: score the answers and write each score to `writing`. It never returns."""
+    """Body of the fork. It never returns."""
     status = 1
     try:
         die_with_parent()
@@ -128,7 +127,6 @@ def _limit_memory(memory_mb: int | None) -> None:
 
 
 def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:
-    """Return the score of the answer that ended a fork."""
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGPROF:
         metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time"

@@ -30,8 +30,7 @@ T = TypeVar("T")
 HEAD = struct.Struct(">IQ")
 """Length of the content in bytes, and number of the question."""
 MAX_FRAME = 64 * 2**20
-"""Largest content of a frame in bytes, in both directions. The largest contents are the scores of a group
-with their metrics, and conversations with the state of their environment: a few MiB at most."""
+"""Bytes of the largest content of a frame. Scores of a group and conversations have a few MiB at most."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
@@ -44,8 +43,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pipes:
-    """The child's side. Standard input and output carry only frames: output of the user's code goes to
-    stderr."""
+    """The child's side. Standard input and output carry only frames: users' output goes to stderr."""
 
     def __init__(self) -> None:
         self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -80,9 +78,8 @@ def serve(
 
     Args:
         make: makes the user's code from the first frame.
-        failure: makes the answer if `answer` raised.
+        failure: makes the answer if `answer` raised; `name` is that of the user's code in it.
         cannot: start of the error text if `make` raises.
-        name: name of the user's code in the reason if `answer` raises.
     """
     die_with_parent()
     pipes = Pipes()
@@ -141,15 +138,9 @@ def try_to_ask(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> tuple[Started, list[bytes]]:
-    """Start a child, ask it some questions, and let it end. Return its `Started` and its answers. There
-    are no answers if the child failed to start, or did not answer all questions.
-
-    Args:
-        setup: the content of the child's first frame.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`; the child is then killed.
-    """
+    """Start a child, send it the frame `setup` and some questions, and let it end. Return its `Started` and
+    its answers: none if the child failed to start, or did not answer all questions. Raise TimeoutError if it
+    takes longer than `timeout_s`; it is then killed."""
     contents = [setup, *map(msgspec.msgpack.encode, questions)]
     frames_in = b"".join(framed(number, content) for number, content in enumerate(contents))
     done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)

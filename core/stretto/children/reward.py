@@ -1,7 +1,6 @@
 """The scoring process: one reward, called for one group at a time. Child of a verifier worker.
 
-The first frame holds the run. When the process has made the reward, it is ready (see `protocol`).
-Then it answers each `Task` with a `ScoringResult`.
+The first frame holds the run. The process answers each `Task` with a `ScoringResult` (see `protocol`).
 """
 
 from __future__ import annotations
@@ -43,28 +42,21 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     fault: SampleFault | None = None
     over: dict[int, str] = {}
-    """Completions that scored 0 because they exceeded a limit of one answer or ended the process: index ->
-    reason."""
+    """Completions that score 0, because of a limit or the end of their process: index -> reason."""
     unused: tuple[str, ...] = ()
     """For a trial: optional parameters of the reward that no column gives a value for."""
 
 
 def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
-    """Return the first frame for a scoring process: the composed run, and the context of its component."""
+    """Return the first frame for a scoring process."""
     return msgspec.msgpack.encode((document, context))
 
 
 def try_to_score(
     document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
 ) -> tuple[str, list[ScoringResult]]:
-    """Make the reward of a run and do some tasks, in a child process.
-
-    Returns:
-        Why the reward cannot be made, empty if it can; and the result of each task, none if it cannot.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`.
-    """
+    """Make the reward of a run and do some tasks, in a child process. Return why the reward cannot be made,
+    empty if it can, and the results. Raise TimeoutError if the child does not end within `timeout_s`."""
     started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
     return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult) for answer in answers]
 

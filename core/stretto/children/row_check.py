@@ -38,8 +38,7 @@ class RowFaults(msgspec.Struct, frozen=True):
     rows: int
     """Number of rows of the dataset."""
     read: int
-    """Number of rows that were checked: all rows, or a random part of at most `_MAX_ROWS` rows and about
-    `_MAX_S` seconds."""
+    """All rows, or at most `_MAX_ROWS` random ones in about `_MAX_S` seconds."""
     faulty: int
     """Number of checked rows with a fault."""
     first: tuple[tuple[int, str], ...]
@@ -87,12 +86,8 @@ def drawn_rows(rows: int, seconds: float) -> Iterator[int]:
 def faults_of_rows(
     document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
 ) -> RowFaults:
-    """Check rows with the run's reward or workflow, in a child process.
-
-    Args:
-        path: dotted key of the dataset's section in the run.
-        section: the section of the component that checks; `model` for the processor of a vision-language
-            model.
+    """Check rows of the dataset at the key `path` in a child process, with the components of `section`; with
+    `model`, by the processor of a vision-language model.
 
     Raises:
         TimeoutError: if the child does not end within `timeout_s`.

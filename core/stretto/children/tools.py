@@ -1,8 +1,7 @@
 """The tool process: it runs the run's tools in the sandbox, one call at a time. Child of a verifier worker.
 
-The first frame names the tools. When the process has made the tools, it is ready and reports their schemas
-(see `protocol`). Then it answers each `Invocation` with a `ToolAnswer`. MCP servers are children of this
-process and end with it.
+The first frame names the tools; `Started` has their schemas. The process answers each `Invocation` with a
+`ToolAnswer`. MCP servers are children of it and end with it.
 """
 
 from __future__ import annotations
@@ -63,20 +62,11 @@ class _Setup(msgspec.Struct, frozen=True, array_like=True):
 
 
 def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> SandboxedCommand:
-    """Return the command that starts the process in its sandbox.
-
-    The process can read the working folder, import its modules, and read the folders of the tools' files. It
-    cannot see folders of runs.
-
-    Args:
-        folder: the run's folder; empty for none.
-    """
+    """Return the command that starts the process in its sandbox. The process can read the working folder,
+    import its modules, and read the folders of the tools' files, but no folder of runs, such as `folder`."""
     here = Path.cwd()
-    files = [
-        Path(module)
-        for module, _, _ in (tool.rpartition(":") for tool in config.tools)
-        if module.endswith(".py")
-    ]
+    modules = [tool.rpartition(":")[0] for tool in config.tools]
+    files = [Path(module) for module in modules if module.endswith(".py")]
     search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
     own = {name.lower() for name in config.env}
     proxies = {name: value for name, value in proxy_variables().items() if config.network and name not in own}
@@ -93,13 +83,12 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
 
 
 def setup_frame(config: ToolsConfig) -> bytes:
-    """Return the first frame for the process: the tools and the MCP servers."""
+    """Return the first frame for the process."""
     return msgspec.msgpack.encode(_Setup(config.tools, config.mcp, config.max_result_chars))
 
 
 def max_answer(config: ToolsConfig) -> int:
-    """Return the size in bytes of the largest answer to a call: a result of the maximum length, and its
-    images."""
+    """Return the size in bytes of the largest answer to a call."""
     return min(_MAX_CHARACTER * config.max_result_chars + MAX_FILE_BYTES + _MAX_REST, MAX_FRAME)
 
 
@@ -147,7 +136,6 @@ def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
 
 
 async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
-    """Make the tools and return them by name."""
     offered = [
         (reference, tool_of(load_importable(reference), reference.rpartition(":")[2]))
         for reference in setup.tools
@@ -167,7 +155,7 @@ async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
 
 
 async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
-    """Connect to an MCP server and return its tools. The connection lasts until the stack is closed."""
+    """Return the tools of an MCP server. The connection lasts until the stack is closed."""
     client = await _connect(server, stack)
     tools: list[Tool] = []
     page = await client.list_tools()

@@ -22,13 +22,8 @@ _LONGEST_TEXT = 20_000
 def settled_samples(
     folder: Path, purpose: Purpose, due: Sequence[int], number: int, *, complete: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each settled step with its rows, up to the first step that is not settled. A step of which no
-    samples are kept has no rows.
-
-    Args:
-        folder: the run's folder.
-        due: steps in order; versions, for evaluations. At least one.
-        complete: whether nothing will be added to the kept samples: all steps are settled.
+    """Yield each settled step of `due` with its rows, up to the first that is not settled. A step of which no
+    samples are kept has no rows. With `complete`, nothing will be added to the kept samples: all are settled.
     """
     store = SampleStore(folder)
     later = SampleFilter(purpose=purpose, step=(due[0], None))
@@ -54,7 +49,6 @@ def _spread(store: SampleStore, filter: SampleFilter, number: int) -> list[dict[
 
 
 def _shown(value: Any) -> Any:
-    """Return a value with the texts in it printable and shortened."""
     if isinstance(value, dict):
         return {_shown(name): _shown(each) for name, each in cast("dict[str, Any]", value).items()}
     if not isinstance(value, str):

@@ -78,7 +78,7 @@ class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _Sender(threading.Thread):
-    """The thread of one tracker. It sends the lines that the cursor has not passed, and samples."""
+    """The thread of one tracker."""
 
     def __init__(
         self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[TrackerReport]
@@ -162,7 +162,6 @@ class _Sender(threading.Thread):
         self._timed(name, getattr(self._tracker, name), argument)
 
     def _begin(self) -> None:
-        """Start the tracker, and continue after what it has."""
         began = self._file.exists()
         if began:
             try:
@@ -176,8 +175,7 @@ class _Sender(threading.Thread):
             self._move(**msgspec.structs.asdict(has))
 
     def _send_news(self) -> bool:
-        """Send the new lines, the samples that are there, and the summary if the run has one. Return whether
-        it has one."""
+        """Send what is new, and the summary if the run has one. Return whether it has one."""
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -198,8 +196,7 @@ class _Sender(threading.Thread):
         return True
 
     def _news(self) -> list[dict[str, Any]]:
-        """Return the lines to send, in the order of their versions. A resumed run repeats steps: their lines
-        are not new."""
+        """Return the lines to send, by their versions. Those that a resumed run repeats are not new."""
         steps, evaluations = self._run.steps, self._run.evaluations
         new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
@@ -257,8 +254,8 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
 
 
 def _send(folder: Path, answers: FileIO) -> None:
-    """Send to all trackers of the run, until none is left. The system ends this process's standard input when
-    the kernel is gone: the trackers then have their time for what is left."""
+    """Send to all trackers of the run, until none is left. When the kernel is gone, the system ends this
+    process's standard input, and the trackers have their time for what is left."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
     sections, gone, reports = assembly.config.trackers, threading.Event(), SimpleQueue[TrackerReport]()
     running: dict[str, _Sender] = {}

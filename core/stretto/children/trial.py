@@ -24,11 +24,8 @@ _COMMAND = (sys.executable, "-m", __name__)
 def try_to_make(
     document: Mapping[str, Any], paths: Sequence[str], context: Context, timeout_s: float
 ) -> list[Problem]:
-    """Make the components of some sections in one child process, and return what is wrong with them.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`.
-    """
+    """Make the components of some sections in one child process, and return what is wrong with them. Raise
+    TimeoutError if the child does not end within `timeout_s`."""
     started, _ = try_to_ask(_COMMAND, msgspec.msgpack.encode((document, paths, context)), (), timeout_s)
     if started.error:
         return [Problem(path, f"not verified: {started.error}", "warning") for path in paths]

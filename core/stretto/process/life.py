@@ -1,8 +1,7 @@
 """The life of a run's kernels, from the command to the summary. It leaves no process behind.
 
-`run` starts a run and `resume_to_end` continues one. Both need the lock of the run's folder before they touch
-a file in it. For each kernel they start the bundled nats-server unless `bus.url` names another server, open
-the bus, let a `Kernel` own the run beside its observers, and write `summary.json`.
+`run` starts a run and `resume_to_end` continues one: for each kernel with a server, the bus, the observers
+and, at its end, `summary.json`. Both need the lock of the run's folder before they touch a file in it.
 """
 
 from __future__ import annotations
@@ -53,14 +52,7 @@ def run_to_end(assembly: Assembly, forks: ForkServer | None) -> int:
 
 
 def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
-    """Train a run, and return its summary. Its folder is made.
-
-    Args:
-        forks: a fork server for the run, from `stretto.kernel.fleet.forks.fork_server`.
-
-    Raises:
-        ConfigError: if the run's folder cannot be written, or if another process has begun a run in it.
-    """
+    """Train a run, and return its summary. Raise ConfigError if its folder cannot be used."""
     folder, composed = assembly.folder, assembly.composed
     with lock_run(folder / "bus"):
         if (folder / "config.yaml").exists():
@@ -76,9 +68,7 @@ def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
 
 @contextmanager
 def owned(folder: Path) -> Generator[None]:
-    """Own the run in a folder for the duration of the block. Outside such a block, no file of a run may be
-    changed.
-    """
+    """Own the run in a folder for the duration of the block: outside it, no file of a run may be changed."""
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     if (folder / REPLAY).exists():
@@ -91,12 +81,8 @@ def owned(folder: Path) -> Generator[None]:
 
 
 def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_batch: bool = False) -> int:
-    """Continue a run, which this process owns, and return the exit status.
-
-    Args:
-        accept_dataset: continue with the current rows if a dataset has changed since the run's start.
-        expire_batch: expire the groups of the batch under way, and do not train it again.
-    """
+    """Continue a run, which this process owns, and return the exit status. With `accept_dataset`, also if the
+    rows of a dataset have changed; with `expire_batch`, without the batch under way, whose groups expire."""
     checkpoint = checkpoint_to_resume(assembly)
     with listed(assembly.folder), Interruptions() as interruptions, fork_server(assembly) as forks:
         kernels = kernels_to_the_end(assembly, checkpoint, forks, expire_batch=expire_batch)
@@ -111,7 +97,7 @@ Kernels = Generator[RunSetup, dict[str, Any], dict[str, Any]]
 
 
 def checkpoint_to_resume(assembly: Assembly) -> Checkpoint:
-    """Return the newest checkpoint of a run that is not complete. If its values are not those in force, tell
+    """Return the newest checkpoint of a run that is not complete. If other values are in force since, tell
     the user how many steps are trained again."""
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
@@ -135,14 +121,10 @@ def kernels_to_the_end(
     *,
     expire_batch: bool = False,
 ) -> Kernels:
-    """Yield kernels until the run ends.
+    """Yield kernels until the run ends; `checkpoint` is None for a new run.
 
     A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
     from there with that number (`stretto.kernel.fleet.worker_scaling`).
-
-    Args:
-        checkpoint: where a resumed run continues; None for a new run.
-        expire_batch: expire the groups of the batch under way.
     """
     values = newest_values(assembly.folder)
     while True:
@@ -156,7 +138,7 @@ def kernels_to_the_end(
 
 
 def exit_status(summary: Mapping[str, Any]) -> int:
-    """The exit status of a command whose run ended with this summary."""
+    """Return the exit status of a command whose run ended with this summary."""
     return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
 
 
@@ -197,7 +179,6 @@ def _print(text: str) -> None:
 def _live_in_turn(
     kernels: Kernels, interruptions: Interruptions, accept_dataset: bool = False
 ) -> dict[str, Any]:
-    """Run kernels one after the other, and return the summary of the run."""
     with closing(kernels):
         try:
             setup = next(kernels)
@@ -271,8 +252,8 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
 
 
 def _full_disk(folder: Path, reason: str) -> str:
-    """Return which disk has no room and how much it has, if that is the reason for the end of the run, or may
-    be; empty otherwise. It is the disk of the file that the reason names, or else that of the run."""
+    """Return which disk has no room, and how much it has, if that ended the run or may have; empty otherwise.
+    It is the disk of the file that the reason names, or else that of the run."""
     is_named = any(words in reason for words in _NO_ROOM)
     named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_named else []
     disk = (named or [folder])[0]

@@ -1,11 +1,8 @@
 """Train the recorded steps of a run again in a folder of their own: trainers only, nothing is generated.
 
-The store of a replay is filled first with the trajectories of the recorded batches. The kernel then gets the
-batches, and writes the digests that its steps reach into its journal. The caller compares them with the
-recorded ones.
-
-Steps with the same values and the same numbers of processes are one segment. A kernel trains a segment and
-writes a checkpoint, with which the next kernel begins.
+The store of a replay is filled with the trajectories of the recorded batches. Steps with the same values and
+numbers of processes are one segment: a kernel trains its batches, writes the digests that it reaches into its
+journal, and a checkpoint with which the next kernel begins. The caller compares the digests.
 """
 
 from __future__ import annotations
@@ -115,14 +112,9 @@ def train_again(
     start: tuple[Path, KernelState] | None,
     source: GroupSource,
 ) -> tuple[dict[str, Any], list[StepWeights]]:
-    """Train the batches of the segments in a new folder. Return the summary of the last kernel, and the
-    importance weights of all trajectories; none if a kernel did not complete.
-
-    Args:
-        folder: the replay's folder, which is made.
-        start: the checkpoint of the recorded run, and its state, before the first batch; None to begin with
-            the initial models.
-    """
+    """Train the batches of the segments in a new folder, from the state `start` of the recorded run on; None
+    for the initial models. Return the summary of the last kernel, and the importance weights of all
+    trajectories; none if a kernel did not complete."""
     with lock_run(folder / "bus"):
         for number, segment in enumerate(segments[:-1], 1):
             text = yaml.safe_dump(dict(segment.assembly.composed.document), sort_keys=False)
@@ -155,8 +147,7 @@ def train_again(
 
 
 async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -> tuple[Path, KernelState]:
-    """Copy a checkpoint as the one that a segment begins with: no ticket is open in it, and its kernel
-    has these values."""
+    """Copy a checkpoint as the one that a segment begins with: no ticket is open in it."""
     clean = msgspec.structs.replace(
         KernelState.initial(),
         version=state.version,
@@ -220,7 +211,6 @@ async def _weights(setup: RunSetup) -> list[StepWeights]:
 
 
 async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:
-    """Append a group's trajectories, its images and its outcome to the log, and return the outcome."""
     names, name = setup.names, f"{group.ticket}/{group.attempt}"
     members: list[Member] = []
     former = -1
@@ -267,7 +257,6 @@ def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: b
 
 
 def _dataset_groups(batches: Iterable[RecordedBatch]) -> Iterator[GroupDone]:
-    """Yield the groups of batches of dataset rows, whose sequences the trainers read from the dataset."""
     for batch in batches:
         for ticket in batch.tickets:
             refs = [row for row in batch.rows if row.group == ticket]

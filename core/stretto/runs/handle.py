@@ -1,12 +1,9 @@
 """Runs from Python: `stretto.run` starts one, and its `RunHandle` follows, awaits and stops it.
 
 The kernel of the run is a process of its own, as with `stretto run`: signals, the fork server and the event
-loop of a notebook do not meet. The handle reads the files in the run's folder, so it sees what `stretto ui`
-and `stretto report` see. The run belongs to its handle: when the handle is dropped, or when the program ends,
-however it ends, the run finishes the step under way, writes a checkpoint and ends.
-
-    run = stretto.run("run.yaml", steps=3)
-    summary = run.wait()
+loop of a notebook do not meet. The handle reads the files in the run's folder. The run belongs to its handle:
+when the handle is dropped, or when the program ends, however it ends, the run finishes the step under way,
+writes a checkpoint and ends.
 """
 
 from __future__ import annotations
@@ -318,14 +315,13 @@ class _KernelProcess:
             return status
 
     def stop(self, *, now: bool = False) -> None:
-        """Ask the process to drain the run, or to end it at once. Do nothing if it has ended."""
+        """Ask the process to drain the run, or to end it at once."""
         with suppress(BrokenPipeError):
             self._input.close()
         if now:
             self._process.send_signal(signal.SIGTERM)
 
     def end(self) -> None:
-        """Stop the run and wait for its end."""
         for now, seconds in ((False, _DRAIN_S), (True, _HURRY_S)):
             self.stop(now=now)
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
@@ -336,7 +332,7 @@ class _KernelProcess:
         self.poll()
 
     def _take_in(self, line: bytes) -> Path | None:
-        """Take in a message. Return the run's folder if it says that the run is accepted."""
+        """Take in a message. Return the run's folder if the message says that the run is accepted."""
         from stretto.cli.start.child import RunAccepted, RunNotice, message_of
 
         match message_of(line):
@@ -383,11 +379,7 @@ def _override_texts(overrides: Mapping[str, Any], above: str = "") -> Iterator[s
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value of a run file as JSON can hold it: mappings, lists, texts, numbers and null.
-
-    Raises:
-        ConfigError: for any other value.
-    """
+    """Return a value of a run file as JSON can hold it; raise ConfigError if it is none."""
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         return {str(key): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in items}

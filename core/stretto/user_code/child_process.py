@@ -18,10 +18,7 @@ def run_child(
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
     """Start a process, write `stdin` to its standard input, and wait until it ends, with any exit status.
-
-    Raises:
-        TimeoutError: if the process has not ended after `timeout_s`; it is killed.
-    """
+    Raise TimeoutError if it has not ended after `timeout_s`; it is killed."""
     try:
         return subprocess.run(
             argv, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder

@@ -35,8 +35,7 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """The exception that the user's code raised, with its file and line; empty if a reward or an environment
-    said on purpose that it has no result."""
+    """The exception with its file and line; empty if a reward or an environment gives none on purpose."""
 
     @property
     def likeness(self) -> str:
@@ -45,12 +44,8 @@ class SampleFault(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, what: str = "") -> SampleFault:
-        """Make the fault of what was raised.
-
-        Args:
-            what: name of the user's code that raised it. The text then begins with `WHAT raised`, unless
-                stretto itself raised the error on purpose.
-        """
+        """Make the fault of what was raised. With `what`, the name of the user's code that raised it, the
+        text begins with `WHAT raised`, unless stretto itself raised the error on purpose."""
         error = leaves(error)[0]
         if what and not isinstance(error, (RewardError, PolicyError)):
             text = f"{what} raised {place_of(error)}"
@@ -81,8 +76,7 @@ def kind_of(error: BaseException) -> FaultKind:
 
 
 def _site_of(error: BaseException) -> str:
-    """Return the type of an error and its file and line. An error that stretto raised on purpose at no line
-    of the user has its text instead."""
+    """Return an error's type with file and line, or with its text if no line of the user raised it."""
     location = location_of(error)
     if not location and isinstance(error, StrettoError):
         return f"{type(error).__name__} {error}"

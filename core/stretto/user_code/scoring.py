@@ -24,8 +24,7 @@ __all__ = [
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
-"""What a name of a parameter can mean. A reward without a parameter `completion` gets prompt and completion
-by position."""
+"""What names of parameters can mean: without `completion`, prompt and completion come by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -61,8 +60,7 @@ def optional_scores(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[tuple[float, dict[str, float]] | None]:
-    """Do what `score_group` does, but give None for completions for which the reward is None: rewards of TRL
-    say so that they are not for a row."""
+    """Do what `score_group` does, with None for completions whose reward is None, as in TRL."""
     parameters = inspect.signature(reward).parameters
     columns = {name: value for name, value in row.items() if name != "prompt"}
     _require_columns(reward, parameters, [*columns, *each])
@@ -71,15 +69,11 @@ def optional_scores(
     if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
-        columns_of_each = [
-            {name: values[i] for name, values in each.items()} for i in range(len(completions))
-        ]
-        values = _await_all(
-            [
-                _call_on_one(reward, parameters, row["prompt"], columns | more, text)
-                for text, more in zip(completions, columns_of_each, strict=True)
-            ]
-        )
+        called: list[Any] = []
+        for index, text in enumerate(completions):
+            own = {name: column[index] for name, column in each.items()}
+            called.append(_call_on_one(reward, parameters, row["prompt"], columns | own, text))
+        values = _await_all(called)
     if len(values) != len(completions):
         raise RewardError(
             f"the reward{_place_of(reward)} returned {len(values)} values for {len(completions)} completions"
@@ -106,8 +100,7 @@ def _require_columns(
 
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
-    """Refuse a reward without a parameter `completion`, whose first two parameters get prompt and completion
-    by position, if their names could mean something else."""
+    """Refuse parameters by position that could mean something else than prompt and completion."""
     if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
@@ -158,8 +151,7 @@ def _call_on_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[RewardValue]:
-    """Call TRL's form: each argument is a list with one entry for each completion. Completions of a chat are
-    messages."""
+    """Call TRL's form: each argument is a list with one entry for each completion."""
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
@@ -199,7 +191,6 @@ def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, 
 
 
 def _await_all(values: list[Any]) -> list[Any]:
-    """Await the awaitable values, all at the same time, and return all values in order."""
     if not any(inspect.isawaitable(value) for value in values):
         return values
 
@@ -213,15 +204,9 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
-    """Return the reward and the metrics that a reward gave for a completion; None if it gave None.
-
-    Args:
-        of: names the completion, and the function.
-
-    Raises:
-        RewardError: if one of them is no number that a trainer can use. The completion is then missing in its
-            group: what gives no number says nothing of the policy.
-    """
+    """Return the reward and the metrics that a reward gave for a completion, which `of` names; None if it
+    gave None. Raise RewardError if one is no number that a trainer can use: the completion is then missing in
+    its group, because what gives no number says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

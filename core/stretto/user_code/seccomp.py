@@ -81,13 +81,11 @@ UNCOUNTED_MEMORY = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-"""Calls that take memory which no limit of a process and no size of a folder counts. The sandbox of programs
-refuses them too."""
+"""Calls that take memory which no limit counts. The sandbox of programs refuses them too."""
 _AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
-"""The flags of `clone` and `unshare` that make namespaces: NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID
-and NEWNET."""
+"""The flags of `clone` and `unshare` for namespaces: NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _X86_FORKS = (57, 58)
 """The calls `fork` and `vfork`, which only x86_64 has besides `clone`."""
 _X32 = 0x40000000
@@ -151,7 +149,7 @@ def filter_file() -> str:
 
 
 def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """Return one instruction; `then` and `otherwise` are numbers of instructions to skip."""
+    """`then` and `otherwise` are numbers of instructions to skip."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 

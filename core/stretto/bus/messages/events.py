@@ -58,8 +58,7 @@ class RunOwned(Message, frozen=True):
     values: int
     """Number of its values: 1 at the run's start, and one more with each change."""
     layout: str
-    """Training engines, processes and threads. With another layout, a repeated step may differ in some
-    bits."""
+    """Training engines, processes and threads. With another one, a repeated step may differ in some bits."""
     attempts_from: int
     """Attempts of tickets up to this number are those of former kernels."""
 
@@ -229,8 +228,7 @@ class Evaluation(msgspec.Struct, frozen=True):
     failed: int
     """Number of rows without a result."""
     sources: dict[str, float] = msgspec.field(default_factory=dict)
-    """On the rows of each source, if the dataset is made of several: the accuracy, or the reward if there is
-    no accuracy."""
+    """On the rows of each source of a dataset made of several: the accuracy, or else the reward."""
     reward: float | None = None
     """Mean reward of the samples; None if no row has a result."""
     reward_std: float = 0.0
@@ -343,8 +341,7 @@ class StepMeasured(Message, frozen=True):
     """Seconds in which at least one call ran."""
     tickets: tuple[int, ...]
     waits: tuple[tuple[Cause, float], ...]
-    """What training waited for since the step before, in order, with the seconds; empty for a repeated
-    step."""
+    """What training waited for since the step before, in order, with the seconds; empty if repeated."""
     tokens: int
     """Number of trained tokens."""
     of_batch: dict[str, float]
@@ -363,17 +360,14 @@ class StepMeasured(Message, frozen=True):
     cores_idle: float
     calls: tuple[CallTime, ...]
     skipped: tuple[str, ...]
-    """The models that the step did not change, because their gradient was not finite: empty for the lead
-    model, else the model's name and a slash."""
+    """The models with a gradient that was not finite: empty for the lead, else its name and a slash."""
     ledger: dict[str, int]
     variants: dict[str, dict[str, int]]
     """Accounts of each variant's tickets; empty without variants."""
     not_trained: dict[str, int]
-    """The most frequent causes for which tickets were filtered, expired or failed since the step before, with
-    their numbers."""
+    """The most frequent reasons of tickets that were not trained since the step before, with numbers."""
     known: bool = False
-    """Whether a former kernel has recorded the figures, and its trainers go on, so that nothing is
-    repeated."""
+    """Whether a former kernel has recorded the figures, and its trainers go on: nothing is repeated."""
 
 
 class VersionPublished(Message, frozen=True):
@@ -409,11 +403,7 @@ class EventBatch(Message, frozen=True):
     """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
 
     def decoded(self) -> list[Event]:
-        """Return the events.
-
-        Raises:
-            msgspec.DecodeError: if one is of a kind or a form that this stretto does not know.
-        """
+        """Return the events. Raise DecodeError if this stretto does not know the kind or the form of one."""
         return [_decode(each) for each in self.events]
 
     @property

@@ -63,8 +63,7 @@ class ChunkBatch(Message, frozen=True):
     logprobs: Array
     versions: Array
     kept_counts: Array | None = None
-    """(sum of counts,) uint16, the number of tokens that each token was drawn from; None if no request wants
-    them."""
+    """(sum of counts,) uint16, number of tokens that each was drawn from; None if nobody wants them."""
     kept_ids: Array | None = None
     """Their ids, int32, in the same order."""
 
@@ -86,8 +85,7 @@ class Swap(Message, frozen=True, tag="Swap/2"):
 
     lease_epoch: int
     number: int
-    """Number of the swap. It rises with every swap that a kernel asks for. The version may fall, for example
-    when the swap is to the version of an evaluation."""
+    """Rises with every swap that a kernel asks for. The version may fall, to that of an evaluation."""
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
@@ -109,8 +107,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SwapDone(Message, frozen=True):
-    """The version that the worker serves now. It is another version than the requested one if the worker had
-    already done a later swap."""
+    """The version that the worker serves now: that of a later swap, if it had already done one."""
 
     report: SwapReport
     """The engine's report of the swap, without the hashes."""
@@ -131,8 +128,7 @@ class SwapDone(Message, frozen=True):
 
 
 class AskSharedRows(Message, frozen=True):
-    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: send rows that the trainer has
-    scored with the weights of this version."""
+    """Inference worker to rank 0 of the lead group, answered by `SharedRows`: rows scored at this version."""
 
     version: int
 
@@ -149,8 +145,7 @@ class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SharedRows(Message, frozen=True):
-    """A few rows of the batch that led to a version. The inference worker measures the engine's error on
-    them."""
+    """A few rows of the batch that led to a version, on which the engine's error is measured."""
 
     rows: tuple[ScoredRow, ...]
     """Empty if no batch led to the version, or if a newer version has replaced it."""
@@ -169,8 +164,7 @@ class LoadReport(Message, frozen=True):
 
 
 class AskWeights(Message, frozen=True, tag="AskWeights/2"):
-    """Inference worker to the trainer that publishes the weights, answered by `WeightsAnswer`: a question in
-    the weight transport's own format."""
+    """Inference worker to the publishing trainer, answered by `WeightsAnswer`: the transport asks."""
 
     question: bytes
 

@@ -33,8 +33,7 @@ class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Number of samples that the engine can decode at once."""
     generated_tokens: int
     lost_tokens: int = 0
-    """Total number of tokens that the engine computed again because its prefix cache had no room; 0 when the
-    engine does not know it."""
+    """Total of tokens computed again, because its prefix cache had no room; 0 if the engine does not know."""
 
 
 class WorkerProcess(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -50,11 +49,9 @@ class Peer(WorkerProcess, frozen=True):
     figures: EngineFigures | None = None
     """None for a verifier, and for an engine before its first figures."""
     exact_version: int | None = None
-    """The version that an inference worker serves while it is lent to an evaluation. It then serves only that
-    evaluation. None for other workers."""
+    """The only version that an inference worker serves while it is lent to an evaluation; else None."""
     closed: bool = False
-    """Whether the rollout worker may only finish the calls that it has there: the worker leaves, or the
-    rollout worker has enough others now."""
+    """Whether it may only finish its calls there: the worker leaves, or it has enough others now."""
 
     @property
     def role(self) -> str:
@@ -63,18 +60,15 @@ class Peer(WorkerProcess, frozen=True):
 
 
 class Routes(Message, frozen=True, tag="Routes/2"):
-    """Kernel to one rollout worker, every second and at every change of them: the worker may call these
-    workers, and no others."""
+    """Kernel to one rollout worker, every second and at every change: call these workers and no others."""
 
     lease_epoch: int
     peers: tuple[Peer, ...]
-    """A few of each kind: of the verifiers, of the engines of training, and of those lent to each
-    evaluation."""
+    """A few of the verifiers, of the engines of training, and of those lent to each evaluation."""
 
 
 class Join(Message, frozen=True, tag="Join/3"):
-    """Worker to kernel, answered by `Welcome`: a process with this role has started, or worked for a former
-    kernel of the run."""
+    """Worker to kernel, answered by `Welcome`: a process has started, or has lost a former kernel."""
 
     worker: WorkerId
     role: Role

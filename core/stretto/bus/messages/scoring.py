@@ -15,8 +15,7 @@ class ScoreSamples(Message, frozen=True):
     """The dataset row, in msgpack."""
     completions: tuple[str, ...]
     columns: bytes
-    """Further arguments that the reward gets by name: a msgpack map of lists, one value for each
-    completion."""
+    """More arguments by name for the reward: a msgpack map of lists, with a value for each completion."""
     variant: VariantName = ""
     """The variant whose reward scores; empty for the run's own reward."""
 

@@ -90,11 +90,8 @@ class Subjects:
         return f"{self.root}.kernel.{party}.{verb}"
 
     def worker(self, role: Role, worker: str, nonce: str, verb: str) -> str:
-        """Subject of the requests and messages to one process of a worker.
-
-        Raises:
-            BusError: if `worker` is not a worker's id, or `nonce` not the nonce of a process.
-        """
+        """Subject of the requests and messages to one process of a worker. Raise BusError if `worker` is no
+        id of a worker, or `nonce` none of a process."""
         return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"
 
     def inbox(self, party: Party) -> str:

@@ -35,8 +35,7 @@ class Ticket(Message, frozen=True):
     row: int
     """Index in the dataset of its purpose."""
     min_version: int
-    """The ticket's tokens have this version or a newer one. The tokens of an evaluation have exactly this
-    version."""
+    """Oldest version that the ticket's tokens may have; for an evaluation, the only one."""
     samples: int
     """Number of samples of the group, n."""
     variant: VariantName = ""
@@ -69,8 +68,7 @@ class TicketsStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: every sample of these tickets has begun, so the version of each ticket's
-    oldest token is known."""
+    """Rollout worker to kernel: every sample of these tickets has begun, so its oldest token is known."""
 
     worker: WorkerId
     oldest: tuple[tuple[int, int, int], ...]
@@ -137,8 +135,7 @@ class GroupDone(Message, frozen=True):
     generate_s: float = 0.0
     """The part of `seconds` in which at least one of the ticket's requests was at an inference engine."""
     score_s: float = 0.0
-    """The part of `seconds` in which at least one of the ticket's calls was at a verifier: a reward, a tool
-    or an environment."""
+    """The same for calls of a verifier: of a reward, a tool or an environment."""
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -230,10 +227,8 @@ class StoredImage(Message, frozen=True):
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: as many trajectories of one ticket as fit into one message.
-
-    Training reads those of its own subject. Those of evaluations and of failed attempts have another subject:
-    only the sample writer reads them."""
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message. Those that only
+    the sample writer reads, of evaluations and failed attempts, have another subject."""
 
     ticket: int
     attempt: int
@@ -297,8 +292,7 @@ Item = TypeVar("Item", WireTrajectory, TrainedRow)
 
 
 def bundles_of(items: Sequence[Item]) -> list[list[Item]]:
-    """Divide items, in their order, into messages of a moderate size, so that a reader who wants one item
-    receives few others."""
+    """Divide items, in their order, into messages in which a reader of one item gets few others."""
     bundles: list[list[Item]] = []
     room = 0
     for item in items:
@@ -338,15 +332,13 @@ class Following(Message, frozen=True):
 
     consumer: str
     start: int
-    """Sequence number from which the consumer reads: the one that was asked for; or 1, if the log ends before
-    it, because a part of it was lost."""
+    """The number that was asked for; 1 if the log ends before it, because a part of it was lost."""
     last: int
     """Sequence number of the last message that the sample writer reads, at this moment."""
 
 
 class Kept(Message, frozen=True):
-    """Sample writer to the kernel, every few seconds: all samples of log messages before this place are on
-    disk."""
+    """Sample writer to the kernel, every few seconds: all samples of messages before this one are on disk."""
 
     below: int
     """Sequence number."""

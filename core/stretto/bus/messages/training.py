@@ -120,8 +120,7 @@ class Prefetch(Message, frozen=True):
 
 
 class AskMeetingPlace(Message, frozen=True):
-    """Another rank to rank 0 of its worker group, answered by `MeetingPlace`: how do the ranks find each
-    other?"""
+    """Another rank to rank 0 of its group, answered by `MeetingPlace`: how do we find each other?"""
 
     lease_epoch: int
 
@@ -163,8 +162,7 @@ class Save(Message, frozen=True):
     """A folder, or the URL of one."""
     version: int
     needed: tuple[int, ...] = ()
-    """Older versions that evaluations still need. The trainers copy their published weights into the folder
-    too."""
+    """Older versions that evaluations still need. Their published weights go into the folder, too."""
 
 
 class Copied(Message, frozen=True):
@@ -172,8 +170,7 @@ class Copied(Message, frozen=True):
 
 
 class AskSaved(Message, frozen=True):
-    """Kernel to rank 0 of every worker group, answered by `Saved` when the files of the newest `Save` are
-    written."""
+    """Kernel to rank 0 of every group, answered by `Saved` when the newest `Save`'s files are written."""
 
     lease_epoch: int
     version: int
