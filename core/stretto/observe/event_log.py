@@ -35,7 +35,9 @@ from stretto.records.event_files import (
 log = structlog.get_logger()
 
 _SYNC_S = 5.0
+"""How much a power cut may take of the files; the stream has it still."""
 _RETRY_S = 5.0
+"""Time between two attempts while the disk is full or the server is away."""
 _COMPLETE_S = 30.0
 """At the end of the run, the last messages are written in this time."""
 _FILE_BYTES = 2**26
@@ -102,8 +104,6 @@ class EventLog:
             self._file.close()
             self._file = None
 
-    # ----------------------------------------------------------------------------------- private
-
     async def _catch_up(self, bus: Bus, names: Subjects) -> None:
         """Write the messages of the stream that the files do not have."""
         async with self._reading:
@@ -141,7 +141,7 @@ class EventLog:
         return newest_stored(self._folder, below=self._epoch)
 
     def _append(self, sequence: int, message: EventBatch) -> bool:
-        """Write a message. Return whether this worked."""
+        """Return whether the message was written."""
         record = record_of(sequence, encode(message))
         try:
             if self._file is None or self._size > _FILE_BYTES:

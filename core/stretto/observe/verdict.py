@@ -19,7 +19,7 @@ from stretto.observe.advice import Adviser
 from stretto.observe.bottleneck import bottleneck, total, verifiers_used
 from stretto.observe.history import History
 from stretto.records.accuracy import estimate_score
-from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text, recent
+from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
@@ -116,7 +116,7 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     name = "reward" if history.known("reward") else "loss"
     known = history.known(name)[-VERDICT_STEPS:]
     if len(known) < _FEWEST:
-        value = FIGURES[name].text(recent([each for _, each in known]))
+        value = FIGURES[name].text(history.recent(name))
         return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
     better = trend(known) * (1 if name == "reward" else -1)
     gain = history.gain(name) if len(history.known(name)) >= _APART else None
@@ -215,7 +215,7 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
-    flat = recent([each for _, each in history.known("zero_variance_groups")]) or 0.0
+    flat = history.recent("zero_variance_groups") or 0.0
     if history.varied and flat >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
         yield f"{flat:.0%} of the groups without signal"
     apart = _SAID | _OF_TIME | {"failures"}
@@ -227,7 +227,8 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
         yield from (text for _, text in costs)
         return
     part, share = bottleneck(lines)
-    shares = _shares(lines)
+    all_s = max(total(lines, "step_s"), 1e-9)
+    shares = {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
     costs += _times(shares, problems)
     late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
     waited = shares["groups"] + shares["late_ticket"]
@@ -264,12 +265,6 @@ def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
     first, last = (line.get("ledger", {}) for line in (lines[0], lines[-1]))
     failed, trained = (last.get(name, 0) - first.get(name, 0) for name in ("failed", "trained"))
     return failed / max(1, failed + trained)
-
-
-def _shares(lines: Sequence[Mapping[str, Any]]) -> dict[CauseKind, float]:
-    """Return the share of the time that training waited, by cause."""
-    all_s = max(total(lines, "step_s"), 1e-9)
-    return {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
 
 
 def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> Iterator[tuple[float, str]]:

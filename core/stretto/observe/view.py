@@ -22,7 +22,7 @@ from stretto.bus.messages.events import Evaluation
 from stretto.errors import StrettoError, printable
 from stretto.observe.status import evaluation_statuses
 from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_text
-from stretto.records.status import Status, WorkerStatus
+from stretto.records.status import Status
 
 _MOST_ROWS = 8
 """Maximum number of pieces of advice, evaluations and waits that the view shows."""
@@ -110,7 +110,7 @@ def _bar(status: Status, stopped: bool) -> RenderableType:
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield the rows below the progress bar: label and text."""
+    """Yield the label and the text of each row below the progress bar."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
     if status.verdict is not None:
@@ -170,12 +170,9 @@ def _workers(status: Status) -> str:
     leaving = "".join(f"   {worker.worker} leaves" for worker in status.workers if worker.leaving)
     starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
     restarts = f"   restarts {status.restarts}" if status.restarts else ""
-    blocked = "".join(_blocked(worker) for worker in status.workers if worker.blocked_s)
+    late = [(worker.worker, worker.blocked_s) for worker in status.workers if worker.blocked_s]
+    blocked = "".join(f"   {worker} stands still for {seconds:.0f} s" for worker, seconds in late)
     return f"{ready} ready{starting}{leaving}{restarts}{blocked}"
-
-
-def _blocked(worker: WorkerStatus) -> str:
-    return f"   {worker.worker} stands still for {worker.blocked_s:.0f} s"
 
 
 def sparkline(points: Sequence[float]) -> str:
