@@ -154,11 +154,6 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, compu
     }
 
 
-def _delay_s(server: SimulatedServer) -> float:
-    del server
-    return _ON_ITS_WAY_S
-
-
 class _FaultlessUniverse(Universe):
     """A universe with a host, in which nothing goes wrong and no oracle looks."""
 
@@ -186,7 +181,7 @@ class _FaultlessUniverse(Universe):
                 (engine, "_TICK_S", 0.01),
                 (patches, "_THREAD_S", _ON_ITS_WAY_S),
                 (processes, "_SCORE_S", _ON_ITS_WAY_S),
-                (SimulatedServer, "delay_s", _delay_s),
+                (SimulatedServer, "delay_s", lambda server: _ON_ITS_WAY_S),
             ]
             if self._host.sleep_is_work:
                 places.append(

@@ -184,12 +184,10 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file belongs to stretto, to a plugin or to a user, and not to Python or another library."""
     return "stretto" in file or not file.startswith(_LIBRARIES)
 
 
 def _places(awaited: Any) -> Iterator[str]:
-    """Yield where a coroutine waits, from the outside to the inside."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if frame is not None and _is_ours((code := frame.f_code).co_filename):

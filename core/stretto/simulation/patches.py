@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import anyio
@@ -180,7 +180,6 @@ class _Datetime(datetime.datetime, metaclass=_DatetimeType):
 
 
 def _seed(generator: Random, seed: Any = None, version: int = 2) -> None:
-    """Take the place of `Random.seed`."""
     _REAL_SEED(generator, _UNSEEDED.getrandbits(64) if seed is None else seed, version)
 
 
@@ -188,27 +187,11 @@ _REAL_SEED = Random.seed
 
 
 def _process_id() -> int:
-    """Take the place of `os.getpid`."""
     process = current_process()
     return process.pid if process is not None else 1
 
 
-class _DiskUsage(NamedTuple):
-    total: int
-    used: int
-    free: int
-
-
-def _disk_usage(path: object) -> _DiskUsage:
-    """Take the place of `shutil.disk_usage`: reasons name the free room, which other programs change."""
-    del path
-    return _DiskUsage(2**40, 2**39, 2**39)
-
-
-def _folder_id(folder: object) -> str:
-    """Take the place of `guard.folder_id`: an inode has another number each time."""
-    del folder
-    return "a folder"
+_DISK_USAGE = shutil.disk_usage("/")._replace(total=2**40, used=2**39, free=2**39)
 
 
 def _escape(*args: object, **options: object) -> Any:
@@ -238,19 +221,12 @@ def patched(world: World) -> Generator[None]:
 
     real_strftime = time.strftime
 
+    def hex_of(stream: Random) -> Callable[..., str]:
+        return lambda number=32: stream.randbytes(number).hex()
+
     # Each library has a stream of its own: what one of them draws only once for many universes, such as while
     # it is imported, moves none of the others.
     tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
-
-    def bytes_of(stream: Random) -> Callable[..., bytes]:
-        def draw(number: int = 32) -> bytes:
-            return stream.randbytes(number)
-
-        return draw
-
-    def hex_of(stream: Random) -> Callable[..., str]:
-        return lambda *number: bytes_of(stream)(*number).hex()
-
     places: list[tuple[Any, str, Any]] = [
         (time, "monotonic", world.now),
         (time, "perf_counter", world.now),
@@ -264,8 +240,8 @@ def patched(world: World) -> Generator[None]:
         (time, "strftime", strftime),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
-        (shutil, "disk_usage", _disk_usage),
-        (adoption, "folder_id", _folder_id),
+        (shutil, "disk_usage", lambda path: _DISK_USAGE),  # error texts name the free room
+        (adoption, "folder_id", lambda folder: "a folder"),  # an inode has another number each time
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),
@@ -274,7 +250,7 @@ def patched(world: World) -> Generator[None]:
         (random, "_urandom", _UNSEEDED.randbytes),
         (random.Random, "seed", _seed),
         (numpy.random.bit_generator, "randbits", _UNSEEDED.getrandbits),
-        (secrets, "token_bytes", bytes_of(tokens)),
+        (secrets, "token_bytes", lambda number=32: tokens.randbytes(number)),
         (secrets, "token_hex", hex_of(tokens)),
         (secrets, "randbits", numbers.getrandbits),
         (secrets, "randbelow", numbers.randrange),

@@ -217,7 +217,6 @@ class Universe:
             self.loop.note("file", name, len(data), hashlib.blake2b(data, digest_size=8).hexdigest())
 
     def _document(self) -> dict[str, Any]:
-        """Return the run file. A tape without a dataset gets sums of one."""
         (self.folder / "weights").mkdir()
         run = dict(self.tape.run)
         if "dataset" not in run:
@@ -328,8 +327,6 @@ class Universe:
             self._replaced.set_result(None)
 
     def _audit(self) -> list[str]:
-        """Do what `stretto audit` does. A kernel that is replaced between a step's event and
-        its line in `metrics.jsonl` may add the line after its rival has."""
         report = audit_run(self.folder / "run")
         rival = any(fault.kind == "rival" for fault in self.tape.faults)
         checks = [check for check in report.checks if not (rival and check.name == "metrics.jsonl")]
@@ -407,8 +404,6 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
 
 @contextmanager
 def _logged(report: Callable[..., None]) -> Generator[None]:
-    """Have log lines in the trace."""
-
     def log(logger: object, name: str, event: Any) -> Any:
         who, text = event.pop("worker", "kernel"), event.pop("event")
         report(who, name, text, *(f"{key}={value}" for key, value in event.items()))
