@@ -6,13 +6,13 @@ They were written without a look at what judges the runs. The last ones are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import gc
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from importlib import import_module
-from inspect import getattr_static
+from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -200,94 +200,42 @@ MUTATIONS: list[Mutation] = [
 
 
 def plant(mutation: Mutation) -> None:
-    """Replace the code of the mutated functions in the loaded module.
+    """Replace the code of a module's functions by that of the mutated source text.
 
     Objects that exist already run the new code at their next call of such a function; a coroutine under way
     and a nested function that exists already keep the former one.
-
-    Raises:
-        ValueError: if the text is not found exactly once, if no function has changed, if a changed function
-            has other free variables, or if the loaded module does not run the code of its file.
     """
-    changes = [change for each in (mutation, *mutation.also) for change in _changes(each)]
-    for function, code in changes:
-        function.__code__ = code
+    for each in (mutation, *mutation.also):
+        file = str(import_module(each.module).__file__)
+        source = Path(file).read_text()
+        assert source.count(each.old) == 1, f"{each.name!r}: not once in {file}"
+        former, mutated = (
+            [*_functions_in(compile(text, file, "exec", dont_inherit=True))]
+            for text in (source, source.replace(each.old, each.new))
+        )
+        assert any(_content(one) != _content(two) for one, two in zip(former, mutated, strict=True)), (
+            each.name
+        )
+        codes = dict(zip(map(_place, former), mutated, strict=True))
+        for function in gc.get_objects():
+            if type(function) is FunctionType and function.__module__ == each.module:  # no proxy
+                function.__code__ = codes.get(_place(function.__code__), function.__code__)
 
 
-def _changes(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]:
-    module = import_module(mutation.module)
-    if module.__file__ is None:
-        raise ValueError(f"{mutation.module} has no file")
-    source = Path(module.__file__).read_text()
-    if (count := source.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.name!r}: the text occurs {count} times in {module.__file__}")
-    loaded = _functions_of(module)
-    former = _functions_of(_execute(module, source))
-    mutated = _functions_of(_execute(module, source.replace(mutation.old, mutation.new)))
-    changes: list[tuple[FunctionType, CodeType]] = []
-    for name, function in mutated.items():
-        if name not in former or _is_same(function.__code__, former[name].__code__):
-            continue
-        place = f"{mutation.name!r}: {mutation.module}.{name}"
-        if name not in loaded or not _is_same(loaded[name].__code__, former[name].__code__):
-            raise ValueError(f"{place} is not that of the file")
-        if function.__code__.co_freevars != loaded[name].__code__.co_freevars:
-            raise ValueError(f"{place} has other free variables")
-        changes.append((loaded[name], function.__code__))
-    if not changes:
-        raise ValueError(f"{mutation.name!r} changes no function of {mutation.module}")
-    return changes
+def _functions_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the codes of the functions and methods of a module, without those inside of others."""
+    for each in code.co_consts:
+        if isinstance(each, CodeType) and each.co_flags & CO_OPTIMIZED:
+            yield each
+        elif isinstance(each, CodeType):  # the body of a class
+            yield from _functions_in(each)
 
 
-def _execute(module: ModuleType, source: str) -> ModuleType:
-    """Execute a source text as the module of this name, beside the loaded one."""
-    copy = ModuleType(module.__name__)
-    copy.__file__, copy.__package__ = module.__file__, module.__package__
-    exec(compile(source, str(module.__file__), "exec"), vars(copy))
-    return copy
-
-
-def _functions_of(module: ModuleType) -> dict[str, FunctionType]:
-    return dict(_functions_in(vars(module), module.__name__, ""))
-
-
-def _functions_in(
-    namespace: Mapping[str, Any], module: str, prefix: str
-) -> Iterator[tuple[str, FunctionType]]:
-    for name, value in list(namespace.items()):
-        if isinstance(value, type):
-            if value.__module__ == module and value.__qualname__ == f"{prefix}{name}":
-                yield from _functions_in(vars(value), module, f"{prefix}{name}.")
-        else:
-            for kind, function in _functions_behind(value):
-                if function.__module__ == module:
-                    yield f"{prefix}{name}{kind}", function
-
-
-def _functions_behind(value: Any) -> Iterator[tuple[str, FunctionType]]:
-    """Yield the functions behind a name, below all decorators that name the function that they decorate."""
-    if isinstance(value, property):
-        for kind in ("fget", "fset", "fdel"):
-            for _, function in _functions_behind(getattr(value, kind)):
-                yield f".{kind}", function
-    elif isinstance(value, staticmethod | classmethod):
-        yield from _functions_behind(value.__func__)
-    elif isinstance(value, cached_property):
-        yield from _functions_behind(value.func)
-    elif (inner := getattr_static(value, "__wrapped__", None)) is not None:  # lazy loggers have any name
-        yield from _functions_behind(inner)
-    elif isinstance(value, FunctionType):
-        yield "", value
-
-
-def _is_same(first: CodeType, second: CodeType) -> bool:
-    """Return whether two codes do the same, wherever they are in their files."""
-    return _content(first) == _content(second)
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
 
 
 def _content(code: CodeType) -> tuple[Any, ...]:
-    constants = tuple(
-        _content(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
-    )
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return code.co_code, code.co_exceptiontable, code.co_flags, *names, constants
+    """What a code does, wherever it is in its file."""
+    constants = tuple(_content(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.co_code, constants, code.co_names

@@ -54,7 +54,6 @@ class Adviser:
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
         self.history = History()
-        """What the rules see of the run."""
         self._knobs = _Knobs(document)
         self._evaluations: list[Evaluation] = []
         self._true: Counter[str] = Counter()
@@ -62,7 +61,6 @@ class Adviser:
         self._false: Counter[str] = Counter()
         self._since: dict[str, int] = {}
         self.given: list[Advice] = []
-        """All advice so far, in order."""
 
     @property
     def open(self) -> list[Advice]:

@@ -34,10 +34,8 @@ from stretto.records.event_files import (
 
 log = structlog.get_logger()
 
-_SYNC_S = 5.0
-"""How much a power cut may take of the files; the stream has it still."""
-_RETRY_S = 5.0
-"""Time between two attempts while the disk is full or the server is away."""
+_SYNC_S = 5.0  # a power cut takes this much of the files, and the stream still has it
+_RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
 """At the end of the run, the last messages are written in this time."""
 _FILE_BYTES = 2**26
@@ -56,7 +54,6 @@ class EventLog:
         self._folder = folder
         self._facts = facts
         self._epoch = 0
-        """Lease epoch of the kernel."""
         self._path = folder
         self._file: FileIO | None = None
         self._size = 0
@@ -105,7 +102,6 @@ class EventLog:
             self._file = None
 
     async def _catch_up(self, bus: Bus, names: Subjects) -> None:
-        """Write the messages of the stream that the files do not have."""
         async with self._reading:
             if self._is_behind:
                 await self._read_stream(bus, names)
@@ -141,7 +137,6 @@ class EventLog:
         return newest_stored(self._folder, below=self._epoch)
 
     def _append(self, sequence: int, message: EventBatch) -> bool:
-        """Return whether the message was written."""
         record = record_of(sequence, encode(message))
         try:
             if self._file is None or self._size > _FILE_BYTES:
@@ -179,7 +174,6 @@ class EventLog:
             self._last, self._is_behind = self._facts.events_on_disk, True
 
     def _complain(self, error: Exception) -> None:
-        """Log the first of several failures in a row."""
         if str(error) != self._complaint:
             self._complaint = str(error)
             log.warning("events are not in files yet; trying again", error=self._complaint)

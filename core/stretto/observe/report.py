@@ -67,7 +67,6 @@ class Report:
         self._metrics = MetricsFile(setup.folder)
         self.adviser = adviser
         self.recoveries: list[dict[str, Any]] = []
-        """What was lost and replaced in the run."""
         self.version = 0
         """Version of the newest step that is reported."""
         if setup.resumed is not None:
@@ -100,7 +99,6 @@ class Report:
         self._skipped = False
         """Whether the newest step did not change some model, because its gradient was not finite."""
         self._replaced: list[Replaced] = []
-        """Since the newest step."""
         self._lost: list[dict[str, str]] = []
         """Workers that were lost since the newest step, without trainers, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
@@ -145,7 +143,6 @@ class Report:
     # -------------------------------------------------------------------------------------- lines
 
     def _continue_to(self, version: int) -> None:
-        """Take in the lines of former kernels' steps up to a version, if there are some."""
         if version <= self.version:
             return
         for line in self._metrics.read():
@@ -216,7 +213,6 @@ class Report:
         log.info("step", **shown, waits=describe_waits(self.last))
 
     def _recoveries(self, time: float) -> dict[str, Any]:
-        """Return what was lost and replaced since the newest step, and the seconds until this one."""
         lost, self._replaced = self._replaced, []
         if not lost:
             return {}
@@ -341,6 +337,8 @@ class Report:
 
     def _summary(self, status: State, reason: str) -> dict[str, Any]:
         scheduler, fleet = self._scheduler, self._fleet
+        has_trained = self._first_ticket and self._steady
+        train_wall_s = self._steady[-1][0] - self._first_ticket if has_trained else 0.0
         return {
             "run": self._run,
             "status": status,
@@ -350,7 +348,7 @@ class Report:
             "steps": scheduler.version,
             "version": scheduler.version,
             "wall_s": round(self._facts.wall_s, 3),
-            "train_wall_s": round(self._train_wall_s(), 3),
+            "train_wall_s": round(train_wall_s, 3),
             "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluation.results],
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
@@ -423,12 +421,6 @@ class Report:
         if versions := ", ".join(map(str, evaluation.needed_versions)):
             problems.append(f"the run ended before the evaluation of version {versions} had a result")
         return list(dict.fromkeys(problems))
-
-    def _train_wall_s(self) -> float:
-        """Return the seconds from the first ticket to the last step."""
-        if not self._first_ticket or not self._steady:
-            return 0.0
-        return self._steady[-1][0] - self._first_ticket
 
     def _overlap(self) -> float:
         """Return the share of the time in which generation or training was busy, whichever was busier. It

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ from stretto.records.status import (
 
 log = structlog.get_logger()
 
-_WRITE_S = 2.0
+_WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
 """Log a wait after this many seconds, and again each time its length has doubled."""
 _SPEED_S = 5.0
@@ -81,7 +82,11 @@ class StatusWriter:
             now=self._now(),
             verdict=report.verdict(ending.status),
             sampled=self._setup.graph.samples,
-            newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
+            newest={
+                key: value if math.isfinite(value) else None
+                for key in _NEWEST
+                if (value := report.last.get(key)) is not None
+            },
             recent={
                 name: _short(mean) for name in history.curves if (mean := history.recent(name)) is not None
             },
@@ -219,11 +224,5 @@ def evaluation_statuses(results: Sequence[Evaluation]) -> list[EvaluationStatus]
     ]
 
 
-def _number(value: float) -> float | None:
-    """Return a finite number; None, which is null in JSON, for another one."""
-    return value if abs(value) < float("inf") else None
-
-
 def _short(value: float) -> float:
-    """Return a number with six digits; views round it again."""
     return float(f"{value:.6g}")

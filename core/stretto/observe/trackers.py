@@ -25,7 +25,7 @@ from stretto.tracker import TrackerConfig
 
 log = structlog.get_logger()
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # how soon the kernel notices what the process reports
 _KILLED_S = 5.0
 """A killed process is gone within this time, unless it hangs in the system."""
 
@@ -82,7 +82,6 @@ class Trackers:
                     await ended(self._process, _KILLED_S)
 
     async def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Take what the process reports, until it has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         has_ended, rest = False, b""

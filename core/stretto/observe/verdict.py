@@ -44,7 +44,6 @@ _SAID = frozenset(
 )
 """Rules whose problem the other clauses name."""
 _WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
-"""Rules that say why generation is slow."""
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
 _WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
@@ -67,7 +66,6 @@ class RunState:
 
     status: State
     steps: int
-    """Number of complete steps."""
     trains: bool = True
     """Whether the run has steps to train, and is no evaluation."""
     restarts: int = 0
@@ -75,7 +73,6 @@ class RunState:
     rows_change: bool = False
     """Whether a curriculum chooses the rows, so that the rewards of two steps cannot be compared."""
     wall_s: float = 0.0
-    """Seconds of the run."""
     after_s: float = 0.0
     """The part of them after the newest step."""
 
@@ -103,7 +100,6 @@ def verdict(adviser: Adviser, state: RunState) -> Verdict:
 
 
 def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
-    """Return whether the run learns, and the figures that show it."""
     history = adviser.history
     for advice in adviser.open:
         problem = advice.message.partition("; ")[0]
@@ -268,7 +264,6 @@ def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> Iterator[tuple[float, str]]:
-    """Yield shares of the time that are lost, and to what."""
     for cause in _WAITS:
         if cause == "swap" and "slow_swaps" in problems:
             yield shares[cause], problems["slow_swaps"]

@@ -45,7 +45,6 @@ class View:
     def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
         self._status: Status | None = None
-        """The newest state that was drawn."""
         self._stopped = False
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
@@ -144,7 +143,6 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the newest step's figures that have no curve."""
     texts = {key: FIGURES[key].text(newest[key]) for key in _OF_STEP if key in newest}
     if "length" in texts:
         yield FIGURES["length"].label, f"{texts['length']} tokens"
@@ -158,7 +156,6 @@ def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield the rows that count only while the run lives."""
     yield "workers", _workers(status)
     for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
         yield "waits", str(stall)
@@ -227,8 +224,6 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def _variant_lines(variants: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each variant of an A/B test: its figures, and how they differ from those of the
-    first."""
     first = next(iter(variants), "")
     for name, variant in variants.items():
         figures = [
@@ -247,13 +242,11 @@ def _with_interval(figure: Mapping[str, Any], sign: str = "") -> str:
 
 
 def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:
-    """Return the most frequent reasons for which tickets or evaluation rows gave no result, with counts."""
     commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
     return [f"{number} x {reason}" for reason, number in commonest]
 
 
 def _short_path(folder: Path) -> str:
-    """Return the folder relative to the working folder if it lies inside it, else its full path."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 

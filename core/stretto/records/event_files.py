@@ -44,8 +44,7 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield sequence number and bytes of each message in the files of the run in `folder`, in order; None
-    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head in
-    its file.
+    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head.
     """
     every = [records_in(file, below) for file, below in files_of_kernels(folder)]
     records = heapq.merge(*every, key=itemgetter(0))

@@ -67,7 +67,6 @@ class EventReader:
             raise ConfigError(f"the events of the run in {self._folder} cannot be read: {error}") from error
 
     def _look(self) -> None:
-        """Look at the messages that the files have gained."""
         files = files_of_kernels(self._folder)
         if self._ends.keys() - dict(files).keys() or len(files) > len(self._ends):
             self._ends, self._places = {}, {}  # another kernel may have put messages aside

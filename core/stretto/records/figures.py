@@ -297,6 +297,6 @@ FIGURES: Mapping[str, Figure] = {
         "recovery", "Time from the loss of a trainer or the kernel to the end of this step"
     ),
 }
+"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""
 SCORE = FIGURES[ACCURACY]
 """The digits of held-out scores, be they accuracies or rewards."""
-"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""

@@ -88,9 +88,7 @@ class MetricsReader:
 
     def _forget(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        """The lines of steps, in the file's order."""
         self.evaluations: list[dict[str, Any]] = []
-        """The lines of evaluations, in the file's order."""
         self.figures: dict[str, None] = {}
         """The keys that have a finite number in some line, in the order in which they first came."""
         self._inode = 0

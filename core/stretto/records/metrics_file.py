@@ -61,7 +61,6 @@ class MetricsFile:
             raise RunError(f"cannot write {self._file}: {error}") from error
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Return each line and its content; None for a broken last line."""
         texts = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
         lines: list[tuple[bytes, dict[str, Any] | None]] = []
         for number, text in enumerate(texts, start=1):

@@ -43,7 +43,6 @@ class Stall(msgspec.Struct, frozen=True):
 
     asker: str
     who: str
-    """The process that has to answer."""
     verb: str
     seconds: float
 
@@ -97,7 +96,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     written: float
     """Unix time."""
     pid: int
-    """Process id of the kernel."""
     name: str
     folder: str
     state: State
@@ -112,7 +110,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
     """Estimated seconds until the last step; None while they are not known."""
     now: str
-    """What the run does now, in words."""
     verdict: Verdict | None = None
     """None in the files of former versions of stretto."""
     sampled: bool = True
@@ -124,7 +121,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, list[float]] = {}
     """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
     evaluations: list[EvaluationStatus] = []
-    """The newest evaluations, in order."""
     best: EvaluationStatus | None = None
     evaluating: EvaluationProgress | None = None
     ledger: dict[str, Count] = {}

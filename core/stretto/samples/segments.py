@@ -125,7 +125,6 @@ class SegmentWriter:
             os.close(descriptor)
 
     def _most(self, name: SegmentName, column: str) -> int:
-        """Return the highest value of a column in a segment; -1 if it has none."""
         metadata = pq.read_metadata(self._folder / name.file)
         place = metadata.schema.names.index(column)
         groups = range(metadata.num_row_groups)

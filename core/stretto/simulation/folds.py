@@ -56,7 +56,6 @@ class FoldOracle:
         self._owner: dict[str, int] = {}
         """Subject of a run's events -> lease epoch of the kernel that owns the run."""
         self._heard: Counter[Kernel] = Counter()
-        """Number of events that a kernel has heard."""
         self._begun: dict[Kernel, Scheduler] = {}
         """Copies of the schedulers of kernels that begin to own a run."""
         self._digests: dict[tuple[Kernel, int], bytes] = {}

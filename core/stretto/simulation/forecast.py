@@ -50,9 +50,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float = 0.0
     """What each token adds to a train step, for all processes together."""
     swap_s: float = 0.0
-    """Pause of an engine for a swap."""
     lengths: tuple[int, ...] = ()
-    """Lengths of answers in tokens."""
     knows_slots: bool = True
     """Whether the times of a decode step hold for other slots, too."""
 
@@ -61,7 +59,6 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The steady part of a simulated run."""
 
     step_s: float
-    """Mean seconds of a step."""
     tokens_per_s: float
     """Sampled tokens that are trained."""
     mean_staleness: float
@@ -172,7 +169,6 @@ class _FaultlessUniverse(Universe):
         )
 
     def forecast(self) -> Forecast | str:
-        """Run, and return how fast it was; or why it did not complete."""
         with self.opened():
             self.server.observers[:] = [self._host.carried, self._watch]
             engine = import_module("stretto_mock.inference")

@@ -53,7 +53,6 @@ class Host:
         self.sleep_is_work = sleep_is_work
         self.training_threads = training_threads
         self._running = 0
-        """Threads that want a core now."""
         self._server = SimulatedThread("nats-server", None)
         self.used: defaultdict[str, float] = defaultdict(float)
         """Role or `nats-server` -> processor seconds so far."""
@@ -105,7 +104,6 @@ class Host:
         self._loop.call_later(taken_s, self._slice, left_s - seconds, done, threads, context=self._context)
 
     def _occupy(self, seconds: float) -> float:
-        """Take a core for some work, and return the time that this takes."""
         taken_s = seconds * self._slowdown(1)
         self._running += 1
         self._loop.call_later(taken_s, self._leave, context=self._context)

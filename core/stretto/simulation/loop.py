@@ -29,7 +29,7 @@ STANDSTILL = 20_000
 """After this many callbacks without a jump of the time, the world is a livelock."""
 _NAMED = 40
 """Number of callbacks that a `Livelock` names."""
-_CANCEL_AGAIN_S = 1e-3
+_CANCEL_AGAIN_S = 1e-3  # see `SimulatedLoop.call_soon`
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 _THREAD: contextvars.ContextVar[SimulatedThread] = contextvars.ContextVar("simulated thread")
@@ -90,11 +90,9 @@ class SimulatedProcess:
         self.joined = False
         """Whether the kernel has answered that it joins the run."""
         self.ended = loop.create_future()
-        """Done when the process has ended."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the process ends: what the system does then, such as to close sockets."""
         self.on_signal: list[Callable[[int], None]] = []
-        """Handlers of signals that the process has set."""
         loop.processes.append(self)
 
     def context(self, thread: SimulatedThread | None = None) -> contextvars.Context:
@@ -196,10 +194,6 @@ def _places(awaited: Any) -> Iterator[str]:
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
 
 
-def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    return _NumberedTask(coroutine, loop=loop, **options)
-
-
 class SimulatedLoop(asyncio.BaseEventLoop):
     """The loop. `note` writes a line into the trace, whose SHA-256 identifies what happened.
 
@@ -210,7 +204,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         _NumberedTask.count = 0
-        self.set_task_factory(_task)
+        self.set_task_factory(lambda loop, coroutine, **more: _NumberedTask(coroutine, loop=loop, **more))
         self.set_exception_handler(self._on_exception)
         self._rng = Random(f"order {seed}")
         self._now = 1000.0
@@ -225,14 +219,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.graves: list[Any] = []
         """What ended processes have left. Nothing in it runs any more, and nothing may be collected."""
         self.callbacks = 0
-        """Number of callbacks that have run."""
         self.errors: list[str] = []
-        """Exceptions that no task has handled."""
         self.host: Host | None = None
         """The cores of the machine; None if processor time does not matter."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
-        """Called with each line of the trace."""
 
     # ------------------------------------------------------------------------------------ the trace
 

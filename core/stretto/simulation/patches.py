@@ -89,17 +89,12 @@ class World:
         function that raises is the exception."""
         before, self._slept_s = self._slept_s, 0.0
         try:
-            result = self._result(function, *args)
-            return result, self._slept_s + self.costs.expovariate(1 / _THREAD_S)
-        finally:
-            self._slept_s = before
-
-    @staticmethod
-    def _result(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
+            result = function(*args)
         except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
-            return error
+            result = error
+        finally:
+            slept_s, self._slept_s = self._slept_s, before
+        return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Take the place of `asyncio.run` in a thread: run a coroutine in a loop of its own, whose time is

@@ -38,8 +38,8 @@ _START_S = (0.2, 1.0)
 """Shortest and longest time that a worker needs to start."""
 _END_S = 0.05
 """Time that a worker's process needs to end. Its last messages arrive before."""
-_CHILD_S = (0.1, 0.5)
-_SCORE_S = 0.01
+_CHILD_S = (0.1, 0.5)  # shortest and longest start of a process that scores
+_SCORE_S = 0.01  # mean time of a score
 
 
 class SimulatedMachine:

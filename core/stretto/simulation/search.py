@@ -74,11 +74,12 @@ def tapes_of(
         outcome = run_tape(calm := msgspec.structs.replace(calm, may_fail=True))
     if outcome.failed:
         raise CalmRunFails(calm, outcome)
-    tape = msgspec.structs.replace(
-        calm,
-        patience_s=calm.patience_s + outcome.longest_wait_s,
-        model="" if composed.config.queue.max_staleness else _sure_model(calm, outcome),
-    )
+    model = ""
+    if not composed.config.queue.max_staleness:  # another order may give another model: rewards may be random
+        again = run_tape(msgspec.structs.replace(calm, seed=1))
+        model = outcome.model if again.model == outcome.model else ""
+    patience_s = calm.patience_s + outcome.longest_wait_s
+    tape = msgspec.structs.replace(calm, patience_s=patience_s, model=model)
     until_s = 0.8 * outcome.virtual_s
     return [
         msgspec.structs.replace(
@@ -86,13 +87,6 @@ def tapes_of(
         )
         for seed in seeds
     ]
-
-
-def _sure_model(calm: Tape, outcome: Outcome) -> str:
-    """Return the digest of the model that a run ends with; empty if another order of events gives another
-    one, such as with a reward that draws random numbers."""
-    again = run_tape(msgspec.structs.replace(calm, seed=1))
-    return outcome.model if again.model == outcome.model else ""
 
 
 def search(

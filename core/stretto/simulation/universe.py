@@ -51,8 +51,8 @@ from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")
 _MOST_KERNELS = 10
-_PAUSES_S = (0.2, 3.0, 15.0)
-_BETWEEN_KERNELS_S = 0.5
+_PAUSES_S = (0.2, 3.0, 15.0)  # until somebody resumes a run
+_BETWEEN_KERNELS_S = 0.5  # what a process needs to make its next kernel
 _NUM_ROWS = 200
 _PROGRESS = (b"BatchStarted", b"VersionPublished", b"EvaluationEnded")
 """Events of which one is expected now and then."""
@@ -67,7 +67,6 @@ class Outcome(msgspec.Struct):
     errors: list[str] = []
     """Exceptions that nobody has handled."""
     digest: str = ""
-    """SHA-256 of the trace."""
     model: str = ""
     """Digest of the last version."""
     virtual_s: float = 0.0
@@ -172,7 +171,8 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        self.folds = FoldOracle(self._read_log)
+        streams = self.server.streams
+        self.folds = FoldOracle(lambda run, number: streams[Subjects(run).log_stream].messages[number].data)
         with (
             patched(self.world),
             _replaced(self.server, self.folds),
@@ -199,9 +199,6 @@ class Universe:
                 self.oracle.violations.append(f"completed with a checkpoint of version {version}")
         return self.oracle.violations
 
-    def _read_log(self, run: str, sequence: int) -> bytes:
-        return self.server.streams[Subjects(run).log_stream].messages[sequence].data
-
     def _ledgers(self) -> Iterator[dict[str, int]]:
         metrics = self.folder / "run" / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
@@ -210,7 +207,6 @@ class Universe:
                 yield values["ledger"]
 
     def _note_files(self) -> None:
-        """Add the digests of all files to the trace."""
         for file in sorted(each for each in self.folder.rglob("*") if each.is_file()):
             data = file.read_bytes()
             name = file.relative_to(self.folder)
@@ -219,7 +215,7 @@ class Universe:
     def _document(self) -> dict[str, Any]:
         (self.folder / "weights").mkdir()
         run = dict(self.tape.run)
-        if "dataset" not in run:
+        if "dataset" not in run:  # then it is about sums of one
             rows = self.folder / "rows.jsonl"
             lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
             rows.write_text("".join(lines))
@@ -328,6 +324,7 @@ class Universe:
 
     def _audit(self) -> list[str]:
         report = audit_run(self.folder / "run")
+        # A kernel that is replaced between a step's event and its line may add the line after its rival has.
         rival = any(fault.kind == "rival" for fault in self.tape.faults)
         checks = [check for check in report.checks if not (rival and check.name == "metrics.jsonl")]
         return [f"audit, {check.name}: {each}" for check in checks for each in check.violations]
@@ -364,7 +361,6 @@ def _resumable(summary: dict[str, Any], *, first: bool) -> bool:
 
 
 def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextManager[None]:
-    """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     composed: dict[bytes, Composed] = {}
 
@@ -375,8 +371,6 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
         return composed[key]
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that fails now and then."""
-
         def call(*args: Any) -> Any:
             if server.happens(server.weather.failing):
                 raise RequestError(PLANTED)
@@ -434,5 +428,4 @@ class _NoMeter:
     """A meter of cores that nobody uses."""
 
     def read(self) -> CoreUse:
-        """Return constants."""
         return CoreUse(0.5, 0.5)
