@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from random import Random
 from typing import Any, TypeVar
 from unittest import mock
@@ -193,6 +193,21 @@ def _escape(*args: object, **options: object) -> Any:
     raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
 
 
+def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what takes the place of the clocks (module, name, function)."""
+    clocks = {"time": world.wall} | dict.fromkeys(("monotonic", "perf_counter", "process_time"), world.now)
+    for name, clock in clocks.items():
+        yield time, name, clock
+        yield time, f"{name}_ns", lambda clock=clock: round(clock() * 1e9)
+    for name in ("gmtime", "localtime"):
+        real = getattr(time, name)
+        yield time, name, lambda seconds=None, real=real: real(world.wall() if seconds is None else seconds)
+    strftime = time.strftime
+    yield time, "strftime", lambda form, moment=None: strftime(form, moment or time.gmtime())
+    yield time, "sleep", world.sleep
+    yield datetime, "datetime", _Datetime
+
+
 @contextlib.contextmanager
 def patched(world: World) -> Generator[None]:
     """Put the simulated world in the place of the real one for the duration of the block."""
@@ -202,20 +217,6 @@ def patched(world: World) -> Generator[None]:
     ) -> Any:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
-    def strftime(form: str, moment: time.struct_time | None = None) -> str:
-        return real_strftime(form, moment or time.gmtime())
-
-    def at_wall(function: Callable[..., Any]) -> Callable[..., Any]:
-        def convert(seconds: float | None = None) -> Any:
-            return function(world.wall() if seconds is None else seconds)
-
-        return convert
-
-    def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
-        return lambda: round(clock() * 1e9)
-
-    real_strftime = time.strftime
-
     def hex_of(stream: Random) -> Callable[..., str]:
         return lambda number=32: stream.randbytes(number).hex()
 
@@ -223,16 +224,7 @@ def patched(world: World) -> Generator[None]:
     # it is imported, moves none of the others.
     tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
     places: list[tuple[Any, str, Any]] = [
-        (time, "monotonic", world.now),
-        (time, "perf_counter", world.now),
-        (time, "process_time", world.now),
-        (time, "time", world.wall),
-        *((time, f"{name}_ns", in_ns(world.now)) for name in ("monotonic", "perf_counter", "process_time")),
-        (time, "time_ns", in_ns(world.wall)),
-        *((time, name, at_wall(getattr(time, name))) for name in ("gmtime", "localtime")),
-        (datetime, "datetime", _Datetime),
-        (time, "sleep", world.sleep),
-        (time, "strftime", strftime),
+        *_clocks(world),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
         (shutil, "disk_usage", lambda path: _DISK_USAGE),  # error texts name the free room
