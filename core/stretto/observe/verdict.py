@@ -224,7 +224,7 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
         return
     part, share = bottleneck(lines)
     all_s = max(total(lines, "step_s"), 1e-9)
-    shares = {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
+    shares: dict[CauseKind, float] = {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
     costs += _times(shares, problems)
     late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
     waited = shares["groups"] + shares["late_ticket"]

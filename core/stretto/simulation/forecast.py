@@ -177,7 +177,7 @@ class _FaultlessUniverse(Universe):
                 (engine, "_TICK_S", 0.01),
                 (patches, "_THREAD_S", _ON_ITS_WAY_S),
                 (processes, "_SCORE_S", _ON_ITS_WAY_S),
-                (SimulatedServer, "delay_s", lambda server: _ON_ITS_WAY_S),
+                (SimulatedServer, "delay_s", staticmethod(lambda: _ON_ITS_WAY_S)),
             ]
             if self._host.sleep_is_work:
                 places.append(

@@ -194,6 +194,10 @@ def _places(awaited: Any) -> Iterator[str]:
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
 
 
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+    return _NumberedTask(coroutine, loop=loop, **options)
+
+
 class SimulatedLoop(asyncio.BaseEventLoop):
     """The loop. `note` writes a line into the trace, whose SHA-256 identifies what happened.
 
@@ -204,7 +208,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def __init__(self, seed: int) -> None:
         super().__init__()
         _NumberedTask.count = 0
-        self.set_task_factory(lambda loop, coroutine, **more: _NumberedTask(coroutine, loop=loop, **more))
+        self.set_task_factory(_task)
         self.set_exception_handler(self._on_exception)
         self._rng = Random(f"order {seed}")
         self._now = 1000.0

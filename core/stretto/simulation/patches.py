@@ -186,6 +186,10 @@ def _process_id() -> int:
     return process.pid if process is not None else 1
 
 
+def _always(value: object) -> Callable[..., object]:
+    return lambda *_: value
+
+
 _DISK_USAGE = shutil.disk_usage("/")._replace(total=2**40, used=2**39, free=2**39)
 
 
@@ -195,15 +199,23 @@ def _escape(*args: object, **options: object) -> Any:
 
 def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
     """Yield what takes the place of the clocks (module, name, function)."""
+
+    def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+        return lambda: round(clock() * 1e9)
+
+    def at_wall(function: Callable[[float], Any]) -> Callable[..., Any]:
+        return lambda seconds=None: function(world.wall() if seconds is None else seconds)
+
+    def text_at_wall(function: Callable[..., str]) -> Callable[..., str]:
+        return lambda form, moment=None: function(form, moment or time.gmtime())
+
     clocks = {"time": world.wall} | dict.fromkeys(("monotonic", "perf_counter", "process_time"), world.now)
     for name, clock in clocks.items():
         yield time, name, clock
-        yield time, f"{name}_ns", lambda clock=clock: round(clock() * 1e9)
+        yield time, f"{name}_ns", in_ns(clock)
     for name in ("gmtime", "localtime"):
-        real = getattr(time, name)
-        yield time, name, lambda seconds=None, real=real: real(world.wall() if seconds is None else seconds)
-    strftime = time.strftime
-    yield time, "strftime", lambda form, moment=None: strftime(form, moment or time.gmtime())
+        yield time, name, at_wall(getattr(time, name))
+    yield time, "strftime", text_at_wall(time.strftime)
     yield time, "sleep", world.sleep
     yield datetime, "datetime", _Datetime
 
@@ -217,6 +229,9 @@ def patched(world: World) -> Generator[None]:
     ) -> Any:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
+    def bytes_of(stream: Random) -> Callable[..., bytes]:
+        return lambda number=32: stream.randbytes(number)
+
     def hex_of(stream: Random) -> Callable[..., str]:
         return lambda number=32: stream.randbytes(number).hex()
 
@@ -227,8 +242,8 @@ def patched(world: World) -> Generator[None]:
         *_clocks(world),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
-        (shutil, "disk_usage", lambda path: _DISK_USAGE),  # error texts name the free room
-        (adoption, "folder_id", lambda folder: "a folder"),  # an inode has another number each time
+        (shutil, "disk_usage", _always(_DISK_USAGE)),  # error texts name the free room
+        (adoption, "folder_id", _always("a folder")),  # an inode has another number each time
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),
@@ -237,7 +252,7 @@ def patched(world: World) -> Generator[None]:
         (random, "_urandom", _UNSEEDED.randbytes),
         (random.Random, "seed", _seed),
         (numpy.random.bit_generator, "randbits", _UNSEEDED.getrandbits),
-        (secrets, "token_bytes", lambda number=32: tokens.randbytes(number)),
+        (secrets, "token_bytes", bytes_of(tokens)),
         (secrets, "token_hex", hex_of(tokens)),
         (secrets, "randbits", numbers.getrandbits),
         (secrets, "randbelow", numbers.randrange),
