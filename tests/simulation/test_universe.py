@@ -217,15 +217,6 @@ def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
     assert PLANTED not in violation
 
 
-def test_who_stands_still_is_named() -> None:
-    tape = msgspec.structs.replace(small(3), patience_s=0.2)
-
-    outcome = run_tape(tape)
-
-    assert outcome.status == "stuck"
-    assert any("kernel: " in line and "Kernel._begin" in line for line in outcome.waiting)
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [

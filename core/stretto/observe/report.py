@@ -79,6 +79,8 @@ class Report:
         """Unix time at which the run would have begun, had it run without a break."""
         self._written: set[tuple[int, bool]] = set()
         """(step or version, whether it is an evaluation) of each line."""
+        self._newest = 0
+        """The largest version of a line."""
         self._first_ticket = 0.0
         """Unix time; 0 before the first ticket."""
         self._steady: list[tuple[float, float, float]] = []
@@ -94,8 +96,8 @@ class Report:
         """Seconds from the run's start to the newest step."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        """The newest lines of steps that this kernel trained."""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
         """Whether the newest step did not change some model, because its gradient was not finite."""
         self._replaced: list[Replaced] = []
@@ -157,14 +159,15 @@ class Report:
         goes."""
         self._metrics.cut_after(sys.maxsize)
         self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
+        self._newest = max((version for version, _ in self._written), default=0)
         (self._folder / "summary.json").unlink(missing_ok=True)
 
     def _cut_after(self, version: int) -> None:
         """Put the lines after a version aside, because their steps are repeated or lost."""
-        kept = {line for line in self._written if line[0] <= version}
-        if kept != self._written:
+        if self._newest > version:
+            self._newest = version
             self._metrics.cut_after(version)
-            self._written = kept
+            self._written = {line for line in self._written if line[0] <= version}
 
     def _step(self, time: float, step: StepMeasured) -> None:
         self.version = step.version
@@ -204,11 +207,12 @@ class Report:
         }
         self._lost = []
         if step.version > 1:  # the first step waits for the first groups
-            self._recent.append(self.last)
+            self._recent.append(self.last["step_s"])
         self._advise()
         self._note_skipped(step.skipped)
         self._metrics.append(_finite(self.last))
         self._written.add((step.version, False))
+        self._newest = step.version
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
 
@@ -297,7 +301,7 @@ class Report:
         """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
         if not self._recent:
             return None
-        step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
+        step_s = math.fsum(self._recent) / len(self._recent)
         steps = self._scheduler.settings.steps - self._scheduler.version
         return max(0.0, steps * step_s - (clock.now() - self._last_step))
 
