@@ -201,11 +201,11 @@ def _failure_bias(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _reward_collapse(history: History, knobs: _Knobs) -> _Finding | None:
-    start, best = history.start, history.rewards.best
+    start, best = history.rewards.start, history.rewards.best
     fall = history.rewards.fall(history.evaluations)
     if fall is None:
         return None
-    never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
+    never_learnt = start and best and best.mean < start.mean + 0.1 * history.rewards.spread
     signs = ", ".join(history.broken())
     return _finding(
         fall.since,
@@ -221,7 +221,8 @@ def _reward_collapse(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _shortened_steps(history: History, knobs: _Knobs) -> _Finding | None:
-    scale, kl, start = history.window("lr_scale", 20), history.window("behaviour_kl", 20), history.start
+    scale, kl = history.window("lr_scale", 20), history.window("behaviour_kl", 20)
+    start = history.rewards.start
     if scale is None or kl is None or start is None or scale.mean >= 0.5:
         return None
     now = history.window("reward", 10)
@@ -241,7 +242,7 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
     if before is None or now is None or not history.has_room():
         return None
     rise, error = now.rise(before)
-    if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.spread:
+    if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.rewards.spread:
         return None  # the reward rises, or the noise could hide a rise
     rate = history.window("lr", 20)
     if rate is not None and rate.mean < 0.5 * history.lr:
@@ -269,7 +270,8 @@ def _evaluations_rise(history: History, since: int) -> bool:
 def _near_limit(history: History, now: Window) -> bool:
     """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
     0.8 of the way from its first value to the largest reward of an answer."""
-    pairs = [(history.start.mean, now.mean)] if history.start else []
+    start = history.rewards.start
+    pairs = [(start.mean, now.mean)] if start else []
     if history.evaluations:
         pairs.append((history.evaluations[0].score, history.evaluations[-1].score))
     known = math.isfinite(history.limit)

@@ -58,16 +58,6 @@ class History:
         if (reward := number(line, "reward")) is not None:
             self.rewards.add(line["step"], reward, number(line, "reward_std"))
 
-    @property
-    def start(self) -> Window | None:
-        """See `RewardHistory`."""
-        return self.rewards.start
-
-    @property
-    def spread(self) -> float:
-        """See `RewardHistory`."""
-        return self.rewards.spread
-
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
         return list(self._figures.get(name, ()))
@@ -85,7 +75,7 @@ class History:
     def has_room(self) -> bool:
         """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
         spread = self.window("reward_std", 10)
-        return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
+        return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
         """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
@@ -105,7 +95,7 @@ class History:
             return None
         rise, error = now.rise(first)
         better = rise if name == "reward" else -rise
-        return rise if better > max(3 * error, 0.1 * self.spread) else None
+        return rise if better > max(3 * error, 0.1 * self.rewards.spread) else None
 
     def broken(self) -> list[str]:
         """Return what shows that the policy is broken, as clauses; empty if nothing does."""
