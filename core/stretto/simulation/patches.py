@@ -204,18 +204,22 @@ def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
         return lambda: round(clock() * 1e9)
 
     def at_wall(function: Callable[[float], Any]) -> Callable[..., Any]:
-        return lambda seconds=None: function(world.wall() if seconds is None else seconds)
+        def convert(seconds: float | None = None) -> Any:
+            return function(world.wall() if seconds is None else seconds)
 
-    def text_at_wall(function: Callable[..., str]) -> Callable[..., str]:
-        return lambda form, moment=None: function(form, moment or time.gmtime())
+        return convert
 
+    def strftime(form: str, moment: time.struct_time | None = None) -> str:
+        return real_strftime(form, moment or time.gmtime())
+
+    real_strftime = time.strftime
     clocks = {"time": world.wall} | dict.fromkeys(("monotonic", "perf_counter", "process_time"), world.now)
     for name, clock in clocks.items():
         yield time, name, clock
         yield time, f"{name}_ns", in_ns(clock)
     for name in ("gmtime", "localtime"):
         yield time, name, at_wall(getattr(time, name))
-    yield time, "strftime", text_at_wall(time.strftime)
+    yield time, "strftime", strftime
     yield time, "sleep", world.sleep
     yield datetime, "datetime", _Datetime
 
@@ -230,10 +234,13 @@ def patched(world: World) -> Generator[None]:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
     def bytes_of(stream: Random) -> Callable[..., bytes]:
-        return lambda number=32: stream.randbytes(number)
+        def draw(number: int = 32) -> bytes:
+            return stream.randbytes(number)
+
+        return draw
 
     def hex_of(stream: Random) -> Callable[..., str]:
-        return lambda number=32: stream.randbytes(number).hex()
+        return lambda *number: bytes_of(stream)(*number).hex()
 
     # Each library has a stream of its own: what one of them draws only once for many universes, such as while
     # it is imported, moves none of the others.

@@ -134,7 +134,7 @@ def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | 
     )
 
 
-def _arrays_of(trajectory: WireTrajectory) -> dict[str, NDArray[Any]]:
+def _arrays_of(trajectory: WireTrajectory) -> dict[str, Any]:
     arrays = {name: getattr(trajectory, name).numpy().astype(dtype) for name, dtype in _ARRAYS.items()}
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
