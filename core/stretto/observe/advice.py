@@ -44,12 +44,8 @@ class Advice(msgspec.Struct, kw_only=True):
 
 
 class Adviser:
-    """Applies the rules to one run.
-
-    Args:
-        document: the composed run as a plain mapping. Messages name its keys and values.
-        quiet: give no advice, because nothing of it could be followed.
-    """
+    """Applies the rules to one run. Messages name keys and values of its composed `document`. `quiet`: give
+    no advice, because nothing of it could be followed."""
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES

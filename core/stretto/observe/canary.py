@@ -13,12 +13,8 @@ log = structlog.get_logger()
 
 
 class CanaryRecord:
-    """The canary drifts of all engines.
-
-    Args:
-        bound: None for a run without a canary.
-        problems: the problems of the run's summary. The record appends the first drift beyond the bound.
-    """
+    """The canary drifts of all engines. `bound` is None for a run without a canary. The first drift beyond it
+    becomes one of the summary's `problems`."""
 
     def __init__(self, bound: float | None, problems: list[str]) -> None:
         self._bound = bound

@@ -43,12 +43,8 @@ _FILE_BYTES = 2**26
 
 
 class EventLog:
-    """Writes the files of one kernel.
-
-    Args:
-        facts: gets the place in the stream up to which the files are on disk, and a problem if they stay
-            behind.
-    """
+    """Writes the files of one kernel. `facts` get the place in the stream up to which they are on disk, and a
+    problem if they stay behind."""
 
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._folder = folder

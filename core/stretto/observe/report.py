@@ -436,13 +436,8 @@ class Report:
 
 
 def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
-    """Return the seconds for which a step's training waited, by cause.
-
-    Args:
-        waits: of the time before the step.
-        waited_s: all seconds since the step before in which no call ran. Those within the step count as
-            `overhead`, like those before it without another cause.
-    """
+    """Return the seconds for which a step's training waited, by cause. Of `waited_s`, all seconds since the
+    step before in which no call ran, those without another cause count as `overhead`."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited

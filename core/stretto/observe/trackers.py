@@ -31,11 +31,7 @@ _KILLED_S = 5.0
 
 
 class Trackers:
-    """The trackers of one kernel.
-
-    Args:
-        problems: gets a line when a tracker has failed.
-    """
+    """The trackers of one kernel. The summary's `problems` get a line when one has failed."""
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
         self._run = run

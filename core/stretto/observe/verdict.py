@@ -179,11 +179,8 @@ def _left_out(history: History) -> bool:
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """Return the trend that the newest evaluation shows against an earlier one, 60 steps before or the first.
-
-    Args:
-        why: why the reward does not tell, for the case that evaluations do not tell either.
-    """
+    """Return the trend that the newest evaluation shows against one 60 steps before, or the first. `why` says
+    why the reward does not tell."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])

@@ -36,11 +36,8 @@ _OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s",
 
 
 class View:
-    """The live view of a run. It draws nothing if stderr is not a terminal.
-
-    Args:
-        source: returns the state to draw; None while it is not known.
-    """
+    """The live view of a run, from a source of its state, which is None while it is not known. It draws
+    nothing if stderr is not a terminal."""
 
     def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
@@ -80,11 +77,8 @@ class View:
 
 
 def drawing(status: Status, *, stopped: bool) -> Group:
-    """Return what the view shows of a state, which may come from a foreign process.
-
-    Args:
-        stopped: whether the run has ended, so that what it does now does not count.
-    """
+    """Return what the view shows of a state, which may come from a foreign process. What a run does now does
+    not count if it has `stopped`."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")

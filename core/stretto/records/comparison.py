@@ -169,11 +169,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
 
 
 def run_figures(run: RunFolder, label: str) -> RunFigures:
-    """Return the figures of one run.
-
-    Args:
-        label: its name for people.
-    """
+    """Return the figures of one run, with its label for people."""
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})
     held_out = run.held_out
@@ -220,12 +216,8 @@ def _measure(run: RunFolder) -> Measure:
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return the keys whose values differ between runs, each with the value in every run; None where a run
-    does not have the key.
-
-    Args:
-        values: the values of each run (see `RunFolder.values`).
-    """
+    """Return the keys whose values (see `RunFolder.values`) differ between runs, each with the value in every
+    run; None where a run does not have the key."""
     keys = dict.fromkeys(key for each in values for key in each)
     return {
         key: row
@@ -235,12 +227,8 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why the scores of runs are not the same measure; empty if they are.
-
-    Args:
-        values: the values of each run that has an evaluation (see `RunFolder.values`).
-        comparable: whether all are accuracies, or all are rewards.
-    """
+    """Return why the scores of runs with these values are not the same measure; empty if they are.
+    `comparable`: all are accuracies, or all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]

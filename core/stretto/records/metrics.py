@@ -77,10 +77,8 @@ def is_figure(value: Any) -> TypeGuard[float]:
 
 
 class MetricsReader:
-    """Reads the metrics in a run's folder while a kernel may append to them or cut them.
-
-    A line without its end does not count yet.
-    """
+    """Reads the metrics in a run's folder while a kernel may append to them or cut them. A line without its
+    end does not count yet."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / METRICS
@@ -97,12 +95,8 @@ class MetricsReader:
         self._lines = 0
 
     def read(self) -> None:
-        """Read the lines that were appended since the last call. Read everything again if the file was cut or
-        replaced.
-
-        Raises:
-            ConfigError: if a line is not a line of metrics.
-        """
+        """Read the lines that were appended since the last call; everything again if the file was cut or
+        replaced. ConfigError if a line is not a line of metrics."""
         try:
             with open_record(self._file) as file:
                 state = os.fstat(file.fileno())

@@ -28,11 +28,8 @@ class MetricsFile:
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines. A broken last line, as a killed kernel or a full disk leaves it, does not count.
-
-        Raises:
-            ConfigError: if another line is not a line of metrics.
-        """
+        """Return the lines without a broken last one, as a killed kernel or a full disk leaves it.
+        ConfigError if another line is broken."""
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:

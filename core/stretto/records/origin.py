@@ -44,12 +44,7 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -> None:
-    """Write where a run comes from: this process, and the keys that its user has set.
-
-    Args:
-        config: the run's values.
-        written: dotted keys that somebody has set.
-    """
+    """Write where a run comes from: this process, its values, and the dotted keys that its user has set."""
     origin = RunOrigin(
         written=list(written),
         defaults=dict(_defaults(config)),

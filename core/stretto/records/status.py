@@ -144,11 +144,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_status(content: bytes) -> Status:
-    """Return the status that a file or a message holds.
-
-    Raises:
-        msgspec.DecodeError: if it is not a status.
-    """
+    """Return the status that a file or a message holds, or raise `msgspec.DecodeError`."""
     try:
         return msgspec.json.decode(content, type=Status)
     except UnicodeDecodeError as error:  # msgspec raises it for some strings
@@ -175,13 +171,8 @@ def is_of_former_kernel(folder: Path, status: Status) -> bool:
 
 
 def standstill(folder: Path, status: Status) -> str:
-    """Return the sentence that a status is too old for its kernel to work, or is another kernel's; else an
-    empty text.
-
-    Args:
-        folder: of the run, which a kernel owns.
-        status: what a kernel wrote there last.
-    """
+    """Return the sentence that the last status of a run is too old for the kernel which owns it to work, or
+    is another kernel's; else an empty text."""
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
         return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"

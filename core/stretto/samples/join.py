@@ -76,13 +76,8 @@ class _FinishedGroup:
 
 
 class Joiner:
-    """Takes in the messages of the log in order, and returns the rows that are complete.
-
-    Args:
-        start: sequence number of the first message.
-        staleness: the run's `queue.max_staleness`, η.
-        written: attempts whose rows are on disk already.
-    """
+    """Takes in the messages of the log from `start` on, and returns the rows that are complete. `staleness`
+    is η of the run; the rows of `written` attempts are on disk already."""
 
     def __init__(self, start: int, *, staleness: int, written: Collection[Attempt] = ()) -> None:
         self.following = start

@@ -41,11 +41,8 @@ _OPTIONS: dict[str, Any] = {
 
 
 class SegmentWriter:
-    """The segments in the folder `samples` of one run. One process at a time writes them.
-
-    Args:
-        folder: the folder. It is created if it does not exist.
-    """
+    """The segments in the folder `samples` of one run, which it makes if need be. One process at a time
+    writes them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,11 +53,7 @@ class SegmentWriter:
         self._flush = max((name.last for name in names), default=0)
 
     def write(self, purpose: Purpose, table: Table) -> None:
-        """Write the rows of a flush.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-        """
+        """Write the rows of a flush; OSError if the disk is full or cannot be written."""
         self._flush += 1
         self._put(SegmentName(purpose, self._flush, self._flush), table)
 

@@ -222,12 +222,7 @@ class _SampleWriter:
                 await anyio.sleep(_RETRY_S)
 
     async def _keep_image(self, name: str) -> None:
-        """Copy an image from the log, unless it is on disk. If the log lacks it, its row is kept without it.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-            NoAnswer: if the server does not answer in time.
-        """
+        """Copy an image from the log, unless it is on disk or the log lacks it."""
         if name in self._images:
             return
         names = self._names

@@ -119,13 +119,8 @@ _TAKEN_OVER_S = 3.0
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Draw faults, half of them at named points.
-
-    Args:
-        number: number of faults.
-        until_s: virtual seconds after which no fault begins, those at named points excepted.
-        kinds: kinds to draw from; all if empty.
-    """
+    """Draw `number` faults, half of them at named points, the others before `until_s` virtual seconds; of all
+    kinds if `kinds` is empty."""
     weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
@@ -190,11 +185,7 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
 
 
 def happen(universe: Universe, fault: Fault) -> None:
-    """Let a fault happen now.
-
-    Raises:
-        ValueError: if there is no such kind.
-    """
+    """Let a fault happen now; ValueError if there is no such kind."""
     if fault.kind not in KINDS:
         raise ValueError(f"no such kind of fault: {fault.kind}")
     hit = _HITS.get(fault.kind)

@@ -109,11 +109,7 @@ def _of_the_living(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _living_process() -> SimulatedProcess | None:
-    """Return the process whose code runs; None for the world around them.
-
-    Raises:
-        ProcessEnded: if it has ended.
-    """
+    """Return the process whose code runs, None for the world around them, or raise ProcessEnded."""
     process = current_process()
     if process is not None and process.status is not None:
         raise ProcessEnded

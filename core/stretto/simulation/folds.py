@@ -38,11 +38,8 @@ Kernel = tuple[str, int]
 
 
 class FoldOracle:
-    """Compares the living schedulers with folds of their events: state and commands.
-
-    Args:
-        read: returns the message at a sequence number of a run's log.
-    """
+    """Compares the living schedulers with folds of their events: state and commands. `read` returns the
+    message at a sequence number of a run's log."""
 
     def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []

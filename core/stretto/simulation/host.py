@@ -26,15 +26,9 @@ _SLICE_S = 0.004
 
 
 class Host:
-    """The cores of one machine.
-
-    Args:
-        cores: their number.
-        callback_s: role -> processor seconds of a callback of its processes.
-        message_s: processor seconds of the server for a message.
-        sleep_is_work: whether an engine that sleeps stands for one that computes.
-        training_threads: cores on which a trainer computes.
-    """
+    """The cores of one machine. `callback_s`: role -> processor seconds of a callback of its processes;
+    `message_s`: those of the server for a message. With `sleep_is_work`, an engine that sleeps stands for one
+    that computes."""
 
     def __init__(
         self,

@@ -199,11 +199,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The loop. `note` writes a line into the trace, whose SHA-256 identifies what happened.
-
-    Args:
-        seed: draws which thread runs next.
-    """
+    """The loop. Its seed draws which thread runs next. The SHA-256 of its trace says what happened."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

@@ -25,11 +25,8 @@ PLANTED = "planted by the simulation"
 
 
 class Oracle:
-    """Watches what is stored, and judges the end. `violations` names what must not be.
-
-    Args:
-        bound: η of the run, in train steps.
-    """
+    """Watches what is stored, and judges the end. `violations` names what must not be. `bound` is η, in
+    steps."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -118,11 +115,7 @@ class Oracle:
         return self._digests.get(self.steps, "")
 
     def end(self, summary: dict[str, Any], ledgers: Iterable[Mapping[str, int]], tape: Tape) -> None:
-        """Judge the end of the run.
-
-        Args:
-            ledgers: the ledger of each step, as `metrics.jsonl` has it.
-        """
+        """Judge the end of the run, with the ledger of each step as `metrics.jsonl` has it."""
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")

@@ -49,11 +49,8 @@ it is in place may keep it."""
 
 
 class World:
-    """What the patches share: the loop, the clocks, the randomness.
-
-    Args:
-        seed: draws what the code of processes draws, and how long threads take.
-    """
+    """What the patches share: the loop, the clocks, the randomness. The seed draws what the code of processes
+    draws, and how long threads take."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -75,11 +72,7 @@ class World:
         return _EPOCH + self.wall_offset_s + self.now()
 
     def sleep(self, seconds: float) -> None:
-        """Let the thread sleep.
-
-        Raises:
-            Escaped: outside of threads, where it would stop the event loop.
-        """
+        """Let the thread sleep; `Escaped` outside of threads, where it would stop the event loop."""
         if self._slept_s is None:
             raise Escaped("time.sleep outside of a thread stops the event loop")
         self._slept_s += seconds

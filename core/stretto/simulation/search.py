@@ -134,11 +134,8 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return the failing tape with as few faults as possible, each removal of which lets the run succeed.
-
-    Raises:
-        ValueError: if the tape does not fail.
-    """
+    """Return the failing tape with as few faults as possible, each removal of which lets the run succeed;
+    ValueError if it does not fail."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
@@ -155,11 +152,7 @@ def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape,
 
 
 def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
-    """Yield lines that say what happened in a universe.
-
-    Args:
-        last: number of lines of its log, from the end; 0 for all.
-    """
+    """Yield lines that say what happened in a universe, with the `last` lines of its log; 0 for all."""
     yield f"seed {tape.seed}: {outcome.status}{outcome.reason and ': '}{outcome.reason}"
     for fault in tape.faults:
         fields: dict[str, Any] = msgspec.to_builtins(fault)

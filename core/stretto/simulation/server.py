@@ -155,12 +155,7 @@ class SimulatedConnection:
 
 
 class SimulatedServer:
-    """The server: subscriptions, and streams.
-
-    Args:
-        loop: the loop of the simulation.
-        seed: draws delays, and what gets lost.
-    """
+    """The server: subscriptions, and streams. The seed draws delays, and what gets lost."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop

@@ -70,11 +70,8 @@ class Stream:
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
-        """Store a message, once for each id, and return the acknowledgement.
-
-        Raises:
-            StreamRefusal: if the newest message is not the one that the sender expects.
-        """
+        """Store a message, once for each id, and return the acknowledgement; StreamRefusal if the newest
+        message is not the one that the sender expects."""
         now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
         expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
@@ -112,11 +109,7 @@ class Stream:
         return list(islice(of_subject, question["batch"]))
 
     def delete(self, sequence: int) -> None:
-        """Remove a message.
-
-        Raises:
-            StreamRefusal: if it is not there.
-        """
+        """Remove a message; StreamRefusal if it is not there."""
         if sequence not in self.messages:
             raise StreamRefusal(400, 10043, "sequence not found")
         self.remove(sequence)

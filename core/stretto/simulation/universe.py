@@ -88,11 +88,7 @@ class Outcome(msgspec.Struct):
 
 
 class Universe:
-    """A run in the simulation.
-
-    Args:
-        folder: an empty folder, which the universe uses.
-    """
+    """A run in the simulation, in an empty folder."""
 
     def __init__(self, tape: Tape, folder: Path) -> None:
         seed = tape.seed
@@ -261,13 +257,8 @@ class Universe:
         self, kernels: Callable[[], life.Kernels] | None = None, *, accept_dataset: bool = False
     ) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
-        summary of its last kernel when it has ended by itself.
-
-        Args:
-            kernels: gives its kernels, one after the other; default: those that continue from the newest
-                checkpoint.
-            accept_dataset: whether the dataset may have changed.
-        """
+        summary of its last kernel when it has ended by itself. By default, `kernels` continue from the newest
+        checkpoint."""
         out, self.summary = self.folder / "run", None
         kernel = self._owner = SimulatedProcess(self.loop, "kernel")
         self._lock, self._replaced = lock_run(out / "bus"), self.loop.create_future()

@@ -80,12 +80,8 @@ _FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARR
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
-    """Return what is kept of an attempt, in the order of its trajectories. An attempt without a trajectory
-    has one sample without tokens.
-
-    Raises:
-        ValueError: if the arrays of a trajectory do not fit each other, or its id is not one.
-    """
+    """Return what is kept of an attempt, in the order of its trajectories; one sample without tokens if there
+    is none. ValueError if arrays do not fit each other, or an id is not one."""
     if not trajectories:
         return [_kept(record, None, None)]
     by_index = {int(each.id.rpartition("/")[2]): each for each in trajectories}
