@@ -136,8 +136,8 @@ class _Knobs:
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
     def more_threads(self, section: str) -> str:
-        """Suggest one more thread for an engine, unless it computes on GPUs, or its bits must not change:
-        they depend on the number of threads."""
+        """Suggest a thread more, unless the engine has GPUs, or its bits, which follow the threads, must not
+        change."""
         if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
             return ""
         return self.add(f"{section}.threads", 1)
@@ -147,8 +147,7 @@ class _Knobs:
         return self.set(path, int(self.number(path, 1)) + count)
 
     def scale(self, path: str, factor: float) -> str:
-        """Suggest to multiply a key's number. An integer is rounded to an integer, a float to one significant
-        digit."""
+        """Suggest to multiply a number: an integer to an integer, a float to one significant digit."""
         now = self.get(path)
         if isinstance(now, bool) or not isinstance(now, (int, float)):
             return ""
@@ -430,8 +429,7 @@ _FEWEST_READINGS = 5
 
 
 def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find that training waits for evaluations for a fifth of the time, over whole multiples of
-    `evaluation.every`."""
+    """Find waits for evaluations of a fifth of the time, over whole multiples of `evaluation.every`."""
     every = int(knobs.number("evaluation.every", 0))
     count = min(KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else KEPT
     lines = list(history.lines)[-count:]
@@ -606,8 +604,8 @@ def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
-    """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores,
-    whoever uses them."""
+    """Whether a run without GPUs would not be faster with more work at once: no core is idle, whoever uses
+    it."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
     idle = _mean(lines, "cores_idle")
     return not gpus and idle is not None and idle < 0.15

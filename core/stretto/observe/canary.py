@@ -50,8 +50,7 @@ class CanaryRecord:
                 )
 
     def news(self) -> dict[str, float]:
-        """Return the largest figures of the swaps since the last call, for a step's metrics; empty without
-        figures."""
+        """Return the largest figures of the swaps since the last call, for a step's metrics."""
         drifts, self._news = self._news, []
         engine_kls, self._engine_kls = self._engine_kls, []
         figures = {"engine_kl": _short(max(engine_kls))} if engine_kls else {}

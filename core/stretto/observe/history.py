@@ -67,8 +67,7 @@ class History:
         return recent([value for _, value in self.known(name)])
 
     def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
-        """Return the window of `count` known figures of a name that ends before the newest `back` figures;
-        None if there are fewer."""
+        """Return `count` known figures of a name before the newest `back` ones; None if there are fewer."""
         known = self.known(name)
         return Window.of(known[: len(known) - back], count)
 
@@ -78,8 +77,8 @@ class History:
         return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
-        `count` steps before them."""
+        """Whether the mean of the newest `count` steps is two standard errors above that of those before
+        them."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False

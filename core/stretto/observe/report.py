@@ -155,7 +155,7 @@ class Report:
         self.version = version
 
     def _begin(self) -> None:
-        """Begin to change the run's files. A broken last line goes aside, and the previous kernel's summary
+        """Begin to change the run's files: a broken last line goes aside, and the former kernel's summary
         goes."""
         self._metrics.cut_after(sys.maxsize)
         self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
@@ -235,8 +235,7 @@ class Report:
         return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
 
     def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        """Write the line of an evaluation, unless there is one. It follows those of the steps that were
-        trained meanwhile."""
+        """Write the line of an evaluation, once, after those of the steps that were trained meanwhile."""
         if (evaluation.version, True) in self._written:
             return
         self._written.add((evaluation.version, True))
@@ -427,8 +426,8 @@ class Report:
         return list(dict.fromkeys(problems))
 
     def _overlap(self) -> float:
-        """Return the share of the time in which generation or training was busy, whichever was busier. It
-        counts from the end of the first step."""
+        """Return the share of the time after the first step in which the busier of generation and training
+        worked."""
         if len(self._steady) < 2:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]

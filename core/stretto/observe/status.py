@@ -193,8 +193,7 @@ class StatusWriter:
 
 
 def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
-    """Log each wait that has become long. `next_log_s`: (asker, process, verb) of each wait that was logged
-    -> its length at which it is logged again."""
+    """Log long waits. `next_log_s`: (asker, process, verb) -> length at which the wait is logged again."""
     present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
     for key in next_log_s.keys() - present.keys():
         del next_log_s[key]

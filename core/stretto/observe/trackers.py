@@ -45,8 +45,7 @@ class Trackers:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the process. Lines after the checkpoint, and the summary of a previous kernel, must be gone
-        by now."""
+        """Start the process. Later lines than the checkpoint's, and a former summary, must be gone by now."""
         if not self._left:
             return
         log.info("trackers start", trackers=[*self._finish_s])
@@ -108,8 +107,8 @@ class Trackers:
             self._left.discard(name)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process in a session of its own, so that signals from the terminal do not reach it. Its
-        standard input ends when the kernel is gone."""
+        """Start the process in a session of its own, without the terminal's signals. Its input ends with the
+        kernel."""
         for name in self._finish_s:
             (self._output.parent / name).mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:

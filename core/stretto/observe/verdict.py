@@ -164,8 +164,7 @@ def _change(known: Sequence[tuple[int, float]]) -> float:
 
 
 def _left_out(history: History) -> bool:
-    """Whether the algorithm, or a gate, leaves out so many finished groups that the mean reward of the others
-    says little of the policy."""
+    """Whether so many groups are left out that the reward of the others says little of the policy."""
     lines = list(history.lines)[-VERDICT_STEPS:]
     filtered = sum(
         count

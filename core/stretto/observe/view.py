@@ -36,8 +36,7 @@ _OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s",
 
 
 class View:
-    """The live view of a run, from a source of its state, which is None while it is not known. It draws
-    nothing if stderr is not a terminal."""
+    """The live view of a run, from a source of its state, if that is known. It draws only in a terminal."""
 
     def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
@@ -77,8 +76,8 @@ class View:
 
 
 def drawing(status: Status, *, stopped: bool) -> Group:
-    """Return what the view shows of a state, which may come from a foreign process. What a run does now does
-    not count if it has `stopped`."""
+    """Return what the view shows of a state, perhaps of a foreign process. If `stopped`, nothing of now
+    counts."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")

@@ -77,8 +77,7 @@ def is_figure(value: Any) -> TypeGuard[float]:
 
 
 class MetricsReader:
-    """Reads the metrics in a run's folder while a kernel may append to them or cut them. A line without its
-    end does not count yet."""
+    """Reads metrics while a kernel may append to them or cut them. A line without an end does not count."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / METRICS

@@ -171,8 +171,7 @@ def is_of_former_kernel(folder: Path, status: Status) -> bool:
 
 
 def standstill(folder: Path, status: Status) -> str:
-    """Return the sentence that the last status of a run is too old for the kernel which owns it to work, or
-    is another kernel's; else an empty text."""
+    """Return the sentence that a status is too old, or not of the owning kernel; else an empty text."""
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
         return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"

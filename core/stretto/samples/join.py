@@ -140,8 +140,7 @@ class Joiner:
         return {purpose: pa.Table.from_pylist(each, schema()) for purpose, each in rows.items()}
 
     def finish(self) -> None:
-        """Complete the groups that were trained and lack figures, because the log ends here. The others stay
-        in the log, for a kernel that resumes the run."""
+        """Complete trained groups that lack figures, at the end of the log. Others wait for a resumed run."""
         for attempt, group in list(self._groups.items()):
             if group.step is not None:
                 self._complete("train", self._groups.pop(attempt), "trained")

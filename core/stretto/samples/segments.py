@@ -41,8 +41,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class SegmentWriter:
-    """The segments in the folder `samples` of one run, which it makes if need be. One process at a time
-    writes them."""
+    """The segments in the folder `samples` of one run. One process at a time writes them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -69,8 +68,8 @@ class SegmentWriter:
                 path.unlink()
 
     def prune(self, purpose: Purpose, below: int) -> bool:
-        """Remove the oldest segments in which no token has a version of `below` or higher. Return whether
-        there were any."""
+        """Remove the oldest segments, whose tokens have versions below `below`. Return whether there were
+        any."""
         removed = False
         for name in self._names(purpose):
             if self._most(name, "newest") >= below:

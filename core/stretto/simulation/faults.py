@@ -119,8 +119,8 @@ _TAKEN_OVER_S = 3.0
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Draw `number` faults, half of them at named points, the others before `until_s` virtual seconds; of all
-    kinds if `kinds` is empty."""
+    """Draw faults, half of them at named points, the others before `until_s`; of all kinds if `kinds` is
+    empty."""
     weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 

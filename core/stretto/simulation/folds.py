@@ -38,8 +38,7 @@ Kernel = tuple[str, int]
 
 
 class FoldOracle:
-    """Compares the living schedulers with folds of their events: state and commands. `read` returns the
-    message at a sequence number of a run's log."""
+    """Compares living schedulers with folds of their events. `read` returns a numbered message of a log."""
 
     def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []

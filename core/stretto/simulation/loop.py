@@ -44,8 +44,7 @@ class Livelock(Exception):
 
 
 class ProcessEnded(BaseException):
-    """Ends the code of a process that was killed in the middle of it. What then runs in a `finally` changes
-    no file, as in a process that is really gone."""
+    """Ends the code of a process that was killed in the middle of it. A `finally` then changes no file."""
 
 
 class Escaped(Exception):
@@ -302,8 +301,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     getaddrinfo = _escape
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom: for each living task its thread, and the functions of stretto in which
-        it is, the innermost one last."""
+        """Return who waits for whom: each living thread, and its functions of stretto, the innermost one
+        last."""
         tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
         places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
         return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]

@@ -25,8 +25,7 @@ PLANTED = "planted by the simulation"
 
 
 class Oracle:
-    """Watches what is stored, and judges the end. `violations` names what must not be. `bound` is η, in
-    steps."""
+    """Watches what is stored, and judges the end. `violations` names what must not be. `bound` is η."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound

@@ -49,8 +49,7 @@ it is in place may keep it."""
 
 
 class World:
-    """What the patches share: the loop, the clocks, the randomness. The seed draws what the code of processes
-    draws, and how long threads take."""
+    """What the patches share: loop, clocks, randomness. The seed draws how long threads take, too."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -78,8 +77,8 @@ class World:
         self._slept_s += seconds
 
     def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-        """Call what a thread runs; return its result, and the virtual seconds that it takes. The result of a
-        function that raises is the exception."""
+        """Call what a thread runs; return its result, or the exception that it raises, and its virtual
+        seconds."""
         before, self._slept_s = self._slept_s, 0.0
         try:
             result = function(*args)
@@ -90,8 +89,8 @@ class World:
         return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Take the place of `asyncio.run` in a thread: run a coroutine in a loop of its own, whose time is
-        added to the thread's."""
+        """Take the place of `asyncio.run` in a thread: the time of a loop of its own is added to the
+        thread's."""
         loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)
@@ -126,8 +125,7 @@ class _OrderedSet(dict[Any, None]):
 
 
 class _CancelScope(backend.CancelScope):
-    """anyio's cancel scope, which cancels tasks and inner scopes in the same order in each run. Its hash is a
-    number, so that sets of scopes have the same order, too."""
+    """anyio's cancel scope, whose tasks, inner scopes and sets have the same order in each run."""
 
     count = 0
 

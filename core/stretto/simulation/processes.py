@@ -251,16 +251,14 @@ _exit, _process_id = os._exit, os.getpid  # before the simulation takes their pl
 
 
 def _end_child(parent: int, status: int) -> None:
-    """Take the place of `os._exit` in a process that scores. What the reward has forked from it really
-    ends."""
+    """Take the place of `os._exit` in a process that scores. What the reward has forked really ends."""
     if _process_id() != parent:
         _exit(status)
     raise _ChildExit(status)
 
 
 class _InlineChildPool:
-    """Takes the place of the processes that run rewards and environments: the user's code runs inline, and
-    takes virtual time."""
+    """Takes the place of processes that run rewards and environments: these run inline, on virtual time."""
 
     def __init__(self, world: World, program: Program, count: int) -> None:
         self.world, self._program = world, program

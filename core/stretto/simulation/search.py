@@ -124,8 +124,7 @@ def _digest(tape: Tape) -> str:
 
 
 def run_tape(tape: Tape) -> Outcome:
-    """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
-    left afterwards."""
+    """Run a universe in a forked process, and return what became of it. Nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         data, status = in_fork(partial(_run_in, Path(folder), tape))
     if not data:
@@ -134,8 +133,8 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return the failing tape with as few faults as possible, each removal of which lets the run succeed;
-    ValueError if it does not fail."""
+    """Return the failing tape with as few faults as possible, of which each is needed; ValueError if none
+    fails."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
@@ -166,8 +165,7 @@ def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
 
 
 def _warm_up(calm: Tape) -> None:
-    """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
-    garbage collector away from that."""
+    """Run a universe, so that forks need not import and compose what it has. No collector looks at that."""
     end_with_parent(signal.SIGKILL)
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         Universe(calm, Path(folder)).run()

@@ -17,8 +17,7 @@ _READ_LIMIT = 2**26
 
 
 class Link:
-    """One direction of a connection: bytes arrive in order, after a delay. What is under way may arrive
-    together, as with TCP."""
+    """One direction of a connection: bytes arrive in order, later, and perhaps together, as with TCP."""
 
     def __init__(self, server: SimulatedServer, deliver: Callable[[bytes], None]) -> None:
         self._server, self._deliver = server, deliver
@@ -95,8 +94,7 @@ class SimulatedTransport(Transport):
         return await self._reader.readline()
 
     async def drain(self) -> None:
-        """Wait for room in the buffer, which has no limit here; ConnectionResetError if the connection is
-        lost."""
+        """Wait for room in the buffer, which has no limit; ConnectionResetError if the connection is lost."""
         if self._connection is None or self.at_eof():
             raise ConnectionResetError("connection lost")
         await asyncio.sleep(0)

@@ -305,8 +305,8 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Let a kernel stand still, and another one resume the run meanwhile, as on a machine where the lock
-        of the first one does not show."""
+        """Let a kernel stand still, and another one resume the run, as on a machine where its lock does not
+        show."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()

@@ -164,8 +164,8 @@ class SampleStore:
         return index, found.tolist() if filter.text is None else self._containing(index, found, filter.text)
 
     def _containing(self, index: _Index, found: NDArray[np.int64], text: str) -> Iterator[int]:
-        """Yield those of the found rows whose prompt or answer contains a text, in their order. It reads no
-        further than the caller asks."""
+        """Yield those found rows whose prompt or answer contains a text; read no further than the caller
+        asks."""
         pc = _compute()
         known: dict[int, NDArray[np.bool_]] = {}
         for row, part in zip(found.tolist(), index.parts[found].tolist(), strict=True):
