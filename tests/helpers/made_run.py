@@ -102,14 +102,8 @@ def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> 
             "grad_norm": round(float(abs(drift[3])), 6),
             **{f"reward/part_{part}": round(float(drift[4 + part]), 6) for part in range(24)},
             "calls": [{"call": "train(actor)", "group": "training", "start_s": 0.01, "end_s": 1.2}],
-            "ledger": {
-                "issued": (step + 2) * groups,
-                "trained": step * groups,
-                "filtered": groups,
-                "expired": 0,
-                "failed": 0,
-                "in_flight": groups,
-            },
+            "ledger": {"issued": (step + 2) * groups, "trained": step * groups}
+            | {"filtered": groups, "expired": 0, "failed": 0, "in_flight": groups},
             "not_trained": {"all rewards are equal": groups} if step == 1 else {},
             "advice": [],
         }
@@ -123,13 +117,8 @@ def _lines(steps: int, groups: int, samples: int, draw: np.random.Generator) -> 
 
 def _summary(name: str, lines: list[dict[str, Any]], steps: int, groups: int, samples: int) -> dict[str, Any]:
     trained = steps * groups * samples
-    advice = {
-        "rule": "truncation",
-        "since": 3,
-        "said": 8,
-        "until": None,
-        "message": "12 % of the answers are truncated; raise `sampling.max_tokens` from 32 to 64",
-    }
+    message = "12 % of the answers are truncated; raise `sampling.max_tokens` from 32 to 64"
+    advice = {"rule": "truncation", "since": 3, "said": 8, "until": None, "message": message}
     return {
         "run": name,
         "status": "completed",
@@ -180,11 +169,7 @@ def _write_samples(
 
 
 def _table(
-    numbers: np.ndarray[Any, Any],
-    groups: int,
-    samples: int,
-    texts: dict[str, str],
-    draw: np.random.Generator,
+    numbers: np.ndarray[Any, Any], groups: int, samples: int, texts: dict[str, str], draw: np.random.Generator
 ) -> Any:
     """Return rows; columns that are not made are null."""
     count = len(numbers)
@@ -197,33 +182,23 @@ def _table(
     names = [f"{one}/1/{other}" for one, other in zip(ticket.tolist(), place.tolist(), strict=True)]
     logprobs = -np.abs(draw.normal(size=(count, len(tokens)))).astype(np.float32)
     rewards = draw.integers(0, 2, count).astype(float)
+    same = {"purpose": "train", "attempt": 1, "outcome": "trained", "metrics": "{}", "finish": "stop"}
+    same |= {"length": len(tokens), "sampled": len(ids), "worker": "rollout-0", "engine": "inference-0"}
+    same |= {"generate_s": 0.15, "score_s": 0.01, "digest": "0" * 16, "prompt_text": prompt.decode()}
     values: dict[str, Any] = {
+        **{name: [value] * count for name, value in {**same, **texts}.items()},
         "id": names,
-        "purpose": ["train"] * count,
         "ticket": ticket,
-        "attempt": np.ones(count),
         "index": place,
         "sample": place,
         "row": ticket % 1000,
         "sequence": ticket + 1,
-        "outcome": ["trained"] * count,
         "step": step,
         "reward": rewards,
-        "metrics": ["{}"] * count,
-        "finish": ["stop"] * count,
-        "length": np.full(count, len(tokens)),
-        "sampled": np.full(count, len(ids)),
         "oldest": oldest,
         "newest": np.maximum(oldest, step - 1),
         "staleness": step - 1 - oldest,
-        "worker": ["rollout-0"] * count,
-        "engine": ["inference-0"] * count,
         "seconds": draw.random(count) + 0.2,
-        "generate_s": np.full(count, 0.15),
-        "score_s": np.full(count, 0.01),
-        "digest": ["0" * 16] * count,
-        "prompt_text": [prompt.decode()] * count,
-        **{name: [text] * count for name, text in texts.items()},
         "tokens": _lists(np.tile(tokens, count), len(tokens), pa.int32()),
         "loss_mask": _lists(np.tile(mask, count), len(tokens), pa.bool_()),
         "logprobs": _lists(logprobs.ravel(), len(tokens), pa.float32()),

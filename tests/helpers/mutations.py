@@ -6,12 +6,13 @@ They were written without a look at what judges the runs. The last ones are the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import CO_OPTIMIZED, getattr_static, unwrap
+from inspect import CO_OPTIMIZED
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType
 from typing import Any
 
 
@@ -199,64 +200,42 @@ MUTATIONS: list[Mutation] = [
 
 
 def plant(mutation: Mutation) -> None:
-    """Replace the code of the mutated functions in the loaded module. A coroutine under way and a nested
-    function that exists already keep the former one. A `ValueError` says why nothing is planted."""
-    changes = [change for each in (mutation, *mutation.also) for change in _changes(each)]
-    for function, code in changes:
-        function.__code__ = code
+    """Replace the code of a module's functions by that of the mutated source text.
+
+    Objects that exist already run the new code at their next call of such a function; a coroutine under way
+    and a nested function that exists already keep the former one.
+    """
+    for each in (mutation, *mutation.also):
+        file = str(import_module(each.module).__file__)
+        source = Path(file).read_text()
+        assert source.count(each.old) == 1, f"{each.name!r}: not once in {file}"
+        former, mutated = (
+            [*_functions_in(compile(text, file, "exec", dont_inherit=True))]
+            for text in (source, source.replace(each.old, each.new))
+        )
+        assert any(_content(one) != _content(two) for one, two in zip(former, mutated, strict=True)), (
+            each.name
+        )
+        codes = dict(zip(map(_place, former), mutated, strict=True))
+        for function in gc.get_objects():
+            if type(function) is FunctionType and function.__module__ == each.module:  # no proxy
+                function.__code__ = codes.get(_place(function.__code__), function.__code__)
 
 
-def _changes(mutation: Mutation) -> list[tuple[FunctionType, CodeType]]:
-    module = import_module(mutation.module)
-    file = str(module.__file__)
-    source = Path(file).read_text()
-    if (count := source.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.name!r}: the text occurs {count} times in {file}")
-    former = dict(_codes_in(compile(source, file, "exec")))
-    mutated = dict(_codes_in(compile(source.replace(mutation.old, mutation.new), file, "exec")))
-    changes: list[tuple[FunctionType, CodeType]] = []
-    for name, code in mutated.items():
-        if name not in former or _is_same(code, former[name]):
-            continue
-        function, place = _function_at(module, name), f"{mutation.name!r}: {mutation.module}.{name}"
-        if not _is_same(function.__code__, former[name]):
-            raise ValueError(f"{place} is not that of the file")
-        if code.co_freevars != function.__code__.co_freevars:
-            raise ValueError(f"{place} has other free variables")
-        changes.append((function, code))
-    if not changes:
-        raise ValueError(f"{mutation.name!r} changes no function of {mutation.module}")
-    return changes
-
-
-def _codes_in(code: CodeType) -> Iterator[tuple[str, CodeType]]:
-    """Yield the qualified name and the code of each function of a module or class."""
+def _functions_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the codes of the functions and methods of a module, without those inside of others."""
     for each in code.co_consts:
         if isinstance(each, CodeType) and each.co_flags & CO_OPTIMIZED:
-            yield each.co_qualname, each
-        elif isinstance(each, CodeType):
-            yield from _codes_in(each)
+            yield each
+        elif isinstance(each, CodeType):  # the body of a class
+            yield from _functions_in(each)
 
 
-def _function_at(module: ModuleType, name: str) -> FunctionType:
-    """Return the function with a qualified name, below all decorators."""
-    found: Any = module
-    for part in name.split("."):
-        found = getattr_static(found, part)
-    while not isinstance(found, FunctionType):
-        inner = (getattr(found, each, None) for each in ("fget", "__func__", "func", "__wrapped__"))
-        found = next(each for each in inner if each is not None)
-    return unwrap(found)
-
-
-def _is_same(first: CodeType, second: CodeType) -> bool:
-    """Return whether two codes do the same, wherever they are in their files."""
-    return _content(first) == _content(second)
+def _place(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
 
 
 def _content(code: CodeType) -> tuple[Any, ...]:
-    constants = tuple(
-        _content(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts
-    )
-    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return code.co_code, code.co_exceptiontable, code.co_flags, *names, constants
+    """What a code does, wherever it is in its file."""
+    constants = tuple(_content(each) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.co_code, constants, code.co_names

@@ -153,7 +153,7 @@ def test_a_curve_of_any_length_has_at_most_64_points() -> None:
 def test_the_status_of_a_kernel_is_small_and_complete(tmp_path: Path) -> None:
     setup = make_setup(tmp_path, name="small", steps=2000)
     observers = Observers(setup)
-    for curve in observers.report.curves.values():
+    for curve in observers.report.adviser.history.curves.values():
         for number in range(2000):
             curve.add(number / 3)
     observers.status.write_end()

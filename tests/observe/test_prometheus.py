@@ -129,16 +129,27 @@ async def test_a_total_does_not_go_back_with_a_late_heartbeat(setup: RunSetup) -
     assert totals == [90, 90, 100]
 
 
-async def test_the_names_follow_the_conventions(setup: RunSetup) -> None:
+async def test_names_follow_the_conventions_and_the_page_lists_them(setup: RunSetup) -> None:
     async with served(setup) as url:
         _, text = await get(url)
-    for family in text_string_to_metric_families(text):
+    families = list(text_string_to_metric_families(text))
+    for family in families:
         assert re.fullmatch(r"stretto_[a-z_]+", family.name)
         assert family.documentation
         assert not re.search(r"(_ms|_s|_milliseconds|_count|_percent)$", family.name)
         for sample in family.samples:
             assert sample.name.endswith("_total") == (family.type == "counter")
             assert sample.labels["run"] == setup.run
+    suffixes = {"counter": "_total", "info": "_info"}
+    names = {
+        family.name if family.name.endswith("_info") else f"{family.name}{suffixes.get(family.type, '')}"
+        for family in families
+    }
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    of_steps = {f"stretto_{gauge_of(key)}" for key in FIGURES if "evaluation/" not in key}
+    assert of_steps <= names
+    listed = page.partition("### Figures")[2].partition("### Dashboard")[0]
+    assert set(re.findall(r"`(stretto_\w+)`", listed)) - of_steps == names - of_steps
 
 
 @pytest.mark.parametrize(
@@ -191,19 +202,3 @@ async def test_a_port_in_use_is_named(setup: RunSetup) -> None:
     assert isinstance(error, RunError)
     assert f"cannot listen at 127.0.0.1, port {port}" in str(error)
     assert "metrics.port" in str(error)
-
-
-async def test_the_page_lists_every_figure(setup: RunSetup) -> None:
-    async with served(setup) as url:
-        _, text = await get(url)
-    suffixes = {"counter": "_total", "info": "_info"}
-    families = list(text_string_to_metric_families(text))
-    names = {
-        family.name if family.name.endswith("_info") else f"{family.name}{suffixes.get(family.type, '')}"
-        for family in families
-    }
-    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    of_steps = {f"stretto_{gauge_of(key)}" for key in FIGURES if "evaluation/" not in key}
-    assert of_steps <= names
-    listed = page.partition("### Figures")[2].partition("### Dashboard")[0]
-    assert set(re.findall(r"`(stretto_\w+)`", listed)) - of_steps == names - of_steps

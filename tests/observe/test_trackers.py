@@ -77,18 +77,11 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
 
 
 async def test_a_tracker_whose_call_takes_too_long_is_dropped_and_the_others_continue(tmp_path: Path) -> None:
-    run = Run(tmp_path, "time.sleep(3600)", call_s=0.5)
-    await until(lambda: bool(run.problems))
-    await run.finish()
-    assert (tmp_path / "trackers/other/finished").exists()
-    fault = "`step` takes more than 0.5 s (`call_s`); nothing more is sent"
-    assert run.problems == [f"tracker 'mine': {fault}; metrics.jsonl has all figures"]
-
-
-async def test_a_dropped_tracker_receives_nothing_after_its_call(tmp_path: Path) -> None:
     waits = "[time.sleep(0.1) for _ in iter((self.folder / 'go').exists, True)]"
     run = Run(tmp_path, f"{waits}; (self.folder / 'returned').touch()", call_s=0.5)
     await until(lambda: bool(run.problems))
+    fault = "`step` takes more than 0.5 s (`call_s`); nothing more is sent"
+    assert run.problems == [f"tracker 'mine': {fault}; metrics.jsonl has all figures"]
     (tmp_path / "trackers/mine/go").touch()
     await run.until("mine", "returned")
     await run.finish()

@@ -30,6 +30,11 @@ def judged(
     return verdict(adviser, state)
 
 
+def clauses(**figures: Any) -> list[str]:
+    """What is said of 60 steps with these figures."""
+    return judged(Steps()(60, 0.5, **figures)).text.split("; ")
+
+
 # ------------------------------------------------------------------------------------- its words
 
 
@@ -135,38 +140,25 @@ def test_held_out_rows_tell_what_a_reward_at_its_limit_does_not() -> None:
 
 
 def test_waits_come_largest_first_with_what_bounds_the_run() -> None:
-    waits: dict[str, Any] = {
-        "train_s": 0.2,
-        "wait/evaluation_s": 0.37,
-        "wait/checkpoint_s": 0.15,
-        "wait/swap_s": 0.05,
-    }
-    clauses = judged(Steps()(60, 0.5, **waits)).text.split("; ")
-    assert clauses[-2:] == ["evaluations took 37% of the time", "checkpoints took 15% of the time"]
-    waits = {"train_s": 0.25, "wait/groups_s": 0.75}
-    [*_, bound] = judged(Steps()(60, 0.5, **waits)).text.split("; ")
-    assert bound == "bound by generation: training waits 75% of the time for groups"
-    [*_, bound] = judged(Steps()(60, 0.5, **waits, ticket_score_s=3.0)).text.split("; ")
-    assert bound == "bound by verifiers (rewards and tools): training waits 75% of the time for groups"
-    [*_, bound] = judged(Steps()(60, 0.5, **waits, ticket_own_s=3.0, ticket_s=3.5)).text.split("; ")
-    assert bound == (
-        "bound by the workflow's own work, 3 of the 3.5 s of a ticket: "
-        "training waits 75% of the time for groups"
-    )
-    [*_, bound] = judged(Steps()(60, 0.5)).text.split("; ")
-    assert bound.startswith("bound by training, which works 7")
+    waits = {"wait/evaluation_s": 0.37, "wait/checkpoint_s": 0.15, "wait/swap_s": 0.05}
+    largest = ["evaluations took 37% of the time", "checkpoints took 15% of the time"]
+    assert clauses(train_s=0.2, **waits)[-2:] == largest
+    waits, end = {"train_s": 0.25, "wait/groups_s": 0.75}, ": training waits 75% of the time for groups"
+    assert clauses(**waits)[-1] == f"bound by generation{end}"
+    assert clauses(**waits, ticket_score_s=3.0)[-1] == f"bound by verifiers (rewards and tools){end}"
+    own = "bound by the workflow's own work, 3 of the 3.5 s of a ticket"
+    assert clauses(**waits, ticket_own_s=3.0, ticket_s=3.5)[-1] == f"{own}{end}"
+    assert clauses()[-1].startswith("bound by training, which works 7")
 
 
 def test_evaluations_that_wait_for_the_verifiers_too_do_not_hide_them() -> None:
-    waits: dict[str, Any] = {"train_s": 0.25, "wait/evaluation_s": 0.45, "wait/groups_s": 0.3}
-    *_, evaluations = judged(Steps()(60, 0.5, **waits, verifiers_used=0.5)).text.split("; ")
-    assert evaluations == "evaluations took 45% of the time"
-    *_, bound, evaluations = judged(Steps()(60, 0.5, **waits, verifiers_used=0.95)).text.split("; ")
-    assert bound == (
+    waits = {"train_s": 0.25, "wait/evaluation_s": 0.45, "wait/groups_s": 0.3}
+    assert clauses(**waits, verifiers_used=0.5)[-1] == "evaluations took 45% of the time"
+    assert clauses(**waits, verifiers_used=0.95)[-2:] == [
         "bound by verifiers (rewards and tools): they work 95% of the time, and training waits 30% of the "
-        "time for groups"
-    )
-    assert evaluations == "evaluations took 45% of the time"
+        "time for groups",
+        "evaluations took 45% of the time",
+    ]
 
 
 def test_a_long_time_after_the_last_step_is_named() -> None:
@@ -181,16 +173,8 @@ def test_a_long_time_after_the_last_step_is_named() -> None:
 
 
 def test_the_larger_of_two_causes_comes_first() -> None:
-    both: dict[str, Any] = {
-        "wait/swap_s": 0.3,
-        "swap_pause_s": 0.3,
-        "wait/groups_s": 0.6,
-        "slots_used": 1.0,
-        "samples_waiting": 40.0,
-        "train_s": 0.15,
-        "step_s": 1.05,
-    }
-    *_, slots, swaps = judged(Steps()(60, 0.5, **both)).text.split("; ")
+    both = {"wait/swap_s": 0.3, "swap_pause_s": 0.3, "wait/groups_s": 0.6, "train_s": 0.15, "step_s": 1.05}
+    *_, slots, swaps = clauses(**both, slots_used=1.0, samples_waiting=40.0)
     assert slots.startswith("generation is bound by its slots: 100% are in use")
     assert swaps.startswith("swaps of weights stop the engines 29% of the time")
 
@@ -222,11 +206,11 @@ def test_lost_workers_are_counted() -> None:
 
 
 def test_advice_is_named_in_place_of_what_it_explains() -> None:
-    full = judged(Steps()(60, 0.5, train_s=0.3, slots_used=1.0, samples_waiting=40.0)).text
+    full = "; ".join(clauses(train_s=0.3, slots_used=1.0, samples_waiting=40.0))
     assert "generation is bound by its slots: 100% are in use" in full
     assert "bound by generation:" not in full
-    assert "40% of the answers end at the limit of tokens" in judged(Steps()(60, 0.5, truncated=0.4)).text
-    assert "44% of the groups without signal" in judged(Steps()(60, 0.5, zero_variance_groups=0.44)).text
+    assert "40% of the answers end at the limit of tokens" in clauses(truncated=0.4)
+    assert "44% of the groups without signal" in clauses(zero_variance_groups=0.44)
 
 
 # ------------------------------------------------------------------------------------- is it right

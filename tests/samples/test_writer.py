@@ -60,10 +60,10 @@ class Log:
             self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end"
         )
 
-    async def trained(self, *tickets: int) -> int:
+    async def trained(self, *tickets: int, version: int = 0) -> int:
         """Append the trainers' figures of groups, and return their sequence number."""
         ids = [f"{ticket}/1/{index}" for ticket in tickets for index in (0, 1)]
-        return await self.bus.store.append(self.names.trained, trained(ids, 0), id=f"trained/{tickets}")
+        return await self.bus.store.append(self.names.trained, trained(ids, version), id=f"trained/{tickets}")
 
 
 @asynccontextmanager
@@ -86,9 +86,10 @@ async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen
         process.wait()
 
 
-async def ended(process: subprocess.Popen[bytes]) -> int:
+async def end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
     await until(lambda: process.poll() is not None)
-    return process.returncode
+    assert process.returncode == 0
 
 
 def named(*files: bytes) -> dict[str, bytes]:
@@ -120,8 +121,7 @@ async def test_a_killed_writer_goes_on_and_doubles_nothing(
             await log.group(5)
             await log.bus.store.append(log.names.trained, trained(["5/1/0"], 0), id="t")
             await log.bus.store.append(log.names.retired, retired(4, "expired", "late"), id="r")
-            process.send_signal(signal.SIGTERM)
-            assert await ended(process) == 0
+            await end(process)
         rows = SampleStore(tmp_path).find(limit=None)
         expected = {0: "trained", 1: "trained", 2: "trained", 4: "expired", 5: "trained"}
         assert [(row["ticket"], row["outcome"]) for row in rows[::2]] == [*expected.items()]
@@ -142,8 +142,7 @@ async def test_added_images_are_kept_once_and_before_their_row(
         last = await log.trained(0, 1, 2)
         async with writer(tmp_path) as process:
             await until(lambda: log.kept_below > last)
-            process.send_signal(signal.SIGTERM)
-            assert await ended(process) == 0
+            await end(process)
     assert images_in(tmp_path) == first | second
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path / "samples" / "images").iterdir())
     assert [row["images"] for row in SampleStore(tmp_path).find()] == [
@@ -179,8 +178,7 @@ async def test_after_a_lost_log_the_new_one_is_read_from_its_beginning(
         await log.trained(0)
         async with writer(tmp_path) as process:
             await until(lambda: log.follows == 1)
-            process.send_signal(signal.SIGTERM)
-            assert await ended(process) == 0
+            await end(process)
         assert rows_of(tmp_path) == ["0/1/0", "0/1/1"]
 
 
@@ -189,13 +187,11 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
         async with writer(tmp_path, last=3) as process:
             for step in range(1, 9):
                 await log.group(step, version=step - 1, images=named(b"in all", b"%d" % step))
-                ids = [f"{step}/1/{index}" for index in (0, 1)]
-                last = await log.bus.store.append(log.names.trained, trained(ids, step - 1), id=f"t{step}")
+                last = await log.trained(step, version=step - 1)
                 with anyio.fail_after(patience()):
                     while log.kept_below <= last:
                         await anyio.sleep(SOON_S)
-            process.send_signal(signal.SIGTERM)
-            assert await ended(process) == 0
+            await end(process)
         steps = {row["step"] for row in SampleStore(tmp_path).find(SampleFilter(outcome="trained"))}
         assert {6, 7, 8} <= steps
         assert 1 not in steps

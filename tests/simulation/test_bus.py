@@ -47,6 +47,27 @@ from stretto.kernel.durable.journal import newest_epoch, own_journal
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 
+OUTCOMES = GroupDone | GroupFailed
+
+
+async def join(bus: Bus, subject: str, seconds: float, place: str = "p") -> Welcome:
+    """Ask the kernel, as a worker that wants to join."""
+    question = Join("trainer-0", "trainer", place, "n", "t")
+    return await bus.request(subject, question, Welcome, who="kernel", deadline_s=patience(seconds))
+
+
+async def welcome(message: Join) -> Welcome:
+    return Welcome(message.place.encode() * 2, message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
+
+
+def failure(ticket: int, reason: str = "") -> GroupFailed:
+    return GroupFailed("train", ticket, 1, "w", reason)
+
+
+def ticket_of(number: int) -> Ticket:
+    return Ticket(number, 1, "train", 0, 0, 8)
+
+
 whole_and_in_parts = pytest.mark.parametrize("size", [10, 3_000_000], ids=["whole", "in parts"])
 
 
@@ -62,22 +83,11 @@ async def test_published_messages_arrive_in_order(open_bus: OpenBus, names: Subj
 
 
 async def test_payloads_above_the_limit_travel_in_parts(open_bus: OpenBus, names: Subjects) -> None:
-    join = names.kernel("trainer", "join")
+    subject = names.kernel("trainer", "join")
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
-
-        async def welcome(message: Join) -> Welcome:
-            return Welcome(message.place.encode() * 2, "r", "", 1, 1.0, {}, 300.0, NO_LOCK)
-
-        await kernel.serve(join, Join, welcome)
+        await kernel.serve(subject, Join, welcome)
         place = "x" * 3_000_000  # the server takes 1 MiB
-        answer = await trainer.request(
-            join,
-            Join("trainer-0", "trainer", place, "n", "t"),
-            Welcome,
-            who="kernel",
-            deadline_s=patience(20),
-        )
-        assert answer.config == place.encode() * 2
+        assert (await join(trainer, subject, 20, place)).config == place.encode() * 2
 
 
 async def test_a_subscription_receives_what_is_published_once_it_is_made(
@@ -109,82 +119,52 @@ async def test_a_client_reads_on_after_a_cancelled_subscription(open_bus: OpenBu
 
 
 async def test_a_request_without_a_server_names_who_is_silent(open_bus: OpenBus, names: Subjects) -> None:
-    join = names.kernel("trainer", "join")
     async with open_bus("trainer") as trainer:
         began = anyio.current_time()
         with pytest.raises(NoAnswer, match=r"kernel did not answer on .*join.* within [\d.]+ s"):
-            await trainer.request(
-                join,
-                Join("trainer-0", "trainer", "p", "n", "t"),
-                Welcome,
-                who="kernel",
-                deadline_s=patience(0.5),
-            )
+            await join(trainer, names.kernel("trainer", "join"), 0.5)
     assert anyio.current_time() - began < patience(3)
 
 
 async def test_a_request_waits_for_a_server_that_comes_late(open_bus: OpenBus, names: Subjects) -> None:
-    join = names.kernel("trainer", "join")
+    subject = names.kernel("trainer", "join")
     async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
-        async def welcome(message: Join) -> Welcome:
-            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
+        async def late() -> None:
+            await anyio.sleep(patience(0.3))
+            await kernel.serve(subject, Join, welcome)
 
         async with anyio.create_task_group() as tasks:
-
-            async def late() -> None:
-                await anyio.sleep(patience(0.3))
-                await kernel.serve(join, Join, welcome)
-
             tasks.start_soon(late)
-            answer = await trainer.request(
-                join,
-                Join("trainer-0", "trainer", "p", "n", "t"),
-                Welcome,
-                who="kernel",
-                deadline_s=patience(10),
-            )
-            assert answer.run == "trainer-0"
+            assert (await join(trainer, subject, 10)).run == "trainer-0"
 
 
 async def test_a_repeated_request_is_served_once(open_bus: OpenBus, names: Subjects) -> None:
-    join = names.kernel("rollout", "join")
+    subject = names.kernel("trainer", "join")
     served = 0
-    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def slow(message: Join) -> Welcome:
             nonlocal served
             served += 1
             await anyio.sleep(patience(4.5))  # the asker repeats itself twice meanwhile
-            return Welcome(b"", message.worker, "", 1, 1.0, {}, 300.0, NO_LOCK)
+            return await welcome(message)
 
-        await kernel.serve(join, Join, slow)
-        await rollout.request(
-            join,
-            Join("rollout-0", "rollout", "p", "n", "t"),
-            Welcome,
-            who="kernel",
-            deadline_s=patience(20),
-        )
+        await kernel.serve(subject, Join, slow)
+        await join(trainer, subject, 20)
     assert served == 1
 
 
 async def test_what_a_server_raises_reaches_the_asker(open_bus: OpenBus, names: Subjects) -> None:
-    join = names.kernel("rollout", "join")
-    async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
+    subject = names.kernel("trainer", "join")
+    async with open_bus("kernel") as kernel, open_bus("trainer") as trainer:
 
         async def refuse(message: Join) -> Welcome:
             raise ZeroDivisionError(message.worker)
 
-        await kernel.serve(join, Join, refuse)
-        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: rollout-0"):
-            await rollout.request(
-                join,
-                Join("rollout-0", "rollout", "p", "n", "t"),
-                Welcome,
-                who="kernel",
-                deadline_s=patience(5),
-            )
+        await kernel.serve(subject, Join, refuse)
+        with pytest.raises(Refused, match="kernel refused: ZeroDivisionError: trainer-0"):
+            await join(trainer, subject, 5)
 
 
 async def test_a_handler_that_raises_ends_the_bus(open_bus: OpenBus, names: Subjects) -> None:
@@ -222,21 +202,18 @@ async def test_the_log_is_read_by_sequence_and_stores_each_id_once(
 
 
 async def test_following_a_log_begins_anywhere_and_goes_on(open_bus: OpenBus, names: Subjects) -> None:
-    def failure(ticket: int) -> GroupFailed:
-        return GroupFailed("train", ticket, 1, "w", "x" * (2_000_000 if ticket == 3 else 1))
-
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
-        sequences = [await rollout.store.append(names.groups, failure(i), id=f"{i}") for i in range(4)]
+        messages = [failure(ticket, "x" * (2_000_000 if ticket == 3 else 1)) for ticket in range(4)]
+        sequences = [await rollout.store.append(names.groups, each, id=f"{each.ticket}") for each in messages]
         await rollout.store.append(names.trajectories, bundle(1), id="beside")
         assert await kernel.store.last_sequence(names.log_stream, names.groups) == sequences[-1]
         got: list[int] = []
         async with anyio.create_task_group() as tasks:
 
             async def follow() -> None:
-                async for sequence, message in kernel.store.follow(
-                    names.log_stream, names.groups, GroupDone | GroupFailed, start=sequences[1]
-                ):
+                reading = names.log_stream, names.groups, OUTCOMES
+                async for sequence, message in kernel.store.follow(*reading, start=sequences[1]):
                     got.append(message.ticket)
                     assert sequence in sequences or message.ticket == 9
 
@@ -252,9 +229,7 @@ async def test_a_ticket_goes_to_one_taker_and_comes_back_if_it_is_not_done(
 ) -> None:
     async with open_bus("kernel") as kernel, open_bus("rollout") as one, open_bus("rollout") as two:
         await kernel.store.make_queue(names.tickets_stream, [names.ticket("train")], redeliver_s=1)
-        first = Ticket(1, 1, "train", 0, 0, 8)
-        second = Ticket(2, 1, "train", 0, 0, 8)
-        for ticket in (first, second, first):
+        for ticket in map(ticket_of, (1, 2, 1)):
             await kernel.store.append(names.ticket("train"), ticket, id=ticket.name)
 
         def take(bus: Bus) -> AsyncIterator[Delivery[Ticket]]:
@@ -290,7 +265,7 @@ async def test_a_taker_gets_as_many_tickets_as_it_has_room_for(open_bus: OpenBus
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(take)
             for number in range(7):
-                await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"{number}")
+                await kernel.store.append(queue, ticket_of(number), id=f"{number}")
             await until(lambda: len(taken) == 5)
             await anyio.sleep(patience(0.3))
             assert taken == [0, 1, 2, 3, 4]
@@ -313,13 +288,12 @@ async def test_a_taker_that_leaves_gives_back_what_it_has_asked_for(
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(leave)
-            await kernel.store.append(queue, Ticket(0, 1, "train", 0, 0, 8), id="0")
+            await kernel.store.append(queue, ticket_of(0), id="0")
             await stop.wait()
-            await kernel.store.append(queue, Ticket(1, 1, "train", 0, 0, 8), id="1")
+            await kernel.store.append(queue, ticket_of(1), id="1")
             with anyio.fail_after(patience(10)):  # not after `redeliver_s`
-                other = two.store.take(
-                    names.tickets_stream, queue, Ticket, room=one_at_a_time, until=anyio.Event()
-                )
+                taken = names.tickets_stream, queue, Ticket
+                other = two.store.take(*taken, room=one_at_a_time, until=anyio.Event())
                 assert (await anext(other)).message.id == 1
 
 
@@ -334,9 +308,7 @@ async def test_messages_are_read_together_by_their_numbers(
         for number in range(6 if size > 1000 else 50):
             message = bundle(size + number)
             written[await rollout.store.append(subject, message, id=f"{number}")] = message
-            await rollout.store.append(
-                names.groups, GroupFailed("train", number, 1, "w", ""), id=f"{number}e"
-            )
+            await rollout.store.append(names.groups, failure(number), id=f"{number}e")
         store = trainer.store
         assert await store.read_some(stream, subject, written.keys(), TrajectoryBundle) == written
         first, *_, last = written
@@ -513,25 +485,20 @@ async def test_everything_goes_on_after_the_server_was_killed(
     heard: list[int] = []
     outcomes: list[int] = []
 
-    def failure(ticket: int) -> GroupFailed:
-        return GroupFailed("train", ticket, 1, "w", "")
-
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:
         await kernel.store.make_log(names.log_stream, [names.trajectories, names.groups])
         await kernel.store.make_queue(names.tickets_stream, [queue], redeliver_s=30)
         await kernel.subscribe(heartbeat, Heartbeat, lambda beat: heard.append(beat.tickets))
         for number in (1, 2):
-            await kernel.store.append(queue, Ticket(number, 1, "train", 0, 0, 8), id=f"ticket {number}")
-        tickets = rollout.store.take(
-            names.tickets_stream, queue, Ticket, room=one_at_a_time, until=anyio.Event()
-        )
+            await kernel.store.append(queue, ticket_of(number), id=f"ticket {number}")
+        taken = names.tickets_stream, queue, Ticket
+        tickets = rollout.store.take(*taken, room=one_at_a_time, until=anyio.Event())
         first = await anext(tickets)
         async with anyio.create_task_group() as tasks:
 
             async def follow() -> None:
-                async for _, message in kernel.store.follow(
-                    names.log_stream, names.groups, GroupDone | GroupFailed, start=1
-                ):
+                reading = names.log_stream, names.groups, OUTCOMES
+                async for _, message in kernel.store.follow(*reading, start=1):
                     outcomes.append(message.ticket)
 
             tasks.start_soon(follow)

@@ -122,3 +122,4 @@ def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(
     assert (tape["seed"], tape["faults"]) == (0, [])
     again = said("simulate", "--replay", "tape-0.json")
     assert "Waiting.run:" in again
+    assert "waits: kernel: " in again

@@ -28,6 +28,7 @@ from stretto_plan.measuring import Measured, _steps_at  # pyright: ignore[report
 from stretto_plan.recorded import times_of
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
+TORCH, ONE_THREAD = {"use": "torch", "replicas": 1}, {"use": "torch", "threads": 1}
 CHEAP = ServiceTimes(callback_s=dict.fromkeys(ROLES, 1e-6), message_s=1e-6)
 
 
@@ -43,6 +44,15 @@ def run_file(**sections: Any) -> dict[str, Any]:
         "steps": 15,
         **sections,
     }
+
+
+def write_run(file: Path, **sections: Any) -> Path:
+    """Write a run file with its data, and times beside it; return the times."""
+    rows, times = file.with_name("rows.jsonl"), file.with_name("times.json")
+    rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
+    file.write_bytes(msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)}, **sections)))
+    times.write_bytes(msgspec.json.encode(CHEAP))
+    return times
 
 
 # ---------------------------------------------------------------------------------------- the host
@@ -86,9 +96,7 @@ def test_engines_that_compute_take_the_measured_time() -> None:
     """A step has 32 samples of 20 tokens. If 64 are decoded at once, 20 decode steps of 2 ms are for more
     than one of them; each token adds 0.1 ms."""
     times = msgspec.structs.replace(CHEAP, step_s=0.002, sample_s=0.0001, lengths=(20,), train_s=0.001)
-    given = run_file(
-        inference={"use": "torch", "slots": 64, "replicas": 1}, training={"use": "torch", "threads": 1}
-    )
+    given = run_file(inference={**TORCH, "slots": 64}, training=ONE_THREAD)
     seen = forecast(given, times, cores=2, computes=True)
     assert seen.sampled_tokens == 640
     assert seen.engine_busy > 0.7
@@ -115,11 +123,8 @@ def test_the_fitted_times_give_back_what_was_measured() -> None:
     )
 
     def measured(slots: int, batch: int, staleness: int) -> Measured:
-        given = run_file(
-            inference={"use": "torch", "slots": slots, "replicas": 1},
-            training={"use": "torch", "threads": 1},
-            queue={"batch_size": batch, "max_staleness": staleness},
-        )
+        queue = {"batch_size": batch, "max_staleness": staleness}
+        given = run_file(inference={**TORCH, "slots": slots}, training=ONE_THREAD, queue=queue)
         seen = forecast({**given, "steps": 24}, truth, cores=2, computes=True)
         used = {role: number * 4e-5 for role, number in seen.callbacks.items()}
         used["nats-server"] = seen.callbacks["nats-server"] * 8e-5
@@ -152,12 +157,9 @@ def test_the_fitted_times_give_back_what_was_measured() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_steps")
 def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
-    rows, file, times = tmp_path / "rows.jsonl", tmp_path / "run.yaml", tmp_path / "times.json"
-    rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
+    file = tmp_path / "run.yaml"
     # A rollout worker with one ticket at a time leaves most slots empty.
-    sections = run_file(dataset={"use": "jsonl", "path": str(rows)}, rollout={"concurrency": 1})
-    file.write_bytes(msgspec.json.encode(sections))
-    times.write_bytes(msgspec.json.encode(CHEAP))
+    times = write_run(file, rollout={"concurrency": 1})
     result = CliRunner().invoke(app, ["plan", str(file), "--times", str(times)])
     assert result.exit_code == 0, result.output
     assert "recommended: " in result.output
@@ -178,9 +180,7 @@ def test_the_command_recommends_what_makes_a_run_faster(tmp_path: Path) -> None:
 def test_a_measurement_that_disagrees_with_its_forecast_is_named(
     measured: float, is_said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, file = tmp_path / "rows.jsonl", tmp_path / "run.yaml"
-    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 64)
-    file.write_bytes(msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)})))
+    write_run(file := tmp_path / "run.yaml")
     step_s = forecast(shortened(composed(file)), CHEAP, cores=2, computes=False).step_s
 
     def known(*given: object) -> tuple[ServiceTimes, float]:
@@ -198,18 +198,14 @@ def test_the_number_of_measured_steps_follows_from_their_time(pace: float, steps
 
 def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
     """A step takes 0.5 s there, without 0.25 s of waits for evaluations."""
-    rows, run, times = tmp_path / "rows.jsonl", tmp_path / "run", tmp_path / "times.json"
-    rows.write_text("".join(f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(64)))
+    run = tmp_path / "run"
     run.mkdir()
-    (run / "config.yaml").write_bytes(
-        msgspec.json.encode(run_file(dataset={"use": "jsonl", "path": str(rows)}))
-    )
+    times = write_run(run / "config.yaml")
     waits = {"wait/evaluation_s": 0.25, "wait/checkpoint_s": 0.0}
     lines = [
         {"step": step, "step_s": 0.75, "tokens": 100, "staleness": 1.5, **waits} for step in range(1, 31)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    times.write_bytes(msgspec.json.encode(CHEAP))
     arguments = ["plan", str(run), "--times", str(times), "--only"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -225,13 +221,7 @@ def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
 
 OF_GPUS = """\
 from stretto import Component, hookimpl
-from stretto_mock import MockInferenceConfig, MockTrainingConfig
-
-class Training(MockTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-class Inference(MockInferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
+from stretto_mock import MockInferenceConfig as Inference, MockTrainingConfig as Training
 
 @hookimpl
 def stretto_training():
@@ -249,18 +239,16 @@ def record(
     """Make the folder of a run. A step of its two engines and two trainers takes 1 s of the clock: 0.5 s of
     work for each engine, with 10 of the 20 slots, and 0.05 s of training and half a millisecond for each of
     100 sampled tokens, more or less. Each has one token of a prompt beside it."""
-    (folder / "rows.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n' * 64)
     (folder / "engines.py").write_text(OF_GPUS)
     run = folder / "run"
     run.mkdir(parents=True)
-    parts = run_file(
+    write_run(
+        run / "config.yaml",
         plugins=[str(folder / "engines.py")],
         training={"use": "large", "gpus": gpus, "processes": 2},
         inference={"use": "large", "gpus": gpus, "replicas": 2, "slots": 20},
-        dataset={"use": "jsonl", "path": str(folder / "rows.jsonl")},
         rollout={"concurrency": {"min": 8, "max": 64}},
     )
-    (run / "config.yaml").write_bytes(msgspec.json.encode(parts))
     same = {"step_s": 1.0, "generate_busy_s": 0.5, "slots_used": 0.25, "swap_pause_s": 0.05}
     same |= {"cores_used": 0.8, "staleness": 1.0, "wait/evaluation_s": 0.0, "wait/checkpoint_s": 0.0}
     lines = [

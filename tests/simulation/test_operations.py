@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from patience import SOON_S, patience
 from stretto.bus.connection import NatsClient
@@ -25,20 +26,7 @@ NUM_SEQUENCES = int(os.environ.get("STRETTO_SEQUENCES", "300"))
 """10,000 were compared once; as many as this in each run."""
 AT_ONCE = 16
 """Number of sequences at the same time."""
-KINDS = (
-    "store",
-    "store",
-    "store",
-    "delete",
-    "purge",
-    "get",
-    "newest",
-    "info",
-    "reader",
-    "pull",
-    "pull",
-    "answer",
-)
+KINDS = [*["store"] * 3, "delete", "purge", "get", "newest", "info", "reader", "pull", "pull", "answer"]
 
 
 class Sequence:
@@ -59,7 +47,7 @@ class Sequence:
             kind = self.rng.choice(KINDS)
             self.notes.append((kind, await getattr(self, f"_{kind}")()))
         for stream in (self.log, self.queue):
-            await self.client.request(f"$JS.API.STREAM.DELETE.{stream}", timeout=patience(10))
+            await self._ask(f"$JS.API.STREAM.DELETE.{stream}", b"")
         return self.notes
 
     async def _begin(self) -> None:
@@ -70,22 +58,16 @@ class Sequence:
         queue = {"name": self.queue, "subjects": [self.work], "retention": "workqueue", "storage": "memory"}
         for config in (log, queue):
             await self._api(f"STREAM.CREATE.{config['name']}", config)
-        consumer = {
-            "durable_name": "takers",
-            "filter_subject": self.work,
-            "ack_policy": "explicit",
-            "ack_wait": 60 * 10**9,
-            "max_ack_pending": -1,
-        }
-        await self._api(
-            f"CONSUMER.DURABLE.CREATE.{self.queue}.takers", {"stream_name": self.queue, "config": consumer}
-        )
+        consumer = {"durable_name": "takers", "filter_subject": self.work, "ack_policy": "explicit"}
+        consumer |= {"ack_wait": 60 * 10**9, "max_ack_pending": -1}
+        creation = {"stream_name": self.queue, "config": consumer}
+        await self._api(f"CONSUMER.DURABLE.CREATE.{self.queue}.takers", creation)
+
+    async def _ask(self, subject: str, data: bytes, headers: dict[str, str] | None = None) -> Msg:
+        return await self.client.request(subject, data, timeout=patience(10), headers=headers)
 
     async def _api(self, verb: str, question: dict[str, Any]) -> dict[str, Any]:
-        answer = await self.client.request(
-            f"$JS.API.{verb}", json.dumps(question).encode(), timeout=patience(10)
-        )
-        return json.loads(answer.data)
+        return json.loads((await self._ask(f"$JS.API.{verb}", json.dumps(question).encode())).data)
 
     def _sequence(self) -> int:
         return self.rng.randint(1, self.last + 2)
@@ -96,21 +78,17 @@ class Sequence:
         if self.rng.random() < 0.5:
             headers["Nats-Msg-Id"] = str(self.rng.randint(1, 6))
         if self.rng.random() < 0.3:
-            headers["Nats-Expected-Last-Sequence"] = str(
-                self.rng.randint(max(0, self.last - 1), self.last + 1)
-            )
+            expected = self.rng.randint(max(0, self.last - 1), self.last + 1)
+            headers["Nats-Expected-Last-Sequence"] = str(expected)
         data = self.rng.randbytes(self.rng.randint(0, 20))
-        answer = json.loads(
-            (await self.client.request(subject, data, timeout=patience(10), headers=headers or None)).data
-        )
+        answer = json.loads((await self._ask(subject, data, headers or None)).data)
         if subject != self.work and "error" not in answer:
             self.last = max(self.last, answer["seq"])
         return _kept(answer, "seq", "duplicate", "error")
 
     async def _delete(self) -> Any:
-        return _kept(
-            await self._api(f"STREAM.MSG.DELETE.{self.log}", {"seq": self._sequence()}), "success", "error"
-        )
+        answer = await self._api(f"STREAM.MSG.DELETE.{self.log}", {"seq": self._sequence()})
+        return _kept(answer, "success", "error")
 
     async def _purge(self) -> Any:
         if self.rng.random() < 0.7:
@@ -131,9 +109,7 @@ class Sequence:
             answer = await self._api(f"STREAM.MSG.GET.{self.log}", question)
             message = answer.get("message", {})
             return _kept(answer, "error"), _kept(message, "subject", "seq", "data")
-        answer = await self.client.request(
-            f"$JS.API.DIRECT.GET.{self.log}", json.dumps(question).encode(), timeout=patience(10)
-        )
+        answer = await self._ask(f"$JS.API.DIRECT.GET.{self.log}", json.dumps(question).encode())
         headers = answer.headers or {}
         return headers.get("Status"), headers.get("Nats-Subject"), headers.get("Nats-Sequence"), answer.data
 
@@ -144,18 +120,12 @@ class Sequence:
 
     async def _reader(self) -> Any:
         name = f"reader{len(self.readers)}"
-        config = {
-            "name": name,
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": self._sequence(),
-            "ack_policy": "none",
-            "inactive_threshold": 120 * 10**9,
-        }
+        config = {"name": name, "deliver_policy": "by_start_sequence", "opt_start_seq": self._sequence()}
+        config |= {"ack_policy": "none", "inactive_threshold": 120 * 10**9}
         subjects = self.rng.choice([self.subjects[:1], self.subjects])
         config |= {"filter_subject": subjects[0]} if len(subjects) == 1 else {"filter_subjects": subjects}
-        answer = await self._api(
-            f"CONSUMER.CREATE.{self.log}.{name}", {"stream_name": self.log, "config": config}
-        )
+        creation = {"stream_name": self.log, "config": config}
+        answer = await self._api(f"CONSUMER.CREATE.{self.log}.{name}", creation)
         self.readers.append(name)
         return answer["name"], answer.get("error")
 

@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from commands import called
 from stretto.errors import ConfigError, RunError
-from stretto.simulation import Fault, Tape, describe, run_tape, search, shrink, tapes_of
+from stretto.simulation import Fault, Outcome, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.simulation.oracles import PLANTED
 from universes import small
 
@@ -53,8 +54,7 @@ def score(prompt, completion):
 """
 SPAWNING_REWARD = """\
 import os
-def score(prompt, completion):
-    os.system("true")
+def score(prompt, completion): os.system("true")
 """
 DIGEST = """\
 import sys
@@ -72,6 +72,11 @@ def run_file(tmp_path: Path) -> Path:
     return file
 
 
+def reward_of(run_file: Path, text: str) -> str:
+    (run_file.parent / "rewards.py").write_text(text)
+    return "reward={use: function, function: rewards.py:score}"
+
+
 def simulate(folder: Path, *arguments: str, status: int = 0) -> str:
     done = called("simulate", *arguments, cwd=folder)
     assert done.returncode == status, done.stderr
@@ -80,6 +85,14 @@ def simulate(folder: Path, *arguments: str, status: int = 0) -> str:
 
 def few_steps(tape: Tape) -> Tape:
     return msgspec.structs.replace(tape, run={**tape.run, "steps": 2})
+
+
+def completed(tape: Tape, *faults: Fault, **changed: Any) -> Outcome:
+    """Run a universe with these faults and changes of its run file, and expect that it completes."""
+    tape = msgspec.structs.replace(tape, faults=faults, run=tape.run | changed)
+    outcome = run_tape(tape)
+    assert not outcome.failed, "\n".join(describe(tape, outcome))
+    return outcome
 
 
 def digest_of_another_process(tape: Tape) -> str:
@@ -139,42 +152,31 @@ def test_a_fault_of_each_kind_changes_what_happens_and_no_result() -> None:
 def test_a_trainer_that_is_lost_in_a_takeover_is_replaced(processes: int, seconds: float) -> None:
     """While it joins again, loads, and repeats a step."""
     tape = small(6, 0)
-    run = tape.run | {"training": {**tape.run["training"], "processes": processes}, "steps": 6}
     faults = [Fault(kind="kill", at=3.3, who="trainer")] if seconds > 0.5 else []
     faults += [Fault(kind="takeover", at=3.3, who="trainer", pick=0.9, seconds=seconds)]
-    outcome = run_tape(msgspec.structs.replace(tape, run=run, faults=tuple(faults)))
-    assert not outcome.failed, "\n".join(describe(tape, outcome))
-    assert outcome.kernels == 2
+    training = {**tape.run["training"], "processes": processes}
+    assert completed(tape, *faults, training=training, steps=6).kernels == 2
 
 
 def test_a_signal_to_all_processes_saves_without_a_repetition() -> None:
     """As a cluster that wants its machines back sends it. The run is continued."""
-    tape = small(6, 0)
     roles = ("trainer", "inference", "rollout", "verifier", "kernel")
-    faults = tuple(Fault(kind="term", at=3.3, who=role) for role in roles)
-    outcome = run_tape(msgspec.structs.replace(tape, faults=faults))
-    assert not outcome.failed, "\n".join(describe(tape, outcome))
+    outcome = completed(small(6, 0), *(Fault(kind="term", at=3.3, who=role) for role in roles))
     assert outcome.kernels == 2
     assert not any("lost=trainer" in line for line in outcome.log)
 
 
 @pytest.mark.slow
 def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothing() -> None:
-    wakes = (1.0, 1.1, 1.25, 1.5, 1.9, 2.3)
-    for seconds in wakes:
-        rival = Fault(kind="rival", at=2.3, who="kernel", seconds=seconds)
-        tape = msgspec.structs.replace(small(5, 0), faults=(rival,))
-        outcome = run_tape(tape)
-        assert not outcome.failed, "\n".join(describe(tape, outcome))
+    for seconds in (1.0, 1.1, 1.25, 1.5, 1.9, 2.3):
+        completed(small(5, 0), Fault(kind="rival", at=2.3, who="kernel", seconds=seconds))
 
 
 def test_workers_go_on_under_the_next_kernel(run_file: Path) -> None:
     """Nobody starts again, and no step is trained again."""
     seeds = [7, 10, 13]  # there the next kernel comes in time
     for tape in tapes_of(run_file, seeds, overrides=["queue.max_staleness=0", "steps=6"]):
-        killed = msgspec.structs.replace(tape, faults=(Fault(kind="kill", at=2.3, who="kernel"),))
-        outcome = run_tape(killed)
-        assert not outcome.failed, "\n".join(describe(killed, outcome))
+        outcome = completed(tape, Fault(kind="kill", at=2.3, who="kernel"))
         assert outcome.kernels == 2
         lines = "\n".join(outcome.log)
         assert lines.count("joined the next kernel") == lines.count("worker joined") // 2 > 3
@@ -190,9 +192,7 @@ def test_a_run_without_staleness_ends_with_one_model(run_file: Path) -> None:
 
 
 def test_a_reward_that_draws_what_it_likes_repeats_itself(run_file: Path) -> None:
-    (run_file.parent / "rewards.py").write_text(RANDOM_REWARD)
-    reward = "reward={use: function, function: rewards.py:score}"
-    [tape] = tapes_of(run_file, [0], overrides=[reward], num_faults=0)
+    [tape] = tapes_of(run_file, [0], overrides=[reward_of(run_file, RANDOM_REWARD)], num_faults=0)
 
     [(_, warm)] = search([tape])
 
@@ -202,17 +202,12 @@ def test_a_reward_that_draws_what_it_likes_repeats_itself(run_file: Path) -> Non
 
 
 def test_a_reward_that_leaves_the_simulation_is_refused(run_file: Path) -> None:
-    (run_file.parent / "rewards.py").write_text(SPAWNING_REWARD)
-
     with pytest.raises(RunError, match="processes are not there in the simulation"):
-        tapes_of(run_file, [0], overrides=["reward={use: function, function: rewards.py:score}"])
+        tapes_of(run_file, [0], overrides=[reward_of(run_file, SPAWNING_REWARD)])
 
 
 def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
-    (run_file.parent / "rewards.py").write_text(FAILING_REWARD)
-    reward = "reward={use: function, function: rewards.py:score}"
-
-    overrides = [reward, "queue.max_attempts=1", "queue.max_failures=1000"]
+    overrides = [reward_of(run_file, FAILING_REWARD), "queue.max_attempts=1", "queue.max_failures=1000"]
     [tape] = tapes_of(run_file, [0], overrides=overrides, kinds=["fail"])  # rows may fail: they do in calm
 
     assert not run_tape(tape).failed
@@ -220,15 +215,6 @@ def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
     assert "tickets have failed without a cause" in violation
     assert "no answer to 1+1=" in violation
     assert PLANTED not in violation
-
-
-def test_who_stands_still_is_named() -> None:
-    tape = msgspec.structs.replace(small(3), patience_s=0.2)
-
-    outcome = run_tape(tape)
-
-    assert outcome.status == "stuck"
-    assert any("kernel: " in line and "Kernel._begin" in line for line in outcome.waiting)
 
 
 @pytest.mark.parametrize(
@@ -241,12 +227,7 @@ def test_who_stands_still_is_named() -> None:
     ids=lambda value: value.kind if isinstance(value, Fault) else "",
 )
 def test_a_run_continues_after_a_fault_of_a_file(fault: Fault, reason: str) -> None:
-    calm = small(0, faults=0)
-    run = {**calm.run, "checkpoint": {"every": 3}}
-
-    outcome = run_tape(msgspec.structs.replace(calm, run=run, faults=(fault,)))
-
-    assert not outcome.failed, "\n".join(describe(calm, outcome))
+    outcome = completed(small(0, faults=0), fault, checkpoint={"every": 3})
     [resumed] = [line for line in outcome.log if " RESUME " in line]
     assert reason in resumed
 

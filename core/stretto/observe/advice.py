@@ -44,17 +44,12 @@ class Advice(msgspec.Struct, kw_only=True):
 
 
 class Adviser:
-    """Applies the rules to one run.
-
-    Args:
-        document: the composed run as a plain mapping. Messages name its keys and values.
-        quiet: give no advice, because nothing of it could be followed.
-    """
+    """Applies the rules to one run. Messages name keys and values of its composed `document`. `quiet`: give
+    no advice, because nothing of it could be followed."""
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
         self.history = History()
-        """What the rules see of the run."""
         self._knobs = _Knobs(document)
         self._evaluations: list[Evaluation] = []
         self._true: Counter[str] = Counter()
@@ -62,7 +57,6 @@ class Adviser:
         self._false: Counter[str] = Counter()
         self._since: dict[str, int] = {}
         self.given: list[Advice] = []
-        """All advice so far, in order."""
 
     @property
     def open(self) -> list[Advice]:
@@ -113,13 +107,12 @@ class Adviser:
 
 
 class _Knobs:
-    """The keys and values of the run file, for suggestions."""
+    """The keys and values of the run file, for suggestions. An empty suggestion does not apply to the run."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
 
     def get(self, path: str) -> Any:
-        """Return the value at a dotted key; None if there is no such key."""
         node: Any = self._document
         for part in path.split("."):
             if not isinstance(node, Mapping):
@@ -128,13 +121,11 @@ class _Knobs:
         return node
 
     def number(self, path: str, otherwise: float) -> float:
-        """Return the number at a key; `otherwise` if the value is not a number."""
         value = self.get(path)
         return value if isinstance(value, (int, float)) else otherwise
 
     def set(self, path: str, value: Any) -> str:
-        """Return a suggestion to set a key; empty if the run has no such key, or if it has that value
-        already."""
+        """Suggest to set a key, if the run has such a key and another value."""
         parent, _, key = path.rpartition(".")
         section, now = self.get(parent) if parent else self._document, self.get(path)
         if not isinstance(section, Mapping) or key not in section or now == value:
@@ -145,19 +136,18 @@ class _Knobs:
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
     def more_threads(self, section: str) -> str:
-        """Return a suggestion to give an engine one more thread; empty if it computes on GPUs, or if its bits
-        must not change: they depend on the number of threads."""
+        """Suggest a thread more, unless the engine has GPUs, or its bits, which follow the threads, must not
+        change."""
         if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
             return ""
         return self.add(f"{section}.threads", 1)
 
     def add(self, path: str, count: int) -> str:
-        """Return a suggestion to add to the number at a key, which is 1 if the run file has none."""
+        """Suggest to add to the number at a key, which is 1 if the run file has none."""
         return self.set(path, int(self.number(path, 1)) + count)
 
     def scale(self, path: str, factor: float) -> str:
-        """Return a suggestion to multiply a key's number by a factor; empty if the value is not a number. An
-        integer is rounded to an integer, a float to one significant digit."""
+        """Suggest to multiply a number: an integer to an integer, a float to one significant digit."""
         now = self.get(path)
         if isinstance(now, bool) or not isinstance(now, (int, float)):
             return ""
@@ -166,8 +156,6 @@ class _Knobs:
 
 @dataclass(frozen=True)
 class _Finding:
-    """The condition of a rule holds now."""
-
     since: int
     """First of the steps that show the problem."""
     message: str
@@ -176,11 +164,10 @@ class _Finding:
 _Judge = Callable[[History, _Knobs], _Finding | None]
 _Lines = Sequence[Mapping[str, Any]]
 _Said = tuple[str, *tuple[str, ...]]
-"""The problem, and the suggestions; an empty one does not apply to the run."""
+"""The problem, and the suggestions."""
 
 
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
-    """Return a finding whose message has the problem and the suggestions that apply to the run."""
     known = [suggestion for suggestion in suggestions if suggestion]
     return _Finding(since, f"{what}; {', or '.join(known)}" if known else what)
 
@@ -189,7 +176,6 @@ def _finding(since: int, what: str, *suggestions: str) -> _Finding:
 
 
 def _failure_bias(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find that samples which fail are longer or shorter than the others."""
     del knobs
     line = history.lines[-1]
     for name, what in (("answer_bias", "answer"), ("prompt_bias", "prompt")):
@@ -210,14 +196,15 @@ def _failure_bias(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _reward_collapse(history: History, knobs: _Knobs) -> _Finding | None:
-    start, best = history.start, history.rewards.best
+    start, best = history.rewards.start, history.rewards.best
     fall = history.rewards.fall(history.evaluations)
     if fall is None:
         return None
-    never_learnt = start and best and best.mean < start.mean + 0.1 * history.spread
+    never_learnt = start and best and best.mean < start.mean + 0.1 * history.rewards.spread
+    signs = ", ".join(history.broken())
     return _finding(
         fall.since,
-        fall.message + _what_is_broken(history),
+        f"{fall.message}: the policy is broken: {signs}" if signs else fall.message,
         knobs.scale("training.lr", 1 / 10 if never_learnt else 1 / 3),
         knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
         knobs.set("training.clip_norm", min(0.3, knobs.number("training.clip_norm", 1.0))),
@@ -228,16 +215,9 @@ def _reward_collapse(history: History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-def _what_is_broken(history: History) -> str:
-    """Return what else shows that the policy is broken, as the end of a sentence."""
-    signs = history.broken()
-    return f": the policy is broken: {', '.join(signs)}" if signs else ""
-
-
 def _shortened_steps(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find that `target_kl` keeps the learning rate below half of the scheduled one, and that the reward does
-    not rise."""
-    scale, kl, start = history.window("lr_scale", 20), history.window("behaviour_kl", 20), history.start
+    scale, kl = history.window("lr_scale", 20), history.window("behaviour_kl", 20)
+    start = history.rewards.start
     if scale is None or kl is None or start is None or scale.mean >= 0.5:
         return None
     now = history.window("reward", 10)
@@ -257,7 +237,7 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
     if before is None or now is None or not history.has_room():
         return None
     rise, error = now.rise(before)
-    if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.spread:
+    if rise > error or max(rise, 0.0) + 2 * error > 0.1 * history.rewards.spread:
         return None  # the reward rises, or the noise could hide a rise
     rate = history.window("lr", 20)
     if rate is not None and rate.mean < 0.5 * history.lr:
@@ -274,8 +254,7 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _evaluations_rise(history: History, since: int) -> bool:
-    """Whether the newest evaluation since a step is above the first evaluation since that step by more than
-    two standard errors."""
+    """Whether the newest evaluation since a step is more than two standard errors above the first one."""
     recent = [each for each in history.evaluations if each.version >= since]
     if len(recent) < 2:
         return False
@@ -286,7 +265,8 @@ def _evaluations_rise(history: History, since: int) -> bool:
 def _near_limit(history: History, now: Window) -> bool:
     """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
     0.8 of the way from its first value to the largest reward of an answer."""
-    pairs = [(history.start.mean, now.mean)] if history.start else []
+    start = history.rewards.start
+    pairs = [(start.mean, now.mean)] if start else []
     if history.evaluations:
         pairs.append((history.evaluations[0].score, history.evaluations[-1].score))
     known = math.isfinite(history.limit)
@@ -294,7 +274,8 @@ def _near_limit(history: History, now: Window) -> bool:
 
 
 def _gradient_spikes(history: History, knobs: _Knobs) -> _Finding | None:
-    norms = [(line["step"], _norm(line)) for line in history.lines if "grad_norm" in line]
+    known = [(line["step"], number(line, "grad_norm")) for line in history.lines if "grad_norm" in line]
+    norms = [(step, math.inf if norm is None else norm) for step, norm in known]  # infinite: not finite
     usual = np.log([norm for _, norm in norms[:-20] if 0 < norm < math.inf])
     if len(usual) < 20:
         return None
@@ -312,12 +293,6 @@ def _gradient_spikes(history: History, knobs: _Knobs) -> _Finding | None:
         knobs.set("training.clip_norm", min(median, knobs.number("training.clip_norm", math.inf))),
         knobs.scale("training.lr", 1 / 3),
     )
-
-
-def _norm(line: Mapping[str, Any]) -> float:
-    """Return the gradient norm; infinite if the line has no finite norm."""
-    norm = number(line, "grad_norm")
-    return math.inf if norm is None else norm
 
 
 def _masked_tokens(history: History, knobs: _Knobs) -> _Finding | None:
@@ -403,21 +378,16 @@ def _constant_reward(history: History, knobs: _Knobs) -> _Finding | None:
     rewards = history.known("reward")
     if history.varied or len(rewards) < 5 or len({reward for _, reward in rewards}) > 1:
         return None
+    truncated = history.window("truncated", 5)
     return _finding(
         rewards[0][0],
         f"every answer so far has the reward {rewards[0][1]:g}, so nothing is learnt",
         "read some answers (`stretto samples`) and try the reward on them",
-        knobs.scale("sampling.max_tokens", 2) if _mostly_truncated(history) else "",
+        knobs.scale("sampling.max_tokens", 2) if truncated and truncated.mean > 0.5 else "",
     )
 
 
-def _mostly_truncated(history: History) -> bool:
-    truncated = history.window("truncated", 5)
-    return truncated is not None and truncated.mean > 0.5
-
-
 def _failures(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find tickets or samples that failed, by cause. Most are rewards that raise or take too long."""
     lines, batch = list(history.lines)[-10:], knobs.number("queue.batch_size", 1)
     failed: dict[str, Counter[str]] = {"tickets": Counter(), "samples": Counter()}
     steps: dict[str, list[int]] = {"tickets": [], "samples": []}
@@ -459,8 +429,7 @@ _FEWEST_READINGS = 5
 
 
 def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find that training waits for evaluations for a fifth of the time, over whole multiples of
-    `evaluation.every`."""
+    """Find waits for evaluations of a fifth of the time, over whole multiples of `evaluation.every`."""
     every = int(knobs.number("evaluation.every", 0))
     count = min(KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else KEPT
     lines = list(history.lines)[-count:]
@@ -499,7 +468,6 @@ def _training_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
 
 
 def _generation_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
-    """Find that training works for at least 90 % of the time and the engines for at most 30 %."""
     share = works(lines)
     busy = total(lines, "generate_busy_s") / total(lines, "step_s")
     if share < 0.9 or busy > 0.3 or _cores_are_full(lines, knobs):
@@ -603,7 +571,6 @@ def _recoveries(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _lost_workers(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find a worker, not a trainer, that is lost again and again."""
     del knobs
     lines = list(history.lines)[-_LOST_STEPS:]
     lost = [(each["worker"], each["how"], line["step"]) for line in lines for each in line.get("lost", ())]
@@ -637,8 +604,8 @@ def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
-    """Whether more work at once would not make a run without GPUs faster: its machine has no idle cores,
-    whoever uses them."""
+    """Whether a run without GPUs would not be faster with more work at once: no core is idle, whoever uses
+    it."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
     idle = _mean(lines, "cores_idle")
     return not gpus and idle is not None and idle < 0.15
@@ -698,14 +665,11 @@ RULES = (
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Return the mean of a figure over the lines that have it; None if fewer than `_FEWEST_READINGS` have
-    it."""
     known = [value for line in lines if (value := number(line, name)) is not None]
     return math.fsum(known) / len(known) if len(known) >= _FEWEST_READINGS else None
 
 
 def _text(value: Any) -> str:
-    """Return a value as a run file would write it."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, dict):

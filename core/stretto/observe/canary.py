@@ -13,12 +13,8 @@ log = structlog.get_logger()
 
 
 class CanaryRecord:
-    """The canary drifts of all engines.
-
-    Args:
-        bound: None for a run without a canary.
-        problems: the problems of the run's summary. The record appends the first drift beyond the bound.
-    """
+    """The canary drifts of all engines. `bound` is None for a run without a canary. The first drift beyond it
+    becomes one of the summary's `problems`."""
 
     def __init__(self, bound: float | None, problems: list[str]) -> None:
         self._bound = bound
@@ -34,39 +30,12 @@ class CanaryRecord:
         """Take in a swap's results for the canary and for the shared rows."""
         if done.engine_kl is not None:
             self._engine_kls.append(done.engine_kl)
-        if done.drift is not None:
-            self._take(done.worker, done.version, done.drift)
-        elif done.unscored and self._not_compared.get(done.worker) != done.unscored:
-            self._not_compared[done.worker] = done.unscored
-            log.info("canary not compared", worker=done.worker, reason=done.unscored)
-
-    def news(self) -> dict[str, float]:
-        """Return the largest figures of the swaps since the last call, for a step's metrics; empty without
-        figures."""
-        drifts, self._news = self._news, []
-        engine_kls, self._engine_kls = self._engine_kls, []
-        figures = {"engine_kl": _short(max(engine_kls))} if engine_kls else {}
-        if not drifts:
-            return figures
-        return {
-            **figures,
-            "canary_mean": _short(max(drift.mean for drift in drifts)),
-            "canary_max": _short(max(drift.max for drift in drifts)),
-        }
-
-    def summary(self) -> dict[str, Any] | None:
-        """Return the section of the run's summary: the largest drift, and the workers whose canary was not
-        compared, with the reasons. None if the run has no canary."""
-        if self._bound is None:
-            return None
-        figures: dict[str, Any] = {"compared": self._compared, "beyond_bound": self._beyond}
-        if self._worst is not None:
-            drift, worker, version = self._worst
-            figures |= {"mean": _short(drift.mean), "max": _short(drift.max)}
-            figures |= {"worker": worker, "version": version}
-        return figures | {"not_compared": self._not_compared}
-
-    def _take(self, worker: str, version: int, drift: Drift) -> None:
+        worker, version, drift = done.worker, done.version, done.drift
+        if drift is None:
+            if done.unscored and self._not_compared.get(worker) != done.unscored:
+                self._not_compared[worker] = done.unscored
+                log.info("canary not compared", worker=worker, reason=done.unscored)
+            return
         self._compared += 1
         self._news.append(drift)
         if self._worst is None or drift.mean > self._worst[0].mean:
@@ -79,6 +48,28 @@ class CanaryRecord:
                     f"version {version}: the canary drifts by {drift.mean:.3g} a token between {worker} and "
                     f"the trainer; inference.canary.bound is {bound:g}"
                 )
+
+    def news(self) -> dict[str, float]:
+        """Return the largest figures of the swaps since the last call, for a step's metrics."""
+        drifts, self._news = self._news, []
+        engine_kls, self._engine_kls = self._engine_kls, []
+        figures = {"engine_kl": _short(max(engine_kls))} if engine_kls else {}
+        if drifts:
+            figures["canary_mean"] = _short(max(drift.mean for drift in drifts))
+            figures["canary_max"] = _short(max(drift.max for drift in drifts))
+        return figures
+
+    def summary(self) -> dict[str, Any] | None:
+        """Return the section of the run's summary: the largest drift, and the workers whose canary was not
+        compared, with the reasons. None if the run has no canary."""
+        if self._bound is None:
+            return None
+        figures: dict[str, Any] = {"compared": self._compared, "beyond_bound": self._beyond}
+        if self._worst is not None:
+            drift, worker, version = self._worst
+            figures |= {"mean": _short(drift.mean), "max": _short(drift.max)}
+            figures |= {"worker": worker, "version": version}
+        return figures | {"not_compared": self._not_compared}
 
 
 def _short(value: float) -> float:

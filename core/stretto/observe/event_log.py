@@ -34,8 +34,8 @@ from stretto.records.event_files import (
 
 log = structlog.get_logger()
 
-_SYNC_S = 5.0
-_RETRY_S = 5.0
+_SYNC_S = 5.0  # a power cut takes this much of the files, and the stream still has it
+_RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
 """At the end of the run, the last messages are written in this time."""
 _FILE_BYTES = 2**26
@@ -43,18 +43,13 @@ _FILE_BYTES = 2**26
 
 
 class EventLog:
-    """Writes the files of one kernel.
-
-    Args:
-        facts: gets the place in the stream up to which the files are on disk, and a problem if they stay
-            behind.
-    """
+    """Writes the files of one kernel. `facts` get the place in the stream up to which they are on disk, and a
+    problem if they stay behind."""
 
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._folder = folder
         self._facts = facts
         self._epoch = 0
-        """Lease epoch of the kernel."""
         self._path = folder
         self._file: FileIO | None = None
         self._size = 0
@@ -102,10 +97,7 @@ class EventLog:
             self._file.close()
             self._file = None
 
-    # ----------------------------------------------------------------------------------- private
-
     async def _catch_up(self, bus: Bus, names: Subjects) -> None:
-        """Write the messages of the stream that the files do not have."""
         async with self._reading:
             if self._is_behind:
                 await self._read_stream(bus, names)
@@ -141,7 +133,6 @@ class EventLog:
         return newest_stored(self._folder, below=self._epoch)
 
     def _append(self, sequence: int, message: EventBatch) -> bool:
-        """Write a message. Return whether this worked."""
         record = record_of(sequence, encode(message))
         try:
             if self._file is None or self._size > _FILE_BYTES:
@@ -179,7 +170,6 @@ class EventLog:
             self._last, self._is_behind = self._facts.events_on_disk, True
 
     def _complain(self, error: Exception) -> None:
-        """Log the first of several failures in a row."""
         if str(error) != self._complaint:
             self._complaint = str(error)
             log.warning("events are not in files yet; trying again", error=self._complaint)

@@ -1,4 +1,7 @@
-"""What advice, verdict and live view know of a run: its newest lines, and a few figures of older ones."""
+"""What advice, verdict and views know of a run: its newest lines of steps, and a few figures of older ones.
+
+The kernel keeps it. What happened in a whole run, as its events tell it, is `stretto.records.history`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from typing import Any
 
 from stretto.kernel.schedule.health import HeldOutScore, RewardHistory, Window
 from stretto.observe.bottleneck import number
-from stretto.records.figures import RECENT_STEPS, recent
+from stretto.records.figures import recent
+from stretto.records.metrics import MAIN_FIGURES
 
 KEPT = 200
 """Number of newest lines."""
@@ -17,12 +21,13 @@ _POINTS = 64
 
 
 class History:
-    """The newest lines of a run, and its evaluations."""
+    """The newest lines of a run, its curves, and its evaluations."""
 
     def __init__(self) -> None:
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=KEPT)
         self._figures: dict[str, deque[tuple[int, float]]] = {}
         """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
+        self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         self.evaluations: list[HeldOutScore] = []
         """Those with a result, in order; see `held_out`."""
         self.first: dict[str, Window] = {}
@@ -41,6 +46,8 @@ class History:
         for name in line:
             if (value := number(line, name)) is not None:
                 self._figures.setdefault(name, deque(maxlen=KEPT)).append((line["step"], value))
+                if name in self.curves:
+                    self.curves[name].add(value)
         self.lr = max(self.lr, number(line, "lr") or 0.0)
         if (largest := number(line, "reward_max")) is not None:  # 0 is a limit too
             self.limit = max(self.limit, largest)
@@ -51,34 +58,27 @@ class History:
         if (reward := number(line, "reward")) is not None:
             self.rewards.add(line["step"], reward, number(line, "reward_std"))
 
-    @property
-    def start(self) -> Window | None:
-        """See `RewardHistory`."""
-        return self.rewards.start
-
-    @property
-    def spread(self) -> float:
-        """See `RewardHistory`."""
-        return self.rewards.spread
-
     def known(self, name: str) -> list[tuple[int, float]]:
         """Return the newest (step, figure) pairs of the lines that have a finite figure of this name."""
         return list(self._figures.get(name, ()))
 
+    def recent(self, name: str) -> float | None:
+        """Return the mean of a figure over the newest steps that have it; None before the first of them."""
+        return recent([value for _, value in self.known(name)])
+
     def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
-        """Return the window of `count` known figures of a name that ends before the newest `back` figures;
-        None if there are fewer."""
+        """Return `count` known figures of a name before the newest `back` ones; None if there are fewer."""
         known = self.known(name)
         return Window.of(known[: len(known) - back], count)
 
     def has_room(self) -> bool:
         """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""
         spread = self.window("reward_std", 10)
-        return spread is not None and self.spread > 0 and spread.mean >= 0.7 * self.spread
+        return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is more than two standard errors above the mean of the
-        `count` steps before them."""
+        """Whether the mean of the newest `count` steps is two standard errors above that of those before
+        them."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False
@@ -94,7 +94,7 @@ class History:
             return None
         rise, error = now.rise(first)
         better = rise if name == "reward" else -rise
-        return rise if better > max(3 * error, 0.1 * self.spread) else None
+        return rise if better > max(3 * error, 0.1 * self.rewards.spread) else None
 
     def broken(self) -> list[str]:
         """Return what shows that the policy is broken, as clauses; empty if nothing does."""
@@ -122,12 +122,10 @@ class Curve:
         """Number of figures in one mean."""
         self._begun: list[float] = []
         """The newest figures, which are not in a mean yet."""
-        self._newest: deque[float] = deque(maxlen=RECENT_STEPS)
 
     def add(self, value: float) -> None:
         """Take in the figure of the next step."""
         self._begun.append(value)
-        self._newest.append(value)
         if len(self._begun) < self._width:
             return
         self._means.append(sum(self._begun) / self._width)
@@ -140,7 +138,3 @@ class Curve:
         """Return the means, in order; at most 64. The last one may be over fewer steps."""
         begun = [sum(self._begun) / len(self._begun)] if self._begun else []
         return [*self._means, *begun]
-
-    def recent(self) -> float | None:
-        """Return the mean over the newest steps; None before the first step."""
-        return recent(list(self._newest))

@@ -98,27 +98,16 @@ def _host_check(hosts: tuple[str, ...]) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        name = _host_name(request.headers.get("Host", ""))
-        if name not in known and not _is_address(name):
-            raise web.HTTPForbidden(text="this machine has no such name; `metrics.hosts` may add it\n")
+        try:
+            name = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
+            if name not in known:
+                ip_address(name)
+        except ValueError:  # such as `[::1`, or a name
+            text = "this machine has no such name; `metrics.hosts` may add it\n"
+            raise web.HTTPForbidden(text=text) from None
         return await handler(request)
 
     return check
-
-
-def _host_name(header: str) -> str:
-    try:
-        return urlsplit(f"//{header}").hostname or ""
-    except ValueError:  # such as `[::1`
-        return ""
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ip_address(name)
-    except ValueError:
-        return False
-    return True
 
 
 def gauge_of(key: str) -> str:
@@ -272,27 +261,24 @@ class RunCollector(Collector):
     # ------------------------------------------------------------------------------------ families
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
-        family = GaugeMetricFamily(f"stretto_{name}", text, labels=["run"])
-        if value is not None:
-            family.add_metric([self._setup.run], value)
-        return family
+        return self._gauges(name, text, "", {"": value})
 
     def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Metric:
-        family = GaugeMetricFamily(f"stretto_{name}", text, labels=["run", label])
+        labels = ["run", label] if label else ["run"]
+        family = GaugeMetricFamily(f"stretto_{name}", text, labels=labels)
         for key, value in values.items():
             if value is not None:
-                family.add_metric([self._setup.run, key], value)
+                family.add_metric([self._setup.run, key][: len(labels)], value)
         return family
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"stretto_{name}", text, labels=["run"])
-        family.add_metric([self._setup.run], self._total(name, "", value))
-        return family
+        return self._counters(name, text, "", {"": value})
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(f"stretto_{name}", text, labels=["run", label])
+        labels = ["run", label] if label else ["run"]
+        family = CounterMetricFamily(f"stretto_{name}", text, labels=labels)
         for key, value in values.items():
-            family.add_metric([self._setup.run, key], self._total(name, key, value))
+            family.add_metric([self._setup.run, key][: len(labels)], self._total(name, key, value))
         return family
 
     def _total(self, name: str, key: str, value: float) -> float:

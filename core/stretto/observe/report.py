@@ -34,10 +34,9 @@ from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
 from stretto.observe.advice import Adviser
 from stretto.observe.canary import CanaryRecord
-from stretto.observe.history import Curve
 from stretto.observe.verdict import RunState, verdict
 from stretto.records.figures import describe_waits
-from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, MAIN_FIGURES, is_evaluation
+from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, is_evaluation
 from stretto.records.metrics_file import MetricsFile
 from stretto.records.status import State, Verdict
 
@@ -56,9 +55,7 @@ _RECENT = 20
 
 
 class Report:
-    """Makes the figures of a run of its kernel's events, and writes them. It has the lifetime of the
-    kernel.
-    """
+    """Makes the figures of a run from its kernel's events, and writes them. It has the kernel's lifetime."""
 
     def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
         self._folder = setup.folder
@@ -69,22 +66,19 @@ class Report:
         self._sampled = setup.graph.samples
         self._metrics = MetricsFile(setup.folder)
         self.adviser = adviser
-        self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
-        """The figures of all steps so far, by name."""
         self.recoveries: list[dict[str, Any]] = []
-        """What was lost and replaced in the run."""
         self.version = 0
         """Version of the newest step that is reported."""
         if setup.resumed is not None:
-            self._continue(setup.resumed[1].version, setup.resumed[1].snapshot.evaluation.results)
+            for evaluation in setup.resumed[1].snapshot.evaluation.results:
+                self.adviser.evaluated(evaluation)
+            self._continue_to(setup.resumed[1].version)
         self._kernel_began = 0.0
         """Unix time."""
         self._began = 0.0
         """Unix time at which the run would have begun, had it run without a break."""
-        self._evaluated: set[int] = set()
-        """Versions with a line of an evaluation."""
-        self._steps: set[int] = set()
-        """Steps with a line."""
+        self._written: set[tuple[int, bool]] = set()
+        """(step or version, whether it is an evaluation) of each line."""
         self._newest = 0
         """The largest version of a line."""
         self._first_ticket = 0.0
@@ -102,12 +96,11 @@ class Report:
         """Seconds from the run's start to the newest step."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
-        self._recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
-        """The newest lines of steps that this kernel trained."""
+        self._recent: deque[float] = deque(maxlen=_RECENT)
+        """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
         """Whether the newest step did not change some model, because its gradient was not finite."""
         self._replaced: list[Replaced] = []
-        """Since the newest step."""
         self._lost: list[dict[str, str]] = []
         """Workers that were lost since the newest step, without trainers, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
@@ -138,7 +131,7 @@ class Report:
                 self._replaced.append(event)
             case FleetChanged(worker, "lost", how) if not worker.startswith("trainer-"):
                 self._lost.append({"worker": worker, "how": how})
-            case StepMeasured(version, known=True) if version in self._steps:
+            case StepMeasured(version, known=True) if (version, False) in self._written:
                 pass
             case StepMeasured(version):
                 self._cut_after(version - 1)
@@ -151,32 +144,22 @@ class Report:
 
     # -------------------------------------------------------------------------------------- lines
 
-    def _continue(self, version: int, evaluations: Sequence[Evaluation]) -> None:
-        """Take in what is known of a run that continues from a version."""
-        for evaluation in evaluations:
-            self.adviser.evaluated(evaluation)
-        self._continue_to(version)
-
     def _continue_to(self, version: int) -> None:
-        """Take in the lines of former kernels' steps up to a version, if there are some."""
         if version <= self.version:
             return
         for line in self._metrics.read():
             if self.version < line["step"] <= version and not is_evaluation(line):
                 self.adviser.step(line)
-                self._draw(line)
                 self.recoveries += line.get("recoveries", [])
                 self._step_s = line["time_s"]
         self.version = version
 
     def _begin(self) -> None:
-        """Begin to change the run's files. A broken last line goes aside, and the previous kernel's summary
+        """Begin to change the run's files: a broken last line goes aside, and the former kernel's summary
         goes."""
         self._metrics.cut_after(sys.maxsize)
-        lines = self._metrics.read()
-        self._evaluated = {line["step"] for line in lines if is_evaluation(line)}
-        self._steps = {line["step"] for line in lines if not is_evaluation(line)}
-        self._newest = max((line["step"] for line in lines), default=0)
+        self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
+        self._newest = max((version for version, _ in self._written), default=0)
         (self._folder / "summary.json").unlink(missing_ok=True)
 
     def _cut_after(self, version: int) -> None:
@@ -184,11 +167,9 @@ class Report:
         if self._newest > version:
             self._newest = version
             self._metrics.cut_after(version)
-            self._steps = {step for step in self._steps if step <= version}
-            self._evaluated = {step for step in self._evaluated if step <= version}
+            self._written = {line for line in self._written if line[0] <= version}
 
     def _step(self, time: float, step: StepMeasured) -> None:
-        """Report a complete step: write its line and log it."""
         self.version = step.version
         self.train_busy_s += step.train_s
         before, generated_s, _ = (
@@ -226,18 +207,16 @@ class Report:
         }
         self._lost = []
         if step.version > 1:  # the first step waits for the first groups
-            self._recent.append(self.last)
-        self._draw(self.last)
+            self._recent.append(self.last["step_s"])
         self._advise()
         self._note_skipped(step.skipped)
         self._metrics.append(_finite(self.last))
-        self._steps.add(step.version)
+        self._written.add((step.version, False))
         self._newest = step.version
         shown = {key: self.last[key] for key in _SHOWN if key in self.last}
         log.info("step", **shown, waits=describe_waits(self.last))
 
     def _recoveries(self, time: float) -> dict[str, Any]:
-        """Return what was lost and replaced since the newest step, and the seconds until this one."""
         lost, self._replaced = self._replaced, []
         if not lost:
             return {}
@@ -255,19 +234,11 @@ class Report:
         self.recoveries += recoveries
         return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
 
-    def _draw(self, line: Mapping[str, Any]) -> None:
-        """Add a step's figures to the curves."""
-        for name, curve in self.curves.items():
-            value = line.get(name)
-            if isinstance(value, (int, float)) and math.isfinite(value):
-                curve.add(value)
-
     def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        """Report a complete evaluation: write its line, unless there is one. The line follows those of the
-        steps that were trained meanwhile."""
-        if evaluation.version in self._evaluated:
+        """Write the line of an evaluation, once, after those of the steps that were trained meanwhile."""
+        if (evaluation.version, True) in self._written:
             return
-        self._evaluated.add(evaluation.version)
+        self._written.add((evaluation.version, True))
         line = {
             "step": evaluation.version,
             "time": round(time, 3),
@@ -293,8 +264,6 @@ class Report:
             self._evaluation(time, evaluation)
 
     def _of_speed(self, step: StepMeasured, generate_busy_s: float) -> dict[str, float]:
-        """Return how long generation, verification and swaps took since the step before, and how full the
-        engines were."""
         figures = {
             "generate_busy_s": max(0.0, generate_busy_s),
             "verify_busy_s": step.verify_busy_s - self._verified_s,
@@ -305,7 +274,6 @@ class Report:
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _advise(self) -> None:
-        """Apply the advice rules to the newest line, and log new and withdrawn advice."""
         changed = self.adviser.step(self.last)
         for advice in changed:
             if advice.until is None:
@@ -332,7 +300,7 @@ class Report:
         """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
         if not self._recent:
             return None
-        step_s = math.fsum(line["step_s"] for line in self._recent) / len(self._recent)
+        step_s = math.fsum(self._recent) / len(self._recent)
         steps = self._scheduler.settings.steps - self._scheduler.version
         return max(0.0, steps * step_s - (clock.now() - self._last_step))
 
@@ -372,6 +340,8 @@ class Report:
 
     def _summary(self, status: State, reason: str) -> dict[str, Any]:
         scheduler, fleet = self._scheduler, self._fleet
+        has_trained = self._first_ticket and self._steady
+        train_wall_s = self._steady[-1][0] - self._first_ticket if has_trained else 0.0
         return {
             "run": self._run,
             "status": status,
@@ -381,7 +351,7 @@ class Report:
             "steps": scheduler.version,
             "version": scheduler.version,
             "wall_s": round(self._facts.wall_s, 3),
-            "train_wall_s": round(self._train_wall_s(), 3),
+            "train_wall_s": round(train_wall_s, 3),
             "evaluation": [msgspec.to_builtins(evaluation) for evaluation in scheduler.evaluation.results],
             "best": self._best(),
             "ledger": msgspec.to_builtins(scheduler.ledger),
@@ -415,8 +385,7 @@ class Report:
         }
 
     def _variant_summary(self) -> dict[str, Any]:
-        """Return accounts and figures of each variant, and how they differ from those of the first; empty
-        without variants."""
+        """Return what the summary says of an A/B test; empty without one."""
         variants = self._scheduler.variants
         if not variants.accounts:
             return {}
@@ -444,34 +413,21 @@ class Report:
         return {"version": best.version, **scores, "checkpoint": name if there else None}
 
     def _all_problems(self) -> list[str]:
-        return list(dict.fromkeys([*self._facts.problems, *self._held_back(), *self._not_evaluated()]))
-
-    def _not_evaluated(self) -> list[str]:
-        """Return a line that names the versions whose evaluations the run's end has cut off."""
-        versions = ", ".join(map(str, self._scheduler.evaluation.needed_versions))
-        return [f"the run ended before the evaluation of version {versions} had a result"] if versions else []
-
-    def _held_back(self) -> list[str]:
-        """Return a line that says how often evaluations held training back; empty if they did not."""
-        scheduler = self._scheduler
-        if not scheduler.evaluation.held_back:
-            return []
-        every = scheduler.settings.evaluation_every
-        return [
-            f"evaluations held training back {scheduler.evaluation.held_back} times: one waited already when "
-            f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
-            "inference more replicas"
-        ]
-
-    def _train_wall_s(self) -> float:
-        """Return the seconds from the first ticket to the last step."""
-        if not self._first_ticket or not self._steady:
-            return 0.0
-        return self._steady[-1][0] - self._first_ticket
+        problems, evaluation = [*self._facts.problems], self._scheduler.evaluation
+        every = self._scheduler.settings.evaluation_every
+        if evaluation.held_back:
+            problems.append(
+                f"evaluations held training back {evaluation.held_back} times: one waited already when "
+                f"evaluation.every={every} would have had the next; raise it, evaluate fewer rows, or give "
+                "inference more replicas"
+            )
+        if versions := ", ".join(map(str, evaluation.needed_versions)):
+            problems.append(f"the run ended before the evaluation of version {versions} had a result")
+        return list(dict.fromkeys(problems))
 
     def _overlap(self) -> float:
-        """Return the share of the time in which generation or training was busy, whichever was busier. It
-        counts from the end of the first step."""
+        """Return the share of the time after the first step in which the busier of generation and training
+        worked."""
         if len(self._steady) < 2:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
@@ -479,13 +435,8 @@ class Report:
 
 
 def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
-    """Return the seconds for which a step's training waited, by cause.
-
-    Args:
-        waits: of the time before the step.
-        waited_s: all seconds since the step before in which no call ran. Those within the step count as
-            `overhead`, like those before it without another cause.
-    """
+    """Return the seconds for which a step's training waited, by cause. Of `waited_s`, all seconds since the
+    step before in which no call ran, those without another cause count as `overhead`."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import structlog
 from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import CAUSES, Evaluation
-from stretto.bus.messages.membership import RunStatus, Wait
+from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.fleet import late_workers
 from stretto.kernel.schedule.health import held_out
@@ -31,7 +32,7 @@ from stretto.records.status import (
 
 log = structlog.get_logger()
 
-_WRITE_S = 2.0
+_WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
 """Log a wait after this many seconds, and again each time its length has doubled."""
 _SPEED_S = 5.0
@@ -50,13 +51,9 @@ class StatusWriter:
     """Puts the state of a run together. It has the lifetime of the kernel."""
 
     def __init__(self, setup: RunSetup, report: Report) -> None:
-        self._name = setup.config.name
-        self._steps = setup.config.steps
-        self._sampled = setup.graph.samples
-        self._folder = setup.folder
+        self._setup = setup
         self._report = report
         self._facts = setup.facts
-        self._waits = setup.waits
         self._scheduler = setup.scheduler
         self._fleet = setup.fleet
         self._tokens: deque[tuple[float, int]] = deque()
@@ -68,31 +65,33 @@ class StatusWriter:
     def status(self) -> Status:
         """Return the state of the run at this moment."""
         facts, report, scheduler, fleet = self._facts, self._report, self._scheduler, self._fleet
-        now, ending = clock.now(), facts.ending
+        now, ending, history = clock.now(), facts.ending, report.adviser.history
         evaluations, best = evaluation_statuses(scheduler.evaluation.results), scheduler.evaluation.best
         return Status(
             written=clock.wall(),
             pid=os.getpid(),
-            name=self._name,
-            folder=str(self._folder),
+            name=self._setup.config.name,
+            folder=str(self._setup.folder),
             state=ending.status,
             started=facts.started,
             reason=ending.reason,
             version=scheduler.version,
-            steps=self._steps,
+            steps=self._setup.config.steps,
             wall_s=round(facts.wall_s, 1),
             left_s=None if ending.status != "running" else report.left_s(),
             now=self._now(),
             verdict=report.verdict(ending.status),
-            sampled=self._sampled,
-            newest={key: _number(report.last[key]) for key in _NEWEST if key in report.last},
+            sampled=self._setup.graph.samples,
+            newest={
+                key: value if math.isfinite(value) else None
+                for key in _NEWEST
+                if (value := report.last.get(key)) is not None
+            },
             recent={
-                name: _short(mean)
-                for name, curve in report.curves.items()
-                if (mean := curve.recent()) is not None
+                name: _short(mean) for name in history.curves if (mean := history.recent(name)) is not None
             },
             curves={
-                name: [_short(point) for point in curve.points()] for name, curve in report.curves.items()
+                name: [_short(point) for point in curve.points()] for name, curve in history.curves.items()
             },
             evaluations=evaluations[-_EVALUATIONS:],
             best=next((each for each in evaluations if best and each.version == best.version), None),
@@ -143,11 +142,10 @@ class StatusWriter:
         )
 
     def _write(self, status: Status) -> None:
-        """Write the status into the run's folder. If this fails, log the error once."""
-        aside = self._folder / f".{STATUS}"
+        aside = self._setup.folder / f".{STATUS}"
         try:
             aside.write_bytes(msgspec.json.encode(status))
-            aside.rename(self._folder / STATUS)
+            aside.rename(self._setup.folder / STATUS)
             self._complaint = ""
         except OSError as error:  # the run itself can do without the file
             if str(error) != self._complaint:
@@ -162,7 +160,7 @@ class StatusWriter:
             return text
         if not self._facts.started:
             return f"waiting for {', '.join(late_workers(self._fleet)[:_MOST_LATE]) or 'workers'}"
-        cause = self._waits.cause
+        cause = self._setup.waits.cause
         if cause is not None and cause.kind != "groups":
             return f"waiting for {cause}"
         return "training" if scheduler.training else "generating"
@@ -180,13 +178,13 @@ class StatusWriter:
         )
 
     def _stalls(self) -> list[Stall]:
-        waits = [_stall(member.worker, member.wait) for member in self._fleet.members.values() if member.wait]
-        if self._facts.bus is not None and (own := self._facts.bus.unanswered.longest()):
-            waits.append(_stall("kernel", own))
-        return sorted(waits, key=lambda each: -each.seconds)
+        waits = [(member.worker, member.wait) for member in self._fleet.members.values()]
+        if self._facts.bus is not None:
+            waits.append(("kernel", self._facts.bus.unanswered.longest()))
+        stalls = (Stall(asker, each.who, each.verb, round(each.seconds, 2)) for asker, each in waits if each)
+        return sorted(stalls, key=lambda stall: -stall.seconds)
 
     def _generation_speed(self, now: float) -> int:
-        """Return the sampled tokens per second over the last seconds."""
         self._tokens.append((now, self._fleet.generated_tokens()))
         while len(self._tokens) > 2 and self._tokens[1][0] < now - _SPEED_S:
             self._tokens.popleft()
@@ -195,12 +193,7 @@ class StatusWriter:
 
 
 def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
-    """Log each wait that has become long.
-
-    Args:
-        next_log_s: asker, process and verb of each wait that was logged -> its length at which it is logged
-            again. Updated.
-    """
+    """Log long waits. `next_log_s`: (asker, process, verb) -> length at which the wait is logged again."""
     present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
     for key in next_log_s.keys() - present.keys():
         del next_log_s[key]
@@ -208,10 +201,6 @@ def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float
         if seconds >= next_log_s.get(key, _LONG_S):
             next_log_s[key] = 2 * seconds
             log.warning("long wait", asker=key[0], who=key[1], verb=key[2], seconds=seconds)
-
-
-def _stall(asker: str, wait: Wait) -> Stall:
-    return Stall(asker, wait.who, wait.verb, round(wait.seconds, 2))
 
 
 def evaluation_statuses(results: Sequence[Evaluation]) -> list[EvaluationStatus]:
@@ -230,11 +219,5 @@ def evaluation_statuses(results: Sequence[Evaluation]) -> list[EvaluationStatus]
     ]
 
 
-def _number(value: float) -> float | None:
-    """Return a finite number; None, which is null in JSON, for another one."""
-    return value if abs(value) < float("inf") else None
-
-
 def _short(value: float) -> float:
-    """Return a number with six digits; views round it again."""
     return float(f"{value:.6g}")

@@ -25,17 +25,13 @@ from stretto.tracker import TrackerConfig
 
 log = structlog.get_logger()
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # how soon the kernel notices what the process reports
 _KILLED_S = 5.0
 """A killed process is gone within this time, unless it hangs in the system."""
 
 
 class Trackers:
-    """The trackers of one kernel.
-
-    Args:
-        problems: gets a line when a tracker has failed.
-    """
+    """The trackers of one kernel. The summary's `problems` get a line when one has failed."""
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
         self._run = run
@@ -49,8 +45,7 @@ class Trackers:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the process. Lines after the checkpoint, and the summary of a previous kernel, must be gone
-        by now."""
+        """Start the process. Later lines than the checkpoint's, and a former summary, must be gone by now."""
         if not self._left:
             return
         log.info("trackers start", trackers=[*self._finish_s])
@@ -82,7 +77,6 @@ class Trackers:
                     await ended(self._process, _KILLED_S)
 
     async def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        """Take what the process reports, until it has ended."""
         assert process.stdin is not None
         assert process.stdout is not None
         has_ended, rest = False, b""
@@ -113,8 +107,8 @@ class Trackers:
             self._left.discard(name)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process in a session of its own, so that signals from the terminal do not reach it. Its
-        standard input ends when the kernel is gone."""
+        """Start the process in a session of its own, without the terminal's signals. Its input ends with the
+        kernel."""
         for name in self._finish_s:
             (self._output.parent / name).mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:

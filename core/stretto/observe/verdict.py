@@ -19,7 +19,7 @@ from stretto.observe.advice import Adviser
 from stretto.observe.bottleneck import bottleneck, total, verifiers_used
 from stretto.observe.history import History
 from stretto.records.accuracy import estimate_score
-from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text, recent
+from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
 from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
@@ -44,7 +44,6 @@ _SAID = frozenset(
 )
 """Rules whose problem the other clauses name."""
 _WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
-"""Rules that say why generation is slow."""
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
 _WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
@@ -67,7 +66,6 @@ class RunState:
 
     status: State
     steps: int
-    """Number of complete steps."""
     trains: bool = True
     """Whether the run has steps to train, and is no evaluation."""
     restarts: int = 0
@@ -75,7 +73,6 @@ class RunState:
     rows_change: bool = False
     """Whether a curriculum chooses the rows, so that the rewards of two steps cannot be compared."""
     wall_s: float = 0.0
-    """Seconds of the run."""
     after_s: float = 0.0
     """The part of them after the newest step."""
 
@@ -103,7 +100,6 @@ def verdict(adviser: Adviser, state: RunState) -> Verdict:
 
 
 def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
-    """Return whether the run learns, and the figures that show it."""
     history = adviser.history
     for advice in adviser.open:
         problem = advice.message.partition("; ")[0]
@@ -116,7 +112,7 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     name = "reward" if history.known("reward") else "loss"
     known = history.known(name)[-VERDICT_STEPS:]
     if len(known) < _FEWEST:
-        value = FIGURES[name].text(recent([each for _, each in known]))
+        value = FIGURES[name].text(history.recent(name))
         return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
     better = trend(known) * (1 if name == "reward" else -1)
     gain = history.gain(name) if len(history.known(name)) >= _APART else None
@@ -168,8 +164,7 @@ def _change(known: Sequence[tuple[int, float]]) -> float:
 
 
 def _left_out(history: History) -> bool:
-    """Whether the algorithm, or a gate, leaves out so many finished groups that the mean reward of the others
-    says little of the policy."""
+    """Whether so many groups are left out that the reward of the others says little of the policy."""
     lines = list(history.lines)[-VERDICT_STEPS:]
     filtered = sum(
         count
@@ -183,11 +178,8 @@ def _left_out(history: History) -> bool:
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """Return the trend that the newest evaluation shows against an earlier one, 60 steps before or the first.
-
-    Args:
-        why: why the reward does not tell, for the case that evaluations do not tell either.
-    """
+    """Return the trend that the newest evaluation shows against one 60 steps before, or the first. `why` says
+    why the reward does not tell."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
@@ -215,7 +207,7 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
-    flat = recent([each for _, each in history.known("zero_variance_groups")]) or 0.0
+    flat = history.recent("zero_variance_groups") or 0.0
     if history.varied and flat >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
         yield f"{flat:.0%} of the groups without signal"
     apart = _SAID | _OF_TIME | {"failures"}
@@ -227,7 +219,8 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
         yield from (text for _, text in costs)
         return
     part, share = bottleneck(lines)
-    shares = _shares(lines)
+    all_s = max(total(lines, "step_s"), 1e-9)
+    shares: dict[CauseKind, float] = {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
     costs += _times(shares, problems)
     late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
     waited = shares["groups"] + shares["late_ticket"]
@@ -266,14 +259,7 @@ def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
     return failed / max(1, failed + trained)
 
 
-def _shares(lines: Sequence[Mapping[str, Any]]) -> dict[CauseKind, float]:
-    """Return the share of the time that training waited, by cause."""
-    all_s = max(total(lines, "step_s"), 1e-9)
-    return {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
-
-
 def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> Iterator[tuple[float, str]]:
-    """Yield shares of the time that are lost, and to what."""
     for cause in _WAITS:
         if cause == "swap" and "slow_swaps" in problems:
             yield shares[cause], problems["slow_swaps"]

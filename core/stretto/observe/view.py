@@ -22,7 +22,7 @@ from stretto.bus.messages.events import Evaluation
 from stretto.errors import StrettoError, printable
 from stretto.observe.status import evaluation_statuses
 from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_text
-from stretto.records.status import Status, WorkerStatus
+from stretto.records.status import Status
 
 _MOST_ROWS = 8
 """Maximum number of pieces of advice, evaluations and waits that the view shows."""
@@ -36,16 +36,11 @@ _OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s",
 
 
 class View:
-    """The live view of a run. It draws nothing if stderr is not a terminal.
-
-    Args:
-        source: returns the state to draw; None while it is not known.
-    """
+    """The live view of a run, from a source of its state, if that is known. It draws only in a terminal."""
 
     def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
         self._status: Status | None = None
-        """The newest state that was drawn."""
         self._stopped = False
         console = Console(stderr=True)
         self._live = Live(console=console, get_renderable=self._draw, auto_refresh=False)
@@ -81,11 +76,8 @@ class View:
 
 
 def drawing(status: Status, *, stopped: bool) -> Group:
-    """Return what the view shows of a state, which may come from a foreign process.
-
-    Args:
-        stopped: whether the run has ended, so that what it does now does not count.
-    """
+    """Return what the view shows of a state, perhaps of a foreign process. If `stopped`, nothing of now
+    counts."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")
@@ -110,7 +102,7 @@ def _bar(status: Status, stopped: bool) -> RenderableType:
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield the rows below the progress bar: label and text."""
+    """Yield the label and the text of each row below the progress bar."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
     if status.verdict is not None:
@@ -144,7 +136,6 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of the newest step's figures that have no curve."""
     texts = {key: FIGURES[key].text(newest[key]) for key in _OF_STEP if key in newest}
     if "length" in texts:
         yield FIGURES["length"].label, f"{texts['length']} tokens"
@@ -158,7 +149,6 @@ def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
-    """Yield the rows that count only while the run lives."""
     yield "workers", _workers(status)
     for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
         yield "waits", str(stall)
@@ -170,12 +160,9 @@ def _workers(status: Status) -> str:
     leaving = "".join(f"   {worker.worker} leaves" for worker in status.workers if worker.leaving)
     starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
     restarts = f"   restarts {status.restarts}" if status.restarts else ""
-    blocked = "".join(_blocked(worker) for worker in status.workers if worker.blocked_s)
+    late = [(worker.worker, worker.blocked_s) for worker in status.workers if worker.blocked_s]
+    blocked = "".join(f"   {worker} stands still for {seconds:.0f} s" for worker, seconds in late)
     return f"{ready} ready{starting}{leaving}{restarts}{blocked}"
-
-
-def _blocked(worker: WorkerStatus) -> str:
-    return f"   {worker.worker} stands still for {worker.blocked_s:.0f} s"
 
 
 def sparkline(points: Sequence[float]) -> str:
@@ -230,8 +217,6 @@ def final_lines(summary: Mapping[str, Any], folder: Path) -> str:
 
 
 def _variant_lines(variants: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each variant of an A/B test: its figures, and how they differ from those of the
-    first."""
     first = next(iter(variants), "")
     for name, variant in variants.items():
         figures = [
@@ -250,13 +235,11 @@ def _with_interval(figure: Mapping[str, Any], sign: str = "") -> str:
 
 
 def _most_frequent(reasons: Mapping[str, int], count: int) -> list[str]:
-    """Return the most frequent reasons for which tickets or evaluation rows gave no result, with counts."""
     commonest = sorted(reasons.items(), key=lambda item: -item[1])[:count]
     return [f"{number} x {reason}" for reason, number in commonest]
 
 
 def _short_path(folder: Path) -> str:
-    """Return the folder relative to the working folder if it lies inside it, else its full path."""
     here = Path.cwd()
     return str(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 

@@ -23,13 +23,9 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def estimate_score(score: float, count: int, deviation: float | None = None) -> Estimate:
-    """Return the mean score of `count` answers with its interval, as if the answers were independent.
-
-    Args:
-        deviation: standard deviation of the answers' scores; None for a share of the answers, whose interval
-            is the normal approximation of the binomial distribution. A mean outside 0 to 1 is no share and
-            has no interval.
-    """
+    """Return the mean score of `count` answers with its interval, as if they were independent. Without a
+    `deviation` it is a share of the answers: the interval is the normal approximation of the binomial
+    distribution, and a mean outside 0 to 1 has none."""
     if deviation is None and 0 <= score <= 1:
         deviation = math.sqrt(score * (1 - score))
     if deviation is None or count < 2:
@@ -46,8 +42,7 @@ def row_scores(answers: Iterable[KeptAnswer], measure: Measure) -> dict[int, flo
 
 
 def estimate_difference(one: Mapping[int, float], other: Mapping[int, float]) -> Estimate | None:
-    """Return the mean of other − one over the rows that both have, with its interval; None without such rows.
-    Rows of one dataset are hard or easy for both, so the paired interval is narrower than that of two
-    independent means."""
+    """Return the mean of other − one over the rows that both have; None without one. Rows of one dataset are
+    hard or easy for both, so its interval is narrower than that of two independent means."""
     common = sorted(one.keys() & other.keys())
     return estimate([other[row] - one[row] for row in common]) if common else None

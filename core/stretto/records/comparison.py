@@ -68,7 +68,6 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     state: str
     verdict: str
-    """See `RunFolder.verdict`."""
     seed: int | None
     steps: int
     reward: float | None
@@ -77,11 +76,9 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     staleness: float | None
     step_s: float | None
     tokens_per_s: float | None
-    """Trained tokens per second."""
     wall_s: float | None
     """The run's duration (see `RunFolder.wall_s`)."""
     last: Evaluated | None
-    """The last evaluation."""
     best: Evaluated | None
     """The evaluation with the highest score."""
     trained: int
@@ -156,7 +153,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """Compare runs."""
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
-    measure = _measure_of_all(figures)
+    measures = {run.last.measure for run in figures if run.last is not None}
+    measure = MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
     comparable = measure != MIXED
     return Comparison(
         runs=figures,
@@ -170,18 +168,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     )
 
 
-def _measure_of_all(runs: Iterable[RunFigures]) -> str:
-    """Return what the held-out scores of runs are; `MIXED` if these are different measures."""
-    measures = {run.last.measure for run in runs if run.last is not None}
-    return MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
-
-
 def run_figures(run: RunFolder, label: str) -> RunFigures:
-    """Return the figures of one run.
-
-    Args:
-        label: its name for people.
-    """
+    """Return the figures of one run, with its label for people."""
     last = run.steps[-1] if run.steps else {}
     ledger: Mapping[str, int] = last.get("ledger", {})
     held_out = run.held_out
@@ -228,12 +216,8 @@ def _measure(run: RunFolder) -> Measure:
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return the keys whose values differ between runs, each with the value in every run; None where a run
-    does not have the key.
-
-    Args:
-        values: the values of each run (see `RunFolder.values`).
-    """
+    """Return the keys whose values (see `RunFolder.values`) differ between runs, each with the value in every
+    run; None where a run does not have the key."""
     keys = dict.fromkeys(key for each in values for key in each)
     return {
         key: row
@@ -243,12 +227,8 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why the scores of runs are not the same measure; empty if they are.
-
-    Args:
-        values: the values of each run that has an evaluation (see `RunFolder.values`).
-        comparable: whether all are accuracies, or all are rewards.
-    """
+    """Return why the scores of runs with these values are not the same measure; empty if they are.
+    `comparable`: all are accuracies, or all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]
@@ -284,12 +264,11 @@ def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
 
 
 def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
-    """Yield the paired difference of each run to the first one, in their last common evaluation."""
     first, *others = runs
     for number, run in enumerate(others, 1):
         versions = {version for version, _ in first.series(first.held_out)}
         common = [version for version, _ in run.series(run.held_out) if version in versions]
-        if not common or not _same_rows(first, run):
+        if not common or not (_fingerprint(first) == _fingerprint(run) is not None):
             continue
         one, other = (
             row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (first, run)
@@ -305,13 +284,8 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
             )
 
 
-def _same_rows(one: RunFolder, other: RunFolder) -> bool:
-    """Return whether both runs evaluate the same rows: the datasets have the same fingerprint."""
-    fingerprints = [_fingerprint(run) for run in (one, other)]
-    return fingerprints[0] == fingerprints[1] is not None
-
-
 def _fingerprint(run: RunFolder) -> str | None:
+    """Return what identifies the rows that a run evaluates; None if it is not known."""
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -322,11 +296,6 @@ def _fingerprint(run: RunFolder) -> str | None:
 
 
 def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, comparable: bool) -> list[SeedGroup]:
-    """Return the groups of several runs.
-
-    Args:
-        comparable: whether the scores of all runs are the same measure.
-    """
     settings: dict[str, list[RunFigures]] = {}
     for run, each in zip(runs, figures, strict=True):
         settings.setdefault(setting(run.values()), []).append(each)
@@ -355,7 +324,6 @@ def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]
 
 
 def _difference(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> tuple[Estimate | None, int]:
-    """Return the difference of the last scores of two groups, and the number of seeds that pair it."""
     ours, theirs = _last_scores(members), _last_scores(first)
     if not ours or not theirs:
         return None, 0

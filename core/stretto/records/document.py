@@ -19,11 +19,7 @@ _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """Return the values in a file of YAML. Values that come from the environment are references.
-
-    Raises:
-        ConfigError: if it cannot be read, or does not hold the values of a run.
-    """
+    """Return the values in a file of YAML, or raise ConfigError. Those of the environment are references."""
     try:
         text = read_record(file)
         if fault := _fault(yaml.parse(text, Loader=_Loader)):

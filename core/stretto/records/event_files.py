@@ -44,8 +44,7 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
     """Yield sequence number and bytes of each message in the files of the run in `folder`, in order; None
-    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head in
-    its file.
+    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head.
     """
     every = [records_in(file, below) for file, below in files_of_kernels(folder)]
     records = heapq.merge(*every, key=itemgetter(0))
@@ -55,8 +54,7 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
 
 def newest_stored(folder: Path, *, below: int) -> int:
     """Return the highest sequence number below a lease epoch in the newest file of the run in `folder`,
-    before what is damaged there; 0 without one. The next kernel writes what follows from its store.
-    """
+    before what is damaged there; 0 without one. The next kernel writes what follows."""
     for file, next_epoch in reversed(files_of_kernels(folder)):
         whole = takewhile(lambda record: record[1] is not None, records_in(file, min(below, next_epoch)))
         if sequences := [sequence for sequence, *_ in whole]:
@@ -70,11 +68,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def sync_files(folder: Path, files: Iterable[Path]) -> None:
-    """Flush files of the run in `folder`, and their names, to the disk.
-
-    Raises:
-        OSError: if the disk does not take them.
-    """
+    """Flush files of the run in `folder`, and their names, to the disk; OSError if it does not take them."""
     for path in (*files, folder / FOLDER):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -84,9 +78,8 @@ def sync_files(folder: Path, files: Iterable[Path]) -> None:
 
 
 def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
-    """Make the folder for the files of a new kernel. Move the files aside that are not of its store, or of a
-    part of it that was lost. Return their new folder; None if there are none.
-    """
+    """Make the folder for the files of a new kernel. Move aside the files that are not of its store, or of a
+    part of it that was lost, and return their new folder; None if there are none."""
     events = folder / FOLDER
     events.mkdir(mode=0o700, exist_ok=True)
     mark = events / _STORE
@@ -118,13 +111,8 @@ def _epoch_of(file: Path) -> int:
 def records_in(
     file: Path, below: int, *, start: int = 0, newest: int = 0
 ) -> Iterator[tuple[int, bytes | None, int]]:
-    """Yield the records of a file with sequence numbers below `below`, up to one that is not whole: the
-    number, the message, and where the record ends.
-
-    Args:
-        start: where the first of them begins.
-        newest: number of the record before it.
-    """
+    """Yield the records of a file with sequence numbers below `below`, from the byte `start` and the number
+    after `newest` on, up to one that is not whole: number, message, and where the record ends."""
     with open_record(file) as opened:
         opened.seek(start)
         while (record := next_record(opened)) is not None and newest < record[0] < below:

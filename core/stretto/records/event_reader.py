@@ -21,10 +21,8 @@ TimedEvent = tuple[float, Event]
 
 
 class EventReader:
-    """Reads the events of the run in a folder by their times. It looks at each message once, and then only at
-    what the files have gained. A message that is damaged in all files that have it is left out: `stretto
-    audit` names it.
-    """
+    """Reads the events of the run in a folder by their times, and each message once. It leaves out a message
+    that is damaged in all files that have it: `stretto audit` names it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,11 +41,8 @@ class EventReader:
         return None if first is None else (first[0], self._newest[-1])
 
     def between(self, since: float | None, until: float | None) -> Iterator[TimedEvent]:
-        """Yield the events with `since` <= time <= `until` in the journal's order.
-
-        Raises:
-            ConfigError: if a file cannot be read, or has events that this stretto does not know.
-        """
+        """Yield the events with `since` <= time <= `until` in the journal's order. ConfigError if a file
+        cannot be read, or has events that this stretto does not know."""
         try:
             self._look()
             first = 0 if since is None else bisect_left(self._newest, since)
@@ -67,7 +62,6 @@ class EventReader:
             raise ConfigError(f"the events of the run in {self._folder} cannot be read: {error}") from error
 
     def _look(self) -> None:
-        """Look at the messages that the files have gained."""
         files = files_of_kernels(self._folder)
         if self._ends.keys() - dict(files).keys() or len(files) > len(self._ends):
             self._ends, self._places = {}, {}  # another kernel may have put messages aside
@@ -89,12 +83,7 @@ _batch_of = decoder(EventBatch)
 
 
 def _events_of(record: tuple[int, bytes | None] | None, number: int) -> Iterator[TimedEvent]:
-    """Return the events of the message with this sequence number, each with its time.
-
-    Raises:
-        ValueError: if the record is not this message.
-        msgspec.DecodeError: if an event is of an unknown kind.
-    """
+    """Return the timed events of the message with this number; ValueError if the record is another one."""
     if record is None or record[0] != number or record[1] is None:
         raise ValueError("a file was written again meanwhile; try again")
     batch: EventBatch = _batch_of(record[1])

@@ -32,14 +32,13 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """The heading of a chart whose axis has plain numbers: label and unit, capitalised. A key stays as it
-        is."""
+        """The heading of a chart with plain numbers: label and unit, capitalised. A key stays as it is."""
         text = f"{self.label}, {self.unit}" if self.unit else self.label
         return text[:1].upper() + text[1:] if self.meaning else text
 
     def text(self, value: Any) -> str:
-        """Return a value with its digits; a dash if it is no finite number. The page's `figureText` follows
-        the same rule."""
+        """Return a value with its digits; a dash for no finite number. The page's `figureText` has the same
+        rule."""
         if not is_figure(value):
             return "-"
         if self.unit == "s":
@@ -66,8 +65,7 @@ def recent(values: Sequence[float]) -> float | None:
 
 
 def change(values: Sequence[float]) -> float | None:
-    """Return how far the mean over the newest steps is from that over as many first steps; None if these are
-    the same steps."""
+    """Return the mean over the newest steps less that over as many first ones; None if they are the same."""
     first, newest = recent(values[:RECENT_STEPS]), recent(values)
     return None if first is None or newest is None or len(values) <= RECENT_STEPS else newest - first
 
@@ -297,6 +295,6 @@ FIGURES: Mapping[str, Figure] = {
         "recovery", "Time from the loss of a trainer or the kernel to the end of this step"
     ),
 }
+"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""
 SCORE = FIGURES[ACCURACY]
 """The digits of held-out scores, be they accuracies or rewards."""
-"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""

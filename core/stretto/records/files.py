@@ -13,15 +13,8 @@ REPLAY = "replay.json"
 
 
 def open_record(file: Path, *, links: bool = True) -> BinaryIO:
-    """Open a file to read it.
-
-    Args:
-        links: also open a file to which a link leads.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        OSError: if it cannot be opened, or is not a regular file: a reader of a pipe waits for a writer.
-    """
+    """Open a regular file to read it, with `links` also one to which a link leads. Another kind is an
+    OSError: a reader of a pipe waits for a writer."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -31,11 +24,6 @@ def open_record(file: Path, *, links: bool = True) -> BinaryIO:
 
 
 def read_record(file: Path) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        FileNotFoundError: if there is none.
-        OSError: as `open_record`.
-    """
+    """Return the content of a file; see `open_record`."""
     with open_record(file) as opened:
         return opened.read()

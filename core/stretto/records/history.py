@@ -130,7 +130,6 @@ class EvaluationSpan:
     """When its first ticket was issued."""
     ended: float
     incarnation: int
-    """That of the weights that were evaluated."""
     result: Evaluation
 
     @property
@@ -162,7 +161,6 @@ class Attempt:
     outcome: AttemptOutcome = "open"
     reason: str = ""
     step: StepSpan | None = None
-    """The step that trained it."""
 
     @property
     def name(self) -> str:
@@ -205,9 +203,7 @@ class RunHistory:
     attempts: list[Attempt] = field(default_factory=list[Attempt])
     """In the order of their first event."""
     incarnation: int = 0
-    """The current incarnation of the weights."""
     layout: str = ""
-    """The current layout of the trainers."""
     batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
     """Version -> its batch, of those in force."""
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
@@ -415,7 +411,6 @@ class RunHistory:
                 attempt.outcome, attempt.step = "trained", step
 
     def _close(self, key: Key, time: float, outcome: AttemptOutcome) -> Attempt | None:
-        """End the newest attempt of a ticket, if it is open, and return it."""
         attempt = self._open.pop(key, None)
         if attempt is not None:
             attempt.ended, attempt.outcome = time, outcome

@@ -20,8 +20,7 @@ log = structlog.get_logger()
 
 @contextmanager
 def listed(folder: Path) -> Generator[None]:
-    """List a run, which this process owns, for the duration of the block. Without a home that can be written,
-    the run is not listed."""
+    """List a run, which this process owns, for the duration of the block, if the home can be written."""
     path = str(folder.resolve())
     try:
         place = _place()

@@ -46,11 +46,8 @@ def whole_lines(log: IO[str]) -> Iterator[str]:
 
 
 def log_text(line: str, *, problems: bool = False) -> str:
-    """Return a line of a log as people read it. A line that is not JSON stays as it is.
-
-    Args:
-        problems: return an empty text for a line that is neither a warning nor an error.
-    """
+    """Return a line of a log as people read it; with `problems` an empty text for what is neither a warning
+    nor an error. A line that is not JSON stays as it is."""
     try:
         event = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

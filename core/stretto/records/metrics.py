@@ -77,10 +77,7 @@ def is_figure(value: Any) -> TypeGuard[float]:
 
 
 class MetricsReader:
-    """Reads the metrics in a run's folder while a kernel may append to them or cut them.
-
-    A line without its end does not count yet.
-    """
+    """Reads metrics while a kernel may append to them or cut them. A line without an end does not count."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / METRICS
@@ -88,9 +85,7 @@ class MetricsReader:
 
     def _forget(self) -> None:
         self.steps: list[dict[str, Any]] = []
-        """The lines of steps, in the file's order."""
         self.evaluations: list[dict[str, Any]] = []
-        """The lines of evaluations, in the file's order."""
         self.figures: dict[str, None] = {}
         """The keys that have a finite number in some line, in the order in which they first came."""
         self._inode = 0
@@ -99,12 +94,8 @@ class MetricsReader:
         self._lines = 0
 
     def read(self) -> None:
-        """Read the lines that were appended since the last call. Read everything again if the file was cut or
-        replaced.
-
-        Raises:
-            ConfigError: if a line is not a line of metrics.
-        """
+        """Read the lines that were appended since the last call; everything again if the file was cut or
+        replaced. ConfigError if a line is not a line of metrics."""
         try:
             with open_record(self._file) as file:
                 state = os.fstat(file.fileno())

@@ -28,11 +28,8 @@ class MetricsFile:
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines. A broken last line, as a killed kernel or a full disk leaves it, does not count.
-
-        Raises:
-            ConfigError: if another line is not a line of metrics.
-        """
+        """Return the lines without a broken last one, which a kill leaves. ConfigError if another one is
+        broken."""
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:
@@ -61,7 +58,6 @@ class MetricsFile:
             raise RunError(f"cannot write {self._file}: {error}") from error
 
     def _lines(self) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Return each line and its content; None for a broken last line."""
         texts = self._file.read_bytes().splitlines(keepends=True) if self._file.exists() else []
         lines: list[tuple[bytes, dict[str, Any] | None]] = []
         for number, text in enumerate(texts, start=1):

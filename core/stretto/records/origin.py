@@ -39,18 +39,12 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str] = {}
     """Versions of the installed packages that matter most to a run."""
     gpus: list[str] = []
-    """Models of the GPUs of the kernel's machine."""
     commit: str = ""
     """The commit of the working directory, with `+` if files differed from it; empty outside of git."""
 
 
 def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -> None:
-    """Write where a run comes from: this process, and the keys that its user has set.
-
-    Args:
-        config: the run's values.
-        written: dotted keys that somebody has set.
-    """
+    """Write where a run comes from: this process, its values, and the dotted keys that its user has set."""
     origin = RunOrigin(
         written=list(written),
         defaults=dict(_defaults(config)),
@@ -64,7 +58,6 @@ def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -
 
 
 def _defaults(config: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted keys of a config that have a default, and their defaults as JSON."""
     for field in msgspec.structs.fields(config):
         path, value = f"{prefix}{field.encode_name}", getattr(config, field.name)
         if path in _INHERITING:

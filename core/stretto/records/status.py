@@ -43,7 +43,6 @@ class Stall(msgspec.Struct, frozen=True):
 
     asker: str
     who: str
-    """The process that has to answer."""
     verb: str
     seconds: float
 
@@ -97,7 +96,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     written: float
     """Unix time."""
     pid: int
-    """Process id of the kernel."""
     name: str
     folder: str
     state: State
@@ -112,7 +110,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     left_s: float | None = None
     """Estimated seconds until the last step; None while they are not known."""
     now: str
-    """What the run does now, in words."""
     verdict: Verdict | None = None
     """None in the files of former versions of stretto."""
     sampled: bool = True
@@ -124,7 +121,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, list[float]] = {}
     """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
     evaluations: list[EvaluationStatus] = []
-    """The newest evaluations, in order."""
     best: EvaluationStatus | None = None
     evaluating: EvaluationProgress | None = None
     ledger: dict[str, Count] = {}
@@ -148,11 +144,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def decode_status(content: bytes) -> Status:
-    """Return the status that a file or a message holds.
-
-    Raises:
-        msgspec.DecodeError: if it is not a status.
-    """
+    """Return the status that a file or a message holds, or raise `msgspec.DecodeError`."""
     try:
         return msgspec.json.decode(content, type=Status)
     except UnicodeDecodeError as error:  # msgspec raises it for some strings
@@ -179,13 +171,7 @@ def is_of_former_kernel(folder: Path, status: Status) -> bool:
 
 
 def standstill(folder: Path, status: Status) -> str:
-    """Return the sentence that a status is too old for its kernel to work, or is another kernel's; else an
-    empty text.
-
-    Args:
-        folder: of the run, which a kernel owns.
-        status: what a kernel wrote there last.
-    """
+    """Return the sentence that a status is too old, or not of the owning kernel; else an empty text."""
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
         return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"

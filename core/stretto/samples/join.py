@@ -51,8 +51,6 @@ store does not take in time."""
 
 @dataclass
 class _UnfinishedAttempt:
-    """An attempt without its outcome."""
-
     first: int
     """Sequence number of its first message."""
     since: float = field(default_factory=time.monotonic)
@@ -61,35 +59,25 @@ class _UnfinishedAttempt:
 
     @property
     def images(self) -> list[str]:
-        """Names of the added images, each once."""
         return list(dict.fromkeys(name for each in self.trajectories for name in each.added_images))
 
 
 @dataclass
 class _FinishedGroup:
-    """A finished attempt."""
-
     first: int
     images: list[str]
     """`first` and `images` are those of the unfinished attempt."""
     oldest: int
-    """Version of its oldest token."""
     rows: list[dict[str, Any]]
     """Without what became of them."""
     step: int | None = None
-    """The train step that trained it."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Id of a row -> what a trainer computed for it."""
 
 
 class Joiner:
-    """Takes in the messages of the log in order, and returns the rows that are complete.
-
-    Args:
-        start: sequence number of the first message.
-        staleness: the run's `queue.max_staleness`, η.
-        written: attempts whose rows are on disk already.
-    """
+    """Takes in the messages of the log from `start` on, and returns the rows that are complete. `staleness`
+    is η of the run; the rows of `written` attempts are on disk already."""
 
     def __init__(self, start: int, *, staleness: int, written: Collection[Attempt] = ()) -> None:
         self.following = start
@@ -152,8 +140,7 @@ class Joiner:
         return {purpose: pa.Table.from_pylist(each, schema()) for purpose, each in rows.items()}
 
     def finish(self) -> None:
-        """Complete the groups that were trained and lack figures, because the log ends here. The others stay
-        in the log, for a kernel that resumes the run."""
+        """Complete trained groups that lack figures, at the end of the log. Others wait for a resumed run."""
         for attempt, group in list(self._groups.items()):
             if group.step is not None:
                 self._complete("train", self._groups.pop(attempt), "trained")
@@ -164,8 +151,6 @@ class Joiner:
         return self._unfinished.setdefault(attempt, _UnfinishedAttempt(sequence))
 
     def _to_keep(self, outcome: Outcome) -> _UnfinishedAttempt | None:
-        """Return the attempt that an outcome finishes; None if it was written before a restart, or if it is
-        not to be kept."""
         attempt = _attempt_with(outcome)
         waiting = None if attempt in self._written else self._unfinished.get(attempt)
         return waiting if waiting is not None and waiting.record is not None else None
@@ -244,7 +229,6 @@ def _attempt_with(outcome: Outcome) -> Attempt:
 
 
 def _attempt_of(id: str) -> Attempt | None:
-    """Return the attempt that a trajectory's id names; None if it names none."""
     ticket, _, rest = id.removeprefix("eval-").partition("/")
     attempt, _, index = rest.partition("/")
     if not (ticket.isdecimal() and attempt.isdecimal() and index.isdecimal()):

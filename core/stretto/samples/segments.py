@@ -41,11 +41,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 class SegmentWriter:
-    """The segments in the folder `samples` of one run. One process at a time writes them.
-
-    Args:
-        folder: the folder. It is created if it does not exist.
-    """
+    """The segments in the folder `samples` of one run. One process at a time writes them."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -56,11 +52,7 @@ class SegmentWriter:
         self._flush = max((name.last for name in names), default=0)
 
     def write(self, purpose: Purpose, table: Table) -> None:
-        """Write the rows of a flush.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-        """
+        """Write the rows of a flush; OSError if the disk is full or cannot be written."""
         self._flush += 1
         self._put(SegmentName(purpose, self._flush, self._flush), table)
 
@@ -76,8 +68,8 @@ class SegmentWriter:
                 path.unlink()
 
     def prune(self, purpose: Purpose, below: int) -> bool:
-        """Remove the oldest segments in which no token has a version of `below` or higher. Return whether
-        there were any."""
+        """Remove the oldest segments, whose tokens have versions below `below`. Return whether there were
+        any."""
         removed = False
         for name in self._names(purpose):
             if self._most(name, "newest") >= below:
@@ -125,7 +117,6 @@ class SegmentWriter:
             os.close(descriptor)
 
     def _most(self, name: SegmentName, column: str) -> int:
-        """Return the highest value of a column in a segment; -1 if it has none."""
         metadata = pq.read_metadata(self._folder / name.file)
         place = metadata.schema.names.index(column)
         groups = range(metadata.num_row_groups)

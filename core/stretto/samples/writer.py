@@ -56,14 +56,14 @@ log = structlog.get_logger()
 CURSOR = "cursor.json"
 """File beside the segments: the place in the log from which the next writer reads."""
 _LOCK = "writer.lock"
-_FLUSH_S = 3.0
+_FLUSH_S = 3.0  # readers see samples after this time, and each flush makes a file
 _FLUSH_BYTES = 2**25
 """Rows of this many bytes are written at once, and the writer reads no further until they are on disk."""
-_RETRY_S = 5.0
-_POLL_S = 0.5
+_RETRY_S = 5.0  # while the disk is full
+_POLL_S = 0.5  # how soon the writer notices that its kernel is gone
 _BEAT_S = 5.0
 """The kernel hears from the writer this often, also if nothing new is on disk."""
-_ANSWER_S = 60.0
+_ANSWER_S = 60.0  # the server may be away for a while
 _DRAIN_S = 15.0
 """At the end of the run, the writer has this many seconds to read the rest of the log."""
 _NICE = 5
@@ -129,8 +129,6 @@ async def _write(folder: Path, bootstrap: Bootstrap, keeping: Keeping) -> None:
 
 
 class _SampleWriter:
-    """The writer of one run."""
-
     def __init__(self, folder: Path, bus: Bus, names: Subjects, keeping: Keeping) -> None:
         self._folder = folder / FOLDER
         self._lock = KernelLock.of(folder / "bus")
@@ -156,7 +154,6 @@ class _SampleWriter:
         """Set when the run is over, or its kernel is gone."""
 
     async def run(self) -> None:
-        """Write samples until the kernel asks to stop, or is gone."""
         async with anyio.create_task_group() as tasks:
             await tasks.start(self._obey_signals)
             tasks.start_soon(self._watch_kernel)
@@ -225,12 +222,7 @@ class _SampleWriter:
                 await anyio.sleep(_RETRY_S)
 
     async def _keep_image(self, name: str) -> None:
-        """Copy an image from the log, unless it is on disk. If the log lacks it, its row is kept without it.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-            NoAnswer: if the server does not answer in time.
-        """
+        """Copy an image from the log, unless it is on disk or the log lacks it."""
         if name in self._images:
             return
         names = self._names
@@ -250,7 +242,6 @@ class _SampleWriter:
         return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
 
     async def _read_the_rest(self) -> bool:
-        """Wait until the log is read to its current end. Return whether it is."""
         with anyio.move_on_after(_DRAIN_S):
             last = (await self._ask(self._joiner.following)).last
             while self._joiner.following <= last:
@@ -295,17 +286,11 @@ class _SampleWriter:
         )
 
     async def _write_one(self) -> None:
-        """Write the rows of one purpose.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-        """
         purpose, table = next(iter(self._unwritten.items()))
         await anyio.to_thread.run_sync(self._segments.write, purpose, table)
         del self._unwritten[purpose]
 
     async def _confirm(self, position: int) -> None:
-        """Move the cursor and report it to the kernel. If that cannot be written, the next flush does it."""
         if position == self._confirmed:
             return
         cursor = msgspec.json.encode({"position": position})

@@ -11,26 +11,7 @@ for tape, outcome in search(tapes_of(Path("run.yaml"), range(1000)), jobs=2):
         print("\\n".join(describe(fewest, outcome)))
 ```
 
-`stretto simulate` does that. Files:
-
-```
-run_file.py   the run file of a universe
-universe.py   one universe: its kernels in turn, and its outcome
-faults.py     what goes wrong, as data
-oracles.py    what must hold whatever goes wrong
-folds.py      the state of each scheduler is the fold of the events in the store
-search.py     many universes, and the fewest faults with which one fails
-loop.py       the event loop: virtual time, processes, and the order that a seed draws
-processes.py  workers as processes of the loop, and what they use of their machine
-patches.py    what takes the place of time, threads, randomness and signals
-files.py      what goes wrong with files
-transport.py  what takes the place of nats-py's connection
-server.py     a nats-server in memory, and its faults
-streams.py    its JetStream
-host.py       the processor cores that processes share
-forecast.py   how fast a run will be: a universe without faults, with measured service times
-plugin.py     the launcher `simulated`
-```
+`stretto simulate` does that. Begin to read with `universe.py`, `faults.py` and `loop.py`.
 """
 
 from __future__ import annotations

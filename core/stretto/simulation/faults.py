@@ -45,7 +45,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Something that goes wrong."""
 
     kind: str
-    """One of `KINDS`."""
     at: float
     """Virtual seconds after the start of the universe, or after the named point."""
     point: str = ""
@@ -57,7 +56,6 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pick: float = 0.0
     """Which process of the role: a share of their number. For `scale`, the new number."""
     seconds: float = 0.0
-    """How long it lasts."""
     share: float = 0.0
     """How many messages it hits."""
 
@@ -115,19 +113,14 @@ _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 2, "kernel":
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
 _DRAINING = ("int", "scale")
-_SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)
+_SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)  # below and above the deadlines of workers
 _TAKEN_OVER_S = 3.0
 """Longest time from the moment at which a kernel takes the run of a killed one to its own mishap."""
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Draw faults, half of them at named points.
-
-    Args:
-        number: number of faults.
-        until_s: virtual seconds after which no fault begins, those at named points excepted.
-        kinds: kinds to draw from; all if empty.
-    """
+    """Draw faults, half of them at named points, the others before `until_s`; of all kinds if `kinds` is
+    empty."""
     weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
@@ -192,11 +185,7 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
 
 
 def happen(universe: Universe, fault: Fault) -> None:
-    """Let a fault happen now.
-
-    Raises:
-        ValueError: if there is no such kind.
-    """
+    """Let a fault happen now; ValueError if there is no such kind."""
     if fault.kind not in KINDS:
         raise ValueError(f"no such kind of fault: {fault.kind}")
     hit = _HITS.get(fault.kind)
@@ -220,7 +209,6 @@ def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
 
 
 def _change_world(universe: Universe, fault: Fault) -> None:
-    """Let something happen to what all processes share."""
     server, machine, seconds = universe.server, universe.machine, fault.seconds
     now = universe.loop.time()
     for name in _SHARES.get(fault.kind, ()):

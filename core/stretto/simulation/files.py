@@ -23,7 +23,6 @@ class SimulatedFiles:
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
         """Called with the process and `file.rename.NAME` before a file or folder gets its final name."""
         self.full_until = 0.0
-        """Virtual time until which the disk is full."""
         self._tearing: SimulatedProcess | None = None
 
     def tear(self, process: SimulatedProcess) -> None:
@@ -92,14 +91,12 @@ class _TornFile:
         self._file.close()
 
     def write(self, data: Any) -> None:
-        """Write half of the data."""
         self._file.write(data[: len(data) // 2])
         self._file.close()
         self._process.end(-9)
         raise ProcessEnded
 
     def writelines(self, lines: Any) -> None:
-        """Write half of the first line."""
         self.write(next(iter(lines)))
 
 
@@ -112,11 +109,7 @@ def _of_the_living(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _living_process() -> SimulatedProcess | None:
-    """Return the process whose code runs; None for the world around them.
-
-    Raises:
-        ProcessEnded: if it has ended.
-    """
+    """Return the process whose code runs, None for the world around them, or raise ProcessEnded."""
     process = current_process()
     if process is not None and process.status is not None:
         raise ProcessEnded

@@ -38,11 +38,7 @@ Kernel = tuple[str, int]
 
 
 class FoldOracle:
-    """Compares the living schedulers with folds of their events: state and commands.
-
-    Args:
-        read: returns the message at a sequence number of a run's log.
-    """
+    """Compares living schedulers with folds of their events. `read` returns a numbered message of a log."""
 
     def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []
@@ -56,7 +52,6 @@ class FoldOracle:
         self._owner: dict[str, int] = {}
         """Subject of a run's events -> lease epoch of the kernel that owns the run."""
         self._heard: Counter[Kernel] = Counter()
-        """Number of events that a kernel has heard."""
         self._begun: dict[Kernel, Scheduler] = {}
         """Copies of the schedulers of kernels that begin to own a run."""
         self._digests: dict[tuple[Kernel, int], bytes] = {}

@@ -50,9 +50,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float = 0.0
     """What each token adds to a train step, for all processes together."""
     swap_s: float = 0.0
-    """Pause of an engine for a swap."""
     lengths: tuple[int, ...] = ()
-    """Lengths of answers in tokens."""
     knows_slots: bool = True
     """Whether the times of a decode step hold for other slots, too."""
 
@@ -61,7 +59,6 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """The steady part of a simulated run."""
 
     step_s: float
-    """Mean seconds of a step."""
     tokens_per_s: float
     """Sampled tokens that are trained."""
     mean_staleness: float
@@ -154,11 +151,6 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, compu
     }
 
 
-def _delay_s(server: SimulatedServer) -> float:
-    del server
-    return _ON_ITS_WAY_S
-
-
 class _FaultlessUniverse(Universe):
     """A universe with a host, in which nothing goes wrong and no oracle looks."""
 
@@ -177,7 +169,6 @@ class _FaultlessUniverse(Universe):
         )
 
     def forecast(self) -> Forecast | str:
-        """Run, and return how fast it was; or why it did not complete."""
         with self.opened():
             self.server.observers[:] = [self._host.carried, self._watch]
             engine = import_module("stretto_mock.inference")
@@ -186,7 +177,7 @@ class _FaultlessUniverse(Universe):
                 (engine, "_TICK_S", 0.01),
                 (patches, "_THREAD_S", _ON_ITS_WAY_S),
                 (processes, "_SCORE_S", _ON_ITS_WAY_S),
-                (SimulatedServer, "delay_s", _delay_s),
+                (SimulatedServer, "delay_s", staticmethod(lambda: _ON_ITS_WAY_S)),
             ]
             if self._host.sleep_is_work:
                 places.append(

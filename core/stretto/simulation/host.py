@@ -26,15 +26,9 @@ _SLICE_S = 0.004
 
 
 class Host:
-    """The cores of one machine.
-
-    Args:
-        cores: their number.
-        callback_s: role -> processor seconds of a callback of its processes.
-        message_s: processor seconds of the server for a message.
-        sleep_is_work: whether an engine that sleeps stands for one that computes.
-        training_threads: cores on which a trainer computes.
-    """
+    """The cores of one machine. `callback_s`: role -> processor seconds of a callback of its processes;
+    `message_s`: those of the server for a message. With `sleep_is_work`, an engine that sleeps stands for one
+    that computes."""
 
     def __init__(
         self,
@@ -53,7 +47,6 @@ class Host:
         self.sleep_is_work = sleep_is_work
         self.training_threads = training_threads
         self._running = 0
-        """Threads that want a core now."""
         self._server = SimulatedThread("nats-server", None)
         self.used: defaultdict[str, float] = defaultdict(float)
         """Role or `nats-server` -> processor seconds so far."""
@@ -105,7 +98,6 @@ class Host:
         self._loop.call_later(taken_s, self._slice, left_s - seconds, done, threads, context=self._context)
 
     def _occupy(self, seconds: float) -> float:
-        """Take a core for some work, and return the time that this takes."""
         taken_s = seconds * self._slowdown(1)
         self._running += 1
         self._loop.call_later(taken_s, self._leave, context=self._context)

@@ -29,7 +29,7 @@ STANDSTILL = 20_000
 """After this many callbacks without a jump of the time, the world is a livelock."""
 _NAMED = 40
 """Number of callbacks that a `Livelock` names."""
-_CANCEL_AGAIN_S = 1e-3
+_CANCEL_AGAIN_S = 1e-3  # see `SimulatedLoop.call_soon`
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
 _THREAD: contextvars.ContextVar[SimulatedThread] = contextvars.ContextVar("simulated thread")
@@ -44,8 +44,7 @@ class Livelock(Exception):
 
 
 class ProcessEnded(BaseException):
-    """Ends the code of a process that was killed in the middle of it. What then runs in a `finally` changes
-    no file, as in a process that is really gone."""
+    """Ends the code of a process that was killed in the middle of it. A `finally` then changes no file."""
 
 
 class Escaped(Exception):
@@ -90,11 +89,9 @@ class SimulatedProcess:
         self.joined = False
         """Whether the kernel has answered that it joins the run."""
         self.ended = loop.create_future()
-        """Done when the process has ended."""
         self.on_end: list[Callable[[], None]] = []
         """Called when the process ends: what the system does then, such as to close sockets."""
         self.on_signal: list[Callable[[int], None]] = []
-        """Handlers of signals that the process has set."""
         loop.processes.append(self)
 
     def context(self, thread: SimulatedThread | None = None) -> contextvars.Context:
@@ -184,12 +181,10 @@ class _NumberedTask(asyncio.Task[Any]):
 
 
 def _is_ours(file: str) -> bool:
-    """Whether a file belongs to stretto, to a plugin or to a user, and not to Python or another library."""
     return "stretto" in file or not file.startswith(_LIBRARIES)
 
 
 def _places(awaited: Any) -> Iterator[str]:
-    """Yield where a coroutine waits, from the outside to the inside."""
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if frame is not None and _is_ours((code := frame.f_code).co_filename):
@@ -203,11 +198,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The loop. `note` writes a line into the trace, whose SHA-256 identifies what happened.
-
-    Args:
-        seed: draws which thread runs next.
-    """
+    """The loop. Its seed draws which thread runs next. The SHA-256 of its trace says what happened."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -227,14 +218,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.graves: list[Any] = []
         """What ended processes have left. Nothing in it runs any more, and nothing may be collected."""
         self.callbacks = 0
-        """Number of callbacks that have run."""
         self.errors: list[str] = []
-        """Exceptions that no task has handled."""
         self.host: Host | None = None
         """The cores of the machine; None if processor time does not matter."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
-        """Called with each line of the trace."""
 
     # ------------------------------------------------------------------------------------ the trace
 
@@ -313,8 +301,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     getaddrinfo = _escape
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom: for each living task its thread, and the functions of stretto in which
-        it is, the innermost one last."""
+        """Return who waits for whom: each living thread, and its functions of stretto, the innermost one
+        last."""
         tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
         places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
         return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]

@@ -25,11 +25,7 @@ PLANTED = "planted by the simulation"
 
 
 class Oracle:
-    """Watches what is stored, and judges the end. `violations` names what must not be.
-
-    Args:
-        bound: η of the run, in train steps.
-    """
+    """Watches what is stored, and judges the end. `violations` names what must not be. `bound` is η."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -40,7 +36,7 @@ class Oracle:
         """Ticket -> version of the batch that trains it."""
         self._digests: dict[int, str] = {}
         self._published: dict[tuple[int, int], tuple[int, int]] = {}
-        """Incarnation and version -> lease and number of the event."""
+        """Incarnation and version -> lease and number of the event. The same message may be stored again."""
         self._evaluated = set[int]()
         """Versions whose evaluation is in the journal."""
         self._lease = 0
@@ -56,9 +52,7 @@ class Oracle:
         if subject.endswith(".events"):
             batch = msgspec.msgpack.decode(data, type=EventBatch)
             for number, event in enumerate(batch.decoded(), batch.first):
-                self._judge(event)
-                if isinstance(event, VersionPublished):
-                    self._judge_publication(event, (batch.lease_epoch, number))
+                self._judge(event, (batch.lease_epoch, number))
             if batch.lease_epoch < self._lease:
                 self._violated(
                     f"the kernel of lease {batch.lease_epoch} writes into the journal after {self._lease}"
@@ -70,15 +64,19 @@ class Oracle:
                 if isinstance(outcome, GroupDone) and outcome.purpose == "train":
                     self._ages |= {member.id: member.oldest for member in outcome.members}
 
-    def _judge(self, event: Event) -> None:
+    def _judge(self, event: Event, place: tuple[int, int]) -> None:
         match event:
             case RunOwned(version=version, values=values) if values != self._values:
                 self._values = values
                 self._forget_after(version)
             case BatchStarted():
                 self._judge_batch(event)
-            case VersionPublished():
-                self._judge_step(event)
+            case VersionPublished(incarnation, version, digest):
+                self.steps = max(self.steps, version)
+                if self._digests.setdefault(version, digest) != digest:
+                    self._violated(f"version {version} has two digests")
+                if self._published.setdefault((incarnation, version), place) != place:
+                    self._violated(f"version {version} is published twice")
             case EvaluationEnded(result):
                 version = result.version
                 if version in self._evaluated:
@@ -88,7 +86,6 @@ class Oracle:
                 pass  # says nothing of samples
 
     def _forget_after(self, version: int) -> None:
-        """Forget the steps after a version, where other values begin."""
         self._trained = {ticket: at for ticket, at in self._trained.items() if at < version}
         self._digests = {each: digest for each, digest in self._digests.items() if each <= version}
         self._evaluated = {each for each in self._evaluated if each <= version}
@@ -111,27 +108,13 @@ class Oracle:
             elif batch.version - age > self._bound:
                 self._violated(f"{row.id} of version {age} is trained at {batch.version}")
 
-    def _judge_publication(self, event: VersionPublished, place: tuple[int, int]) -> None:
-        """Judge whether a version is published once. The same message may be stored again."""
-        if self._published.setdefault((event.incarnation, event.version), place) != place:
-            self._violated(f"version {event.version} is published twice")
-
-    def _judge_step(self, step: VersionPublished) -> None:
-        self.steps = max(self.steps, step.version)
-        if self._digests.setdefault(step.version, step.digest) != step.digest:
-            self._violated(f"version {step.version} has two digests")
-
     @property
     def model(self) -> str:
         """Digest of the last version."""
         return self._digests.get(self.steps, "")
 
     def end(self, summary: dict[str, Any], ledgers: Iterable[Mapping[str, int]], tape: Tape) -> None:
-        """Judge the end of the run.
-
-        Args:
-            ledgers: the ledger of each step, as `metrics.jsonl` has it.
-        """
+        """Judge the end of the run, with the ledger of each step as `metrics.jsonl` has it."""
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")

@@ -20,9 +20,9 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import anyio
@@ -49,11 +49,7 @@ it is in place may keep it."""
 
 
 class World:
-    """What the patches share: the loop, the clocks, the randomness.
-
-    Args:
-        seed: draws what the code of processes draws, and how long threads take.
-    """
+    """What the patches share: loop, clocks, randomness. The seed draws how long threads take, too."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -75,35 +71,26 @@ class World:
         return _EPOCH + self.wall_offset_s + self.now()
 
     def sleep(self, seconds: float) -> None:
-        """Let the thread sleep.
-
-        Raises:
-            Escaped: outside of threads, where it would stop the event loop.
-        """
+        """Let the thread sleep; `Escaped` outside of threads, where it would stop the event loop."""
         if self._slept_s is None:
             raise Escaped("time.sleep outside of a thread stops the event loop")
         self._slept_s += seconds
 
     def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-        """Call what a thread runs; return its result, and the virtual seconds that it takes. The result of a
-        function that raises is the exception."""
+        """Call what a thread runs; return its result, or the exception that it raises, and its virtual
+        seconds."""
         before, self._slept_s = self._slept_s, 0.0
         try:
-            result = self._result(function, *args)
-            return result, self._slept_s + self.costs.expovariate(1 / _THREAD_S)
-        finally:
-            self._slept_s = before
-
-    @staticmethod
-    def _result(function: Callable[..., Any], *args: Any) -> Any:
-        try:
-            return function(*args)
+            result = function(*args)
         except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
-            return error
+            result = error
+        finally:
+            slept_s, self._slept_s = self._slept_s, before
+        return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Take the place of `asyncio.run` in a thread: run a coroutine in a loop of its own, whose time is
-        added to the thread's."""
+        """Take the place of `asyncio.run` in a thread: the time of a loop of its own is added to the
+        thread's."""
         loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)
@@ -138,8 +125,7 @@ class _OrderedSet(dict[Any, None]):
 
 
 class _CancelScope(backend.CancelScope):
-    """anyio's cancel scope, which cancels tasks and inner scopes in the same order in each run. Its hash is a
-    number, so that sets of scopes have the same order, too."""
+    """anyio's cancel scope, whose tasks, inner scopes and sets have the same order in each run."""
 
     count = 0
 
@@ -180,7 +166,6 @@ class _Datetime(datetime.datetime, metaclass=_DatetimeType):
 
 
 def _seed(generator: Random, seed: Any = None, version: int = 2) -> None:
-    """Take the place of `Random.seed`."""
     _REAL_SEED(generator, _UNSEEDED.getrandbits(64) if seed is None else seed, version)
 
 
@@ -188,31 +173,46 @@ _REAL_SEED = Random.seed
 
 
 def _process_id() -> int:
-    """Take the place of `os.getpid`."""
     process = current_process()
     return process.pid if process is not None else 1
 
 
-class _DiskUsage(NamedTuple):
-    total: int
-    used: int
-    free: int
+def _always(value: object) -> Callable[..., object]:
+    return lambda *_: value
 
 
-def _disk_usage(path: object) -> _DiskUsage:
-    """Take the place of `shutil.disk_usage`: reasons name the free room, which other programs change."""
-    del path
-    return _DiskUsage(2**40, 2**39, 2**39)
-
-
-def _folder_id(folder: object) -> str:
-    """Take the place of `guard.folder_id`: an inode has another number each time."""
-    del folder
-    return "a folder"
+_DISK_USAGE = shutil.disk_usage("/")._replace(total=2**40, used=2**39, free=2**39)
 
 
 def _escape(*args: object, **options: object) -> Any:
     raise Escaped(f"{args[:1]}: sockets, threads and processes are not there in the simulation")
+
+
+def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what takes the place of the clocks (module, name, function)."""
+
+    def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+        return lambda: round(clock() * 1e9)
+
+    def at_wall(function: Callable[[float], Any]) -> Callable[..., Any]:
+        def convert(seconds: float | None = None) -> Any:
+            return function(world.wall() if seconds is None else seconds)
+
+        return convert
+
+    def strftime(form: str, moment: time.struct_time | None = None) -> str:
+        return real_strftime(form, moment or time.gmtime())
+
+    real_strftime = time.strftime
+    clocks = {"time": world.wall} | dict.fromkeys(("monotonic", "perf_counter", "process_time"), world.now)
+    for name, clock in clocks.items():
+        yield time, name, clock
+        yield time, f"{name}_ns", in_ns(clock)
+    for name in ("gmtime", "localtime"):
+        yield time, name, at_wall(getattr(time, name))
+    yield time, "strftime", strftime
+    yield time, "sleep", world.sleep
+    yield datetime, "datetime", _Datetime
 
 
 @contextlib.contextmanager
@@ -224,24 +224,6 @@ def patched(world: World) -> Generator[None]:
     ) -> Any:
         return await world.in_thread(func, *args, abandon=abandon_on_cancel)
 
-    def strftime(form: str, moment: time.struct_time | None = None) -> str:
-        return real_strftime(form, moment or time.gmtime())
-
-    def at_wall(function: Callable[..., Any]) -> Callable[..., Any]:
-        def convert(seconds: float | None = None) -> Any:
-            return function(world.wall() if seconds is None else seconds)
-
-        return convert
-
-    def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
-        return lambda: round(clock() * 1e9)
-
-    real_strftime = time.strftime
-
-    # Each library has a stream of its own: what one of them draws only once for many universes, such as while
-    # it is imported, moves none of the others.
-    tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
-
     def bytes_of(stream: Random) -> Callable[..., bytes]:
         def draw(number: int = 32) -> bytes:
             return stream.randbytes(number)
@@ -251,21 +233,15 @@ def patched(world: World) -> Generator[None]:
     def hex_of(stream: Random) -> Callable[..., str]:
         return lambda *number: bytes_of(stream)(*number).hex()
 
+    # Each library has a stream of its own: what one of them draws only once for many universes, such as while
+    # it is imported, moves none of the others.
+    tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
     places: list[tuple[Any, str, Any]] = [
-        (time, "monotonic", world.now),
-        (time, "perf_counter", world.now),
-        (time, "process_time", world.now),
-        (time, "time", world.wall),
-        *((time, f"{name}_ns", in_ns(world.now)) for name in ("monotonic", "perf_counter", "process_time")),
-        (time, "time_ns", in_ns(world.wall)),
-        *((time, name, at_wall(getattr(time, name))) for name in ("gmtime", "localtime")),
-        (datetime, "datetime", _Datetime),
-        (time, "sleep", world.sleep),
-        (time, "strftime", strftime),
+        *_clocks(world),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
-        (shutil, "disk_usage", _disk_usage),
-        (adoption, "folder_id", _folder_id),
+        (shutil, "disk_usage", _always(_DISK_USAGE)),  # error texts name the free room
+        (adoption, "folder_id", _always("a folder")),  # an inode has another number each time
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),

@@ -38,8 +38,8 @@ _START_S = (0.2, 1.0)
 """Shortest and longest time that a worker needs to start."""
 _END_S = 0.05
 """Time that a worker's process needs to end. Its last messages arrive before."""
-_CHILD_S = (0.1, 0.5)
-_SCORE_S = 0.01
+_CHILD_S = (0.1, 0.5)  # shortest and longest start of a process that scores
+_SCORE_S = 0.01  # mean time of a score
 
 
 class SimulatedMachine:
@@ -59,7 +59,7 @@ class SimulatedMachine:
             structlog.contextvars.bind_contextvars(worker=bootstrap.worker)
             status = 0
             try:
-                await work(bootstrap, SimulatedHostProcess(self, process))
+                await work(bootstrap, _SimulatedHostProcess(self, process))
             except Exception as error:  # noqa: BLE001 - as the process's `main`, which logs it
                 status = 1
                 for each in leaves(error):
@@ -149,7 +149,7 @@ class SimulatedLauncher:
 # ------------------------------------------------------------------------- what a worker uses of its process
 
 
-class InlineExecutor(Executor):
+class _InlineExecutor(Executor):
     """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
 
     def __init__(self, world: World) -> None:
@@ -158,7 +158,6 @@ class InlineExecutor(Executor):
         self._busy = False
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **keywords: Any) -> Future[Any]:
-        """Queue a job."""
         future: Future[Any] = Future()
         self._jobs.append((future, partial(function, **keywords), args))
         self._next()
@@ -196,7 +195,7 @@ def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
             yield from (inner for inner in each.args if isinstance(inner, Future))
 
 
-class SimulatedHostProcess(HostProcess):
+class _SimulatedHostProcess(HostProcess):
     """Takes the place of a worker's process: threads, children and signals of the simulation."""
 
     def __init__(self, machine: SimulatedMachine, process: SimulatedProcess) -> None:
@@ -204,7 +203,6 @@ class SimulatedHostProcess(HostProcess):
 
     @property
     def place(self) -> str:
-        """The process id, for people."""
         return self._process.place
 
     @contextmanager
@@ -221,7 +219,6 @@ class SimulatedHostProcess(HostProcess):
 
     @contextmanager
     def signals(self) -> Generator[AsyncIterator[signal.Signals]]:
-        """Receive the signals of the simulated process."""
         send, receive = anyio.create_memory_object_stream[signal.Signals](16)
 
         def handle(number: int) -> None:
@@ -236,16 +233,13 @@ class SimulatedHostProcess(HostProcess):
     def limit_threads(self, resources: Resources) -> None:
         """Do nothing: there are no threads."""
 
-    def executor(self, name: str) -> InlineExecutor:  # type: ignore[override]
-        """Return what computes inline."""
-        return InlineExecutor(self._world)
+    def executor(self, name: str) -> _InlineExecutor:  # type: ignore[override]
+        return _InlineExecutor(self._world)
 
-    def children(self, program: Program, count: int) -> InlineChildPool:  # type: ignore[override]
-        """Return what answers inline."""
-        return InlineChildPool(self._world, program, count)
+    def children(self, program: Program, count: int) -> _InlineChildPool:  # type: ignore[override]
+        return _InlineChildPool(self._world, program, count)
 
     def end_after(self, seconds: float) -> None:
-        """End the simulated process then."""
         self._process.loop.call_later(seconds, self._process.end, 0)
 
 
@@ -257,16 +251,14 @@ _exit, _process_id = os._exit, os.getpid  # before the simulation takes their pl
 
 
 def _end_child(parent: int, status: int) -> None:
-    """Take the place of `os._exit` in a process that scores. What the reward has forked from it really
-    ends."""
+    """Take the place of `os._exit` in a process that scores. What the reward has forked really ends."""
     if _process_id() != parent:
         _exit(status)
     raise _ChildExit(status)
 
 
-class InlineChildPool:
-    """Takes the place of the processes that run rewards and environments: the user's code runs inline, and
-    takes virtual time."""
+class _InlineChildPool:
+    """Takes the place of processes that run rewards and environments: these run inline, on virtual time."""
 
     def __init__(self, world: World, program: Program, count: int) -> None:
         self.world, self._program = world, program
@@ -274,7 +266,6 @@ class InlineChildPool:
         self._free = anyio.Semaphore(count)
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Make the reward or the environment."""
         await anyio.sleep(self.world.costs.uniform(*_CHILD_S))
         self._what = "reward"
         if environment.COMMAND[-1] in self._program.argv:
@@ -286,12 +277,6 @@ class InlineChildPool:
         return b""
 
     async def ask(self, question: msgspec.Struct, answer: Any, timeout_s: float) -> Any:
-        """Call the reward or the environment.
-
-        Raises:
-            TimeoutError: if that takes longer than `timeout_s`.
-            ChildEnded: if the reward ends its process.
-        """
         self.calls += 1
         try:
             async with self._free:

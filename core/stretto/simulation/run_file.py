@@ -75,7 +75,6 @@ def _with(default: str, sections: Mapping[str, Any], kind: Kind) -> dict[str, An
 
 
 def _known(section: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the keys of a section that another component of its kind has, too. None stands for a value that
-    the section's own component computes."""
+    """Return the keys that another component of the kind has, too. For None, it computes a value itself."""
     known = kind.__struct_fields__
     return {key: value for key, value in section.items() if key in known and value is not None}

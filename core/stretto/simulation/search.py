@@ -74,11 +74,12 @@ def tapes_of(
         outcome = run_tape(calm := msgspec.structs.replace(calm, may_fail=True))
     if outcome.failed:
         raise CalmRunFails(calm, outcome)
-    tape = msgspec.structs.replace(
-        calm,
-        patience_s=calm.patience_s + outcome.longest_wait_s,
-        model="" if composed.config.queue.max_staleness else _sure_model(calm, outcome),
-    )
+    model = ""
+    if not composed.config.queue.max_staleness:  # another order may give another model: rewards may be random
+        again = run_tape(msgspec.structs.replace(calm, seed=1))
+        model = outcome.model if again.model == outcome.model else ""
+    patience_s = calm.patience_s + outcome.longest_wait_s
+    tape = msgspec.structs.replace(calm, patience_s=patience_s, model=model)
     until_s = 0.8 * outcome.virtual_s
     return [
         msgspec.structs.replace(
@@ -86,13 +87,6 @@ def tapes_of(
         )
         for seed in seeds
     ]
-
-
-def _sure_model(calm: Tape, outcome: Outcome) -> str:
-    """Return the digest of the model that a run ends with; empty if another order of events gives another
-    one, such as with a reward that draws random numbers."""
-    again = run_tape(msgspec.structs.replace(calm, seed=1))
-    return outcome.model if again.model == outcome.model else ""
 
 
 def search(
@@ -130,8 +124,7 @@ def _digest(tape: Tape) -> str:
 
 
 def run_tape(tape: Tape) -> Outcome:
-    """Run a universe in a forked process, with an own folder, and return what became of it. Nothing of it is
-    left afterwards."""
+    """Run a universe in a forked process, and return what became of it. Nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         data, status = in_fork(partial(_run_in, Path(folder), tape))
     if not data:
@@ -140,11 +133,8 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return the failing tape with as few faults as possible, each removal of which lets the run succeed.
-
-    Raises:
-        ValueError: if the tape does not fail.
-    """
+    """Return the failing tape with as few faults as possible, of which each is needed; ValueError if none
+    fails."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
@@ -161,11 +151,7 @@ def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape,
 
 
 def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
-    """Yield lines that say what happened in a universe.
-
-    Args:
-        last: number of lines of its log, from the end; 0 for all.
-    """
+    """Yield lines that say what happened in a universe, with the `last` lines of its log; 0 for all."""
     yield f"seed {tape.seed}: {outcome.status}{outcome.reason and ': '}{outcome.reason}"
     for fault in tape.faults:
         fields: dict[str, Any] = msgspec.to_builtins(fault)
@@ -179,8 +165,7 @@ def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
 
 
 def _warm_up(calm: Tape) -> None:
-    """Run a universe in this process, whose forks then need not import and compose what it has. Keep the
-    garbage collector away from that."""
+    """Run a universe, so that forks need not import and compose what it has. No collector looks at that."""
     end_with_parent(signal.SIGKILL)
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         Universe(calm, Path(folder)).run()

@@ -22,7 +22,7 @@ from stretto.simulation.streams import Asked, Stream, StreamRefusal, subjects_li
 from stretto.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
-_DELAY_S, _JITTER_S = 2e-4, 5e-4
+_DELAY_S, _JITTER_S = 2e-4, 5e-4  # the shortest way of a message, and the mean of what comes on top
 _LATE_S = 1.0
 """Time between the second delivery of a message and the late acknowledgement of the first."""
 _NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
@@ -54,7 +54,6 @@ class Weather:
     failing: float = 0.0
     """Share of requests for samples, and of scorings, that fail."""
     down_until: float = 0.0
-    """Time until which nobody can connect."""
     hangs_until: float = 0.0
     """Time until which the server answers pings, and does nothing else."""
     cut_until: dict[int, float] = field(default_factory=dict[int, float])
@@ -114,7 +113,6 @@ class SimulatedConnection:
         self._server.forget(self)
 
     def _take(self, data: bytes) -> None:
-        """Parse what has arrived, and carry out each whole operation."""
         data = self._data + data if self._data else data
         start = 0
         while (end := data.find(_CRLF, start)) >= 0:
@@ -157,12 +155,7 @@ class SimulatedConnection:
 
 
 class SimulatedServer:
-    """The server: subscriptions, and streams.
-
-    Args:
-        loop: the loop of the simulation.
-        seed: draws delays, and what gets lost.
-    """
+    """The server: subscriptions, and streams. The seed draws delays, and what gets lost."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -173,7 +166,6 @@ class SimulatedServer:
         """Called with sender, subject, payload and headers of each core message that is published, and of
         each message that is stored."""
         self.messages = 0
-        """Number of messages that were published."""
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")
         self._connections: dict[int, SimulatedConnection] = {}
@@ -189,7 +181,6 @@ class SimulatedServer:
         self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
         """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
-        """Subject -> the stream that stores it."""
         SimulatedTransport.server = self
 
     def new_number(self) -> int:
@@ -396,7 +387,6 @@ class SimulatedServer:
             return {**error.answer(), "stream": stream.name, "seq": 0}
 
     def _call(self, words: list[str], reply: str, data: bytes) -> None:
-        """Carry out a call of the API: `$JS.API.…`, or `$JS.ACK.…`."""
         if words[1] == "ACK":
             self._acknowledge(words, data)
         elif words[2:4] == ["CONSUMER", "MSG"]:
@@ -509,7 +499,6 @@ class SimulatedServer:
 
 
 def _request(data: bytes) -> dict[str, Any]:
-    """Return what a client asks of a consumer: a number, or JSON."""
     question = json.loads(data) if data else {}
     if isinstance(question, int):
         question = {"batch": question}

@@ -30,9 +30,7 @@ class StreamRefusal(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class StreamMessage:
-    """A message of a stream."""
-
+class _StreamMessage:
     sequence: int
     subject: str
     head: bytes
@@ -58,9 +56,9 @@ class Stream:
 
     def __init__(self, server: SimulatedServer, name: str, config: dict[str, Any]) -> None:
         self.server, self.name, self.config = server, name, config
-        self.messages: dict[int, StreamMessage] = {}
+        self.messages: dict[int, _StreamMessage] = {}
         self.last = 0
-        self.consumers: dict[str, Consumer] = {}
+        self.consumers: dict[str, _Consumer] = {}
         self.is_queue = config.get("retention") == "workqueue"
         self._subjects = subjects_like(*config["subjects"])
         self._one_each = config.get("max_msgs_per_subject") == 1
@@ -72,11 +70,8 @@ class Stream:
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
-        """Store a message, once for each id, and return the acknowledgement.
-
-        Raises:
-            StreamRefusal: if the newest message is not the one that the sender expects.
-        """
+        """Store a message, once for each id, and return the acknowledgement; StreamRefusal if the newest
+        message is not the one that the sender expects."""
         now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
         expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
@@ -89,12 +84,12 @@ class Stream:
         if self._one_each and subject in self._newest:
             self.messages.pop(self._newest[subject], None)
         self._newest[subject] = self.last
-        message = self.messages[self.last] = StreamMessage(self.last, subject, head, data)
+        message = self.messages[self.last] = _StreamMessage(self.last, subject, head, data)
         for consumer in self.consumers.values():
             consumer.add(message)
         return {"stream": self.name, "seq": self.last}
 
-    def find(self, question: dict[str, Any]) -> StreamMessage | None:
+    def find(self, question: dict[str, Any]) -> _StreamMessage | None:
         """Return a message by its number (`seq`), or the newest one of a subject (`last_by_subj`)."""
         if question.get("seq"):
             return self.messages.get(question["seq"])
@@ -104,7 +99,7 @@ class Stream:
             return newest
         return next((each for each in reversed(self.messages.values()) if each.subject == subject), None)
 
-    def find_some(self, question: dict[str, Any]) -> list[StreamMessage]:
+    def find_some(self, question: dict[str, Any]) -> list[_StreamMessage]:
         """Return `batch` messages of a subject (`next_by_subj`), from a number on (`seq`)."""
         of_subject = (
             each
@@ -114,11 +109,7 @@ class Stream:
         return list(islice(of_subject, question["batch"]))
 
     def delete(self, sequence: int) -> None:
-        """Remove a message.
-
-        Raises:
-            StreamRefusal: if it is not there.
-        """
+        """Remove a message; StreamRefusal if it is not there."""
         if sequence not in self.messages:
             raise StreamRefusal(400, 10043, "sequence not found")
         self.remove(sequence)
@@ -159,7 +150,7 @@ class Stream:
         """Create a consumer, if there is none of this name, and return what the API says of it."""
         name = config.get("durable_name") or config.get("name") or f"reader{self.server.new_number()}"
         if name not in self.consumers:
-            self.consumers[name] = Consumer(self, name, config)
+            self.consumers[name] = _Consumer(self, name, config)
         nothing = {"consumer_seq": 0, "stream_seq": 0}
         counts = dict.fromkeys(("num_ack_pending", "num_redelivered", "num_waiting", "num_pending"), 0)
         return {
@@ -192,7 +183,7 @@ class Asked:
     over: bool = False
 
 
-class Consumer:
+class _Consumer:
     """A reader's place in a stream; for a work queue also what is taken and not acknowledged yet."""
 
     def __init__(self, stream: Stream, name: str, config: dict[str, Any]) -> None:
@@ -215,10 +206,9 @@ class Consumer:
             self.later(self._inactive_s, self._end_if_unused)
 
     def later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
-        """Call something later, outside of all processes."""
         return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
 
-    def _wants(self, message: StreamMessage) -> bool:
+    def _wants(self, message: _StreamMessage) -> bool:
         return message.sequence >= self._start and self._subjects.fullmatch(message.subject) is not None
 
     def _end_if_unused(self) -> None:
@@ -230,14 +220,12 @@ class Consumer:
         elif self._stream.consumers.get(self._name) is self:
             del self._stream.consumers[self._name]
 
-    def add(self, message: StreamMessage) -> None:
-        """Take a new message of the stream."""
+    def add(self, message: _StreamMessage) -> None:
         if self._wants(message):
             self._to_send.append(message.sequence)
             self._send()
 
     def forget(self, sequence: int) -> None:
-        """Forget a message that was removed from the stream."""
         if timer := self._taken.pop(sequence, None):
             timer.cancel()
         self._deliveries.pop(sequence, None)
@@ -249,7 +237,6 @@ class Consumer:
         self._questions.clear()
 
     def ask(self, asked: Asked) -> None:
-        """Take a client's question: answer with messages, now or later."""
         self._used = self._server.loop.time()
         self._questions.append(asked)
         if asked.expires_s:
@@ -290,7 +277,7 @@ class Consumer:
                     self._questions.append(asked)
                 self._deliver(message, asked.reply)
 
-    def _deliver(self, message: StreamMessage, to: str) -> None:
+    def _deliver(self, message: _StreamMessage, to: str) -> None:
         self._sent += 1
         sequence = message.sequence
         deliveries = self._deliveries.get(sequence, 0) + 1

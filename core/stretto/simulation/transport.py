@@ -17,8 +17,7 @@ _READ_LIMIT = 2**26
 
 
 class Link:
-    """One direction of a connection: bytes arrive in order, after a delay. What is under way may arrive
-    together, as with TCP."""
+    """One direction of a connection: bytes arrive in order, later, and perhaps together, as with TCP."""
 
     def __init__(self, server: SimulatedServer, deliver: Callable[[bytes], None]) -> None:
         self._server, self._deliver = server, deliver
@@ -60,11 +59,7 @@ class SimulatedTransport(Transport):
         self._connection: SimulatedConnection | None = None
 
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: int) -> None:
-        """Connect to the server.
-
-        Raises:
-            ConnectionRefusedError: if the server is down.
-        """
+        """Connect to the server; ConnectionRefusedError if it is down."""
         self.close()
         await asyncio.sleep(3 * self.server.delay_s())  # the handshake
         process = current_process()
@@ -99,11 +94,7 @@ class SimulatedTransport(Transport):
         return await self._reader.readline()
 
     async def drain(self) -> None:
-        """Wait for room in the buffer, which has no limit here.
-
-        Raises:
-            ConnectionResetError: if the connection is lost.
-        """
+        """Wait for room in the buffer, which has no limit; ConnectionResetError if the connection is lost."""
         if self._connection is None or self.at_eof():
             raise ConnectionResetError("connection lost")
         await asyncio.sleep(0)

@@ -51,8 +51,8 @@ from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")
 _MOST_KERNELS = 10
-_PAUSES_S = (0.2, 3.0, 15.0)
-_BETWEEN_KERNELS_S = 0.5
+_PAUSES_S = (0.2, 3.0, 15.0)  # until somebody resumes a run
+_BETWEEN_KERNELS_S = 0.5  # what a process needs to make its next kernel
 _NUM_ROWS = 200
 _PROGRESS = (b"BatchStarted", b"VersionPublished", b"EvaluationEnded")
 """Events of which one is expected now and then."""
@@ -67,7 +67,6 @@ class Outcome(msgspec.Struct):
     errors: list[str] = []
     """Exceptions that nobody has handled."""
     digest: str = ""
-    """SHA-256 of the trace."""
     model: str = ""
     """Digest of the last version."""
     virtual_s: float = 0.0
@@ -89,11 +88,7 @@ class Outcome(msgspec.Struct):
 
 
 class Universe:
-    """A run in the simulation.
-
-    Args:
-        folder: an empty folder, which the universe uses.
-    """
+    """A run in the simulation, in an empty folder."""
 
     def __init__(self, tape: Tape, folder: Path) -> None:
         seed = tape.seed
@@ -172,7 +167,8 @@ class Universe:
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
         load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
         processes.SimulatedLauncher.machine = self.machine
-        self.folds = FoldOracle(self._read_log)
+        streams = self.server.streams
+        self.folds = FoldOracle(lambda run, number: streams[Subjects(run).log_stream].messages[number].data)
         with (
             patched(self.world),
             _replaced(self.server, self.folds),
@@ -199,9 +195,6 @@ class Universe:
                 self.oracle.violations.append(f"completed with a checkpoint of version {version}")
         return self.oracle.violations
 
-    def _read_log(self, run: str, sequence: int) -> bytes:
-        return self.server.streams[Subjects(run).log_stream].messages[sequence].data
-
     def _ledgers(self) -> Iterator[dict[str, int]]:
         metrics = self.folder / "run" / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
@@ -210,17 +203,15 @@ class Universe:
                 yield values["ledger"]
 
     def _note_files(self) -> None:
-        """Add the digests of all files to the trace."""
         for file in sorted(each for each in self.folder.rglob("*") if each.is_file()):
             data = file.read_bytes()
             name = file.relative_to(self.folder)
             self.loop.note("file", name, len(data), hashlib.blake2b(data, digest_size=8).hexdigest())
 
     def _document(self) -> dict[str, Any]:
-        """Return the run file. A tape without a dataset gets sums of one."""
         (self.folder / "weights").mkdir()
         run = dict(self.tape.run)
-        if "dataset" not in run:
+        if "dataset" not in run:  # then it is about sums of one
             rows = self.folder / "rows.jsonl"
             lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
             rows.write_text("".join(lines))
@@ -266,13 +257,8 @@ class Universe:
         self, kernels: Callable[[], life.Kernels] | None = None, *, accept_dataset: bool = False
     ) -> SimulatedProcess:
         """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
-        summary of its last kernel when it has ended by itself.
-
-        Args:
-            kernels: gives its kernels, one after the other; default: those that continue from the newest
-                checkpoint.
-            accept_dataset: whether the dataset may have changed.
-        """
+        summary of its last kernel when it has ended by itself. By default, `kernels` continue from the newest
+        checkpoint."""
         out, self.summary = self.folder / "run", None
         kernel = self._owner = SimulatedProcess(self.loop, "kernel")
         self._lock, self._replaced = lock_run(out / "bus"), self.loop.create_future()
@@ -319,8 +305,8 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Let a kernel stand still, and another one resume the run meanwhile, as on a machine where the lock
-        of the first one does not show."""
+        """Let a kernel stand still, and another one resume the run, as on a machine where its lock does not
+        show."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()
@@ -328,9 +314,8 @@ class Universe:
             self._replaced.set_result(None)
 
     def _audit(self) -> list[str]:
-        """Do what `stretto audit` does. A kernel that is replaced between a step's event and
-        its line in `metrics.jsonl` may add the line after its rival has."""
         report = audit_run(self.folder / "run")
+        # A kernel that is replaced between a step's event and its line may add the line after its rival has.
         rival = any(fault.kind == "rival" for fault in self.tape.faults)
         checks = [check for check in report.checks if not (rival and check.name == "metrics.jsonl")]
         return [f"audit, {check.name}: {each}" for check in checks for each in check.violations]
@@ -367,7 +352,6 @@ def _resumable(summary: dict[str, Any], *, first: bool) -> bool:
 
 
 def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextManager[None]:
-    """Replace what stretto uses of its machine."""
     engine = import_module("stretto_mock.inference")  # by its name, because core knows no plugin
     composed: dict[bytes, Composed] = {}
 
@@ -378,8 +362,6 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
         return composed[key]
 
     def failing(function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that fails now and then."""
-
         def call(*args: Any) -> Any:
             if server.happens(server.weather.failing):
                 raise RequestError(PLANTED)
@@ -407,8 +389,6 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
 
 @contextmanager
 def _logged(report: Callable[..., None]) -> Generator[None]:
-    """Have log lines in the trace."""
-
     def log(logger: object, name: str, event: Any) -> Any:
         who, text = event.pop("worker", "kernel"), event.pop("event")
         report(who, name, text, *(f"{key}={value}" for key, value in event.items()))
@@ -439,5 +419,4 @@ class _NoMeter:
     """A meter of cores that nobody uses."""
 
     def read(self) -> CoreUse:
-        """Return constants."""
         return CoreUse(0.5, 0.5)

@@ -42,12 +42,8 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
-    """Return the kept answers of the evaluation of a version, in the order of their rows. If a row was
-    answered several times, the last attempt counts.
-
-    Args:
-        texts: also read the columns and texts.
-    """
+    """Return the kept answers of the evaluation of a version in the order of their rows, with `texts` also
+    their columns and texts. If a row was answered several times, the last attempt counts."""
     from stretto.records.kept.samples import SampleFilter  # it imports numpy
 
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))

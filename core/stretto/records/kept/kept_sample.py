@@ -80,12 +80,8 @@ _FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARR
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
-    """Return what is kept of an attempt, in the order of its trajectories. An attempt without a trajectory
-    has one sample without tokens.
-
-    Raises:
-        ValueError: if the arrays of a trajectory do not fit each other, or its id is not one.
-    """
+    """Return what is kept of an attempt, in the order of its trajectories; one sample without tokens if there
+    is none. ValueError if arrays do not fit each other, or an id is not one."""
     if not trajectories:
         return [_kept(record, None, None)]
     by_index = {int(each.id.rpartition("/")[2]): each for each in trajectories}
@@ -109,41 +105,39 @@ def digest_of(samples: Iterable[KeptSample]) -> str:
 
 def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | None) -> KeptSample:
     text = KeptText() if index is None or index >= len(record.texts) else record.texts[index]
-    arrays = _arrays_of(trajectory)
+    of_row: dict[str, Any] = {
+        "row": record.row,
+        "prompt_text": record.prompt if text.prompt is None else text.prompt,
+        "text": text.text,
+        "messages": text.messages,
+        "dataset_row": record.dataset_row,
+    }
+    if trajectory is None:
+        nothing: dict[str, Any] = {"index": None, "sample": None, "reward": None, "images": None}
+        nothing |= {name: np.empty(0, dtype) for name, dtype in _ARRAYS.items()}
+        return KeptSample(id=record.name, metrics="{}", finish="", engine="", **of_row, **nothing)
     return KeptSample(
-        id=trajectory.id if trajectory else record.name,
+        id=trajectory.id,
         index=index,
-        sample=trajectory.sample if trajectory else None,
-        row=record.row,
-        reward=trajectory.reward if trajectory and math.isfinite(trajectory.reward) else None,
-        metrics=_encode(trajectory.metrics).decode() if trajectory else "{}",
-        finish=trajectory.finish if trajectory else "",
-        engine=trajectory.engine if trajectory else "",
-        prompt_text=record.prompt if text.prompt is None else text.prompt,
-        text=text.text,
-        messages=text.messages,
-        dataset_row=record.dataset_row,
-        images=None
-        if trajectory is None or trajectory.images is None
-        else _encode(trajectory.images).decode(),
-        **arrays,
-        **_kept_arrays_of(trajectory),
+        sample=trajectory.sample,
+        reward=trajectory.reward if math.isfinite(trajectory.reward) else None,
+        metrics=_encode(trajectory.metrics).decode(),
+        finish=trajectory.finish,
+        engine=trajectory.engine,
+        images=None if trajectory.images is None else _encode(trajectory.images).decode(),
+        **of_row,
+        **_arrays_of(trajectory),
     )
 
 
-def _kept_arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
-    if trajectory is None or trajectory.kept is None:
-        return {}
-    if len(trajectory.kept) != len(trajectory.tokens):
-        raise ValueError(f"{trajectory.id}: kept tokens of {len(trajectory.kept)} tokens")
-    return {"kept_counts": trajectory.kept.counts, "kept_ids": trajectory.kept.ids}
-
-
-def _arrays_of(trajectory: WireTrajectory | None) -> dict[str, NDArray[Any]]:
-    if trajectory is None:
-        return {name: np.empty(0, dtype) for name, dtype in _ARRAYS.items()}
+def _arrays_of(trajectory: WireTrajectory) -> dict[str, Any]:
     arrays = {name: getattr(trajectory, name).numpy().astype(dtype) for name, dtype in _ARRAYS.items()}
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"{trajectory.id}: arrays of the shapes {sorted(shapes)}")
-    return arrays
+    kept = trajectory.kept
+    if kept is None:
+        return arrays
+    if len(kept) != len(trajectory.tokens):
+        raise ValueError(f"{trajectory.id}: kept tokens of {len(kept)} tokens")
+    return arrays | {"kept_counts": kept.counts, "kept_ids": kept.ids}

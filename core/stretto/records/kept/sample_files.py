@@ -47,14 +47,8 @@ class SegmentName(NamedTuple):
 
 
 def segments_in(folder: Path) -> list[SegmentName]:
-    """Return the segments that count, each kind in the order of its flushes.
-
-    Args:
-        folder: the folder `samples` of a run. It need not exist.
-
-    Raises:
-        ConfigError: if an earlier stretto wrote them in another form.
-    """
+    """Return the segments that count in a folder `samples`, each kind in the order of its flushes.
+    ConfigError if an earlier stretto wrote them in another form."""
     if former := next(folder.glob(_FORMER), None):
         raise ConfigError(
             f"{former}: an earlier stretto wrote these samples, in a form that this one cannot read; read "

@@ -33,12 +33,8 @@ class SampleImages:
         return self._path(name).is_file()
 
     def read(self, name: str) -> bytes | None:
-        """Return an image's file; None if it is not kept. A file with another SHA-256 than its name counts as
-        none.
-
-        Raises:
-            ConfigError: if the name is none of an image, or if the file cannot be read.
-        """
+        """Return an image's file; None if it is not kept, or has another SHA-256 than its name. ConfigError
+        if the name is none of an image, or the file cannot be read."""
         path = self._path(name)
         try:
             with open_record(path, links=False) as file:  # a link may lead out of the folder
@@ -50,11 +46,7 @@ class SampleImages:
         return image.file if image.digest == name else None
 
     def write(self, image: ImageFile) -> None:
-        """Keep an image.
-
-        Raises:
-            OSError: if the disk is full or cannot be written.
-        """
+        """Keep an image; OSError if the disk is full or cannot be written."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(self._folder / image.digest, image.file)
 

@@ -27,19 +27,8 @@ Bounds = tuple[float | None, float | None]
 SampleOutcome = Literal["trained", "filtered", "expired", "failed", "evaluated"]
 
 CHEAP_COLUMNS = (
-    *(
-        "id",
-        "purpose",
-        "ticket",
-        "attempt",
-        "index",
-        "sample",
-        "row",
-        "sequence",
-        "outcome",
-        "reason",
-        "step",
-    ),
+    *("id", "purpose", "ticket", "attempt", "index", "sample", "row", "sequence"),
+    *("outcome", "reason", "step"),
     *("reward", "metrics", "finish", "length", "sampled", "oldest", "newest", "staleness"),
     *("worker", "engine", "seconds", "generate_s", "score_s", "digest", "images"),
 )
@@ -83,6 +72,9 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     """A text that the prompt or the answer contains, whatever the case of its letters."""
 
 
+_EVERY = SampleFilter()
+
+
 class SampleStore:
     """The kept samples in a run's folder. Several calls share what was read; not for several threads."""
 
@@ -96,7 +88,7 @@ class SampleStore:
 
     def find(
         self,
-        filter: SampleFilter = SampleFilter(),  # noqa: B008 (frozen)
+        filter: SampleFilter = _EVERY,
         *,
         limit: int | None = 50,
         offset: int = 0,
@@ -117,15 +109,12 @@ class SampleStore:
         rows = islice(found, offset, None if limit is None else offset + limit)
         return self._rows(index, np.fromiter(rows, np.int64), texts=texts, tokens=tokens)
 
-    def count(self, filter: SampleFilter = SampleFilter()) -> int:  # noqa: B008 (frozen)
+    def count(self, filter: SampleFilter = _EVERY) -> int:
         """Return the number of rows that fit."""
         return sum(1 for _ in self._find(filter)[1])
 
     def points(
-        self,
-        filter: SampleFilter = SampleFilter(),  # noqa: B008 (frozen)
-        *,
-        most: int = 2000,
+        self, filter: SampleFilter = _EVERY, *, most: int = 2000
     ) -> tuple[list[tuple[str, float, int]], int]:
         """Return (id, reward, number of sampled tokens) of rows that fit and have a reward, in the order of
         the log, and the number of all such rows. If these are more than `most`, rows at equal distances are
@@ -138,11 +127,7 @@ class SampleStore:
         return [(each["id"], each["reward"], each["sampled"]) for each in points], len(found)
 
     def tickets(
-        self,
-        filter: SampleFilter = SampleFilter(),  # noqa: B008 (frozen)
-        *,
-        limit: int = 50,
-        offset: int = 0,
+        self, filter: SampleFilter = _EVERY, *, limit: int = 50, offset: int = 0
     ) -> list[tuple[Purpose, int]]:
         """Return the tickets that have a row which fits, the one with the newest such row first.
 
@@ -163,7 +148,6 @@ class SampleStore:
     # ------------------------------------------------------------------------------------ private
 
     def _read_index(self, ticket: int | None) -> _Index:
-        """Return the index of all rows, or of all parts that may have rows of a ticket."""
         segments = self._segments.refresh()
         if self._index is not None and self._index[0] == segments:
             return self._index[1]
@@ -180,18 +164,15 @@ class SampleStore:
         return index, found.tolist() if filter.text is None else self._containing(index, found, filter.text)
 
     def _containing(self, index: _Index, found: NDArray[np.int64], text: str) -> Iterator[int]:
-        """Yield those of the found rows whose prompt or answer contains a text, in their order. It reads no
-        further than the caller asks."""
+        """Yield those found rows whose prompt or answer contains a text; read no further than the caller
+        asks."""
         pc = _compute()
         known: dict[int, NDArray[np.bool_]] = {}
         for row, part in zip(found.tolist(), index.parts[found].tolist(), strict=True):
             if part not in known:
                 table = self._segments.read(part, ("prompt_text", "text"))
-                found_in = [
-                    _bools(pc.match_substring(table[name], text, ignore_case=True))
-                    for name in table.column_names
-                ]
-                known[part] = np.logical_or(*found_in)
+                matches = (pc.match_substring(column, text, ignore_case=True) for column in table.columns)
+                known[part] = np.logical_or(*map(_bools, matches))
             if known[part][index.offsets[row]]:
                 yield row
 
@@ -229,7 +210,6 @@ class _SegmentReader:
         """All row groups, each by its segment and its number there."""
 
     def refresh(self) -> tuple[SegmentName, ...]:
-        """Open the segments that are new, and return all that count."""
         from pyarrow import ArrowException
         from pyarrow import parquet as pq
 
@@ -275,7 +255,6 @@ class _SegmentReader:
         return table.append_column("part", _numbers(numbers)).append_column("offset", _numbers(offsets))
 
     def _may_have(self, part: int, ticket: int) -> bool:
-        """Whether a row group may have rows of a ticket, by its statistics."""
         name, _ = self._parts[part]
         column = self._open[name].metadata.schema.names.index("ticket")
         statistics = self._metadata(part).column(column).statistics
@@ -286,14 +265,12 @@ class _SegmentReader:
         return self._open[name].metadata.row_group(group)
 
     def read(self, part: int, columns: Sequence[str]) -> Table:
-        """Return these columns of one row group."""
         name, group = self._parts[part]
         return self._open[name].read_row_group(group, list(columns))
 
     def take(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]
     ) -> list[dict[str, Any]]:
-        """Return rows as dicts, in the given order."""
         rows: list[dict[str, Any]] = [{}] * len(parts)
         for part in np.unique(parts).tolist():
             [wanted] = np.nonzero(parts == part)
@@ -312,7 +289,6 @@ class _Index:
         self.offsets = _ints(samples["offset"])
 
     def select(self, filter: SampleFilter) -> NDArray[np.int64]:
-        """Return the rows that fit all conditions but that on the text."""
         samples = self._samples
         fits = np.ones(len(samples), bool)
         for name in ("ticket", "purpose", "finish", "outcome"):
@@ -323,11 +299,9 @@ class _Index:
         for name in ("step", "reward", "length", "staleness"):
             low, high = cast("Bounds", getattr(filter, name))
             if (low, high) != (None, None):
-                values = self.values(name)
-                fits &= ~np.isnan(values)
-                fits &= (values >= (-np.inf if low is None else low)) & (
-                    values <= (np.inf if high is None else high)
-                )
+                values = self.values(name)  # NaN fits no bound
+                fits &= values >= (-np.inf if low is None else low)
+                fits &= values <= (np.inf if high is None else high)
         return np.flatnonzero(fits)
 
     def tickets(self, rows: Iterable[int]) -> Iterator[tuple[Purpose, int]]:
@@ -350,13 +324,11 @@ class _Index:
         return found[np.lexsort(keys)]  # NaN is last
 
     def staleness(self) -> dict[int, int]:
-        """Return staleness -> number of trained trajectories, the lowest first."""
         values = self.values("staleness")
         values, counts = np.unique(values[~np.isnan(values)], return_counts=True)
         return dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True))
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """Return a column of numbers; NaN where it has none."""
         return _floats(self._samples[name])
 
 
@@ -388,7 +360,6 @@ def _numbers(values: NDArray[np.int64]) -> Any:
 
 
 def _equal(column: Any, value: str | int) -> NDArray[np.bool_]:
-    """Return which rows of a column have a value; a row without one does not."""
     import pyarrow as pa
 
     if isinstance(value, int):
@@ -405,7 +376,6 @@ def _bools(column: Any) -> NDArray[np.bool_]:
 
 
 def _ints(column: Any) -> NDArray[np.int64]:
-    """Return a column of integers that has a value in every row."""
     return _joined(column, np.int64)
 
 
@@ -418,7 +388,6 @@ def _floats(column: Any) -> NDArray[np.float64]:
 
 
 def _joined(column: Any, kind: type[np.generic]) -> NDArray[Any]:
-    """Return a column of numbers that has a value in every row."""
     return np.concatenate([np.empty(0, kind), *(np.from_dlpack(chunk) for chunk in column.chunks)])
 
 
