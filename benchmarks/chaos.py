@@ -339,8 +339,8 @@ KIND_TESTS: dict[str, Callable[[list[str]], bool]] = {
         )
         for role in WORKERS
     },
-    "scoring": lambda arguments: "stretto.children.reward" in arguments,
-    "tool": lambda arguments: "stretto.children.tools" in arguments,
+    "scoring": lambda arguments: "stretto.user_code.reward" in arguments,
+    "tool": lambda arguments: "stretto.user_code.tools" in arguments,
     "nats-server": lambda arguments: arguments[0].endswith("nats-server"),
     "guard": lambda arguments: any(each.endswith("bus/guard.py") for each in arguments),
     "server": lambda arguments: len(arguments) > 1 and arguments[1].endswith("stand_in_server.py"),

@@ -26,7 +26,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from whole_runs import QUICKSTART
 
 TURNS, PROMPT, ANSWER, TOOL = 8, 192, 24, 72

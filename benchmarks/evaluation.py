@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stretto.records.metrics import MetricsReader
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from whole_runs import QUICKSTART, summary_of
 
 FORMS = {

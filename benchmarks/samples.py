@@ -37,10 +37,10 @@ from stretto.bus.messages.tickets import (
     TrajectoryBundle,
     WireTrajectory,
 )
-from stretto.records.kept.kept_sample import digest_of, kept_samples
-from stretto.records.kept.sample_files import Table
-from stretto.samples.join import Joiner
-from stretto.samples.segments import FLUSHES, SegmentWriter
+from stretto.records.samples.files import Table
+from stretto.records.samples.join import Joiner
+from stretto.records.samples.kept_sample import digest_of, kept_samples
+from stretto.records.samples.segments import FLUSHES, SegmentWriter
 
 GROUP, GROUPS_A_BATCH, PROMPT_TOKENS, MEAN_TOKENS = 8, 512, 32, 64
 WORDS = 20_000

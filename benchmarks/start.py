@@ -33,7 +33,7 @@ from stretto.bus.messages.events import (
     TicketsIssued,
     WeightsServed,
 )
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from whole_runs import QUICKSTART, arguments_of, mock_run_file
 
 _POLL_S = 0.02
@@ -81,10 +81,10 @@ def name_of(command: list[str]) -> str:
         last = Path(command[-1].rstrip("\0"))
         return last.stem if last.suffix == ".json" else "fork server"
     for words in (
-        "stretto.samples",
+        "stretto.records.samples",
         "guard.py",
         "nats-server",
-        "stretto.children",
+        "stretto.user_code",
         "stretto.kernel.durable.clean",
     ):
         if words in text:

@@ -47,7 +47,7 @@ from transformers.utils import logging as transformers_logging
 from staleness_tasks import Problem
 from staleness_tasks import Task as Start
 from stretto.records.metrics import MetricsReader
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 HERE = Path(__file__).parent
 QUICKSTART = HERE.parent / "examples" / "quickstart"

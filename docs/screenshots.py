@@ -21,8 +21,8 @@ from rich.text import Text
 from selenium.webdriver import Chrome
 
 from stretto.observe.view import drawing
+from stretto.records.run_folder import RunFolder
 from stretto.records.status import decode_status, read_status
-from stretto.run_folder import RunFolder
 from stretto_views.plot import draw_text, wanted_panels
 
 ROOT = Path(__file__).parents[1]

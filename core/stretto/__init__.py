@@ -5,7 +5,7 @@ describes it in detail.
 """
 
 from stretto.algorithm import Algorithm, AlgorithmConfig
-from stretto.base.api import API_VERSION
+from stretto.api import API_VERSION
 from stretto.component import Component, Context, LocalPath, Problem
 from stretto.dataset import Dataset, DatasetConfig
 from stretto.engine import InferenceConfig, InferenceEngine, Sampling, TrainingConfig, TrainingEngine

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.dataset import Row
-    from stretto.models.tokenizer import Tokenizer
     from stretto.rl.batch import Batch
+    from stretto.tokenizer import Tokenizer
 
 __all__ = [
     "EQUAL",

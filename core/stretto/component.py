@@ -166,7 +166,7 @@ class Component(Generic[ConfigT]):
     """Whether an inference engine supports vision-language models, and prompts in which image tokens
     represent the images of a row. Used for inference engines only."""
     api: str | None = None
-    """Version of stretto's API that the component was made for, such as `"1.0"` (see `stretto.base.api`).
+    """Version of stretto's API that the component was made for, such as `"1.0"` (see `stretto.api`).
     `stretto doctor` warns if this stretto has one that may not fit. None: the component does not say."""
     reward_columns: tuple[str, ...] | None = None
     """For a workflow: the columns that it passes to the reward in addition to those of the row, such as

@@ -7,15 +7,34 @@ tokenizer's chat template to messages once. `id` is optional. The reward receive
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from stretto.component import PositiveInt
 
-__all__ = ["Curriculum", "CurriculumDataset", "Dataset", "DatasetConfig", "Row", "TicketEnd"]
+__all__ = [
+    "Curriculum",
+    "CurriculumDataset",
+    "Dataset",
+    "DatasetConfig",
+    "Message",
+    "OwnTurn",
+    "Row",
+    "TicketEnd",
+]
 
 Row = dict[str, Any]
+
+
+Message = Mapping[str, Any]
+"""One chat message: `role`, `content`, and other keys that a template may use, such as `tool_calls`."""
+
+
+class OwnTurn(dict[str, Any]):
+    """A message whose special tokens are tokens: the policy sampled it, or `dataset.special_tokens` says so.
+    In every other message they are text, because whoever writes it could else begin turns of his own."""
 
 
 class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

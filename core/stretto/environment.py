@@ -39,7 +39,7 @@ from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
     from stretto.agents.conversation import Conversation
-    from stretto.models.tokenizer import Message
+    from stretto.dataset import Message
 
 __all__ = [
     "ENVIRONMENTS",

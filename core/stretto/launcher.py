@@ -16,8 +16,8 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
-from stretto.base.former_process import UNKNOWN_STATUS
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
+from stretto.machine.former_process import UNKNOWN_STATUS
 
 __all__ = [
     "ROLES",

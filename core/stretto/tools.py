@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 import msgspec
 
-from stretto.base.chat import OwnTurn
 from stretto.component import Importable, PositiveFloat, PositiveInt
+from stretto.dataset import OwnTurn
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
-    from stretto.models.tokenizer import Message
+    from stretto.dataset import Message
 
 __all__ = [
     "PARSERS",

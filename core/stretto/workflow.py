@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from stretto.agents.conversation import Conversation
+    from stretto.dataset import Message
     from stretto.engine import Finish, Sampling
     from stretto.environment import Feedback
-    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.tokenizer import Tokenizer
     from stretto.tools import ToolAnswer
 
 __all__ = [

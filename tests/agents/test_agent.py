@@ -27,7 +27,7 @@ from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.assembly.compose import compose
 from stretto.bus.server import NatsServer
 from stretto.models.tokenizer import ByteTokenizer
-from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
+from stretto.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Prompt, Score, Session, Trajectory
 from stretto_agent import AgentConfig, check

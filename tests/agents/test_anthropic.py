@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
 from commands import output_of
 from stretto.agents.recorder import CallLimits, CallRecorder
-from stretto.models.tokenizer import Tokenizer
+from stretto.tokenizer import Tokenizer
 from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Score
 

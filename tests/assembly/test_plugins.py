@@ -194,7 +194,7 @@ for module in sys.argv[1:]:
 def test_modules_of_light_processes_import_neither_torch_nor_transformers() -> None:
     modules = [
         *("stretto", "stretto.cli.main", "stretto.cli.make.schema", "stretto.assembly.assembly"),
-        *("stretto.process.life", "stretto.children.reward", "stretto.workers.sampling.rollout"),
+        *("stretto.runs.life", "stretto.user_code.reward", "stretto.workers.sampling.rollout"),
         *(
             "stretto.workers.scoring.verifier",
             "stretto.workers.inference",

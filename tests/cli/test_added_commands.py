@@ -50,7 +50,7 @@ def test_other_commands_import_no_added_one() -> None:
     program = "import sys; from stretto.cli.main import app; from typer.testing import CliRunner"
     for arguments, absent in (
         (["run", "--help"], ("stretto_trace", "stretto_ui", "stretto_views")),
-        (["--help"], ("aiohttp", "pyarrow", "stretto.charts", "stretto.run_folder")),
+        (["--help"], ("aiohttp", "pyarrow", "stretto.records.charts", "stretto.records.run_folder")),
     ):
         found = f"[name for name in sys.modules if name.startswith({absent})]"
         run = f"assert CliRunner().invoke(app, {arguments}).exit_code == 0; print({found})"

@@ -35,7 +35,7 @@ from stretto.bus.server import lock_run
 from stretto.cli.audit.audit import AuditReport, audit_run
 from stretto.cli.audit.audit_records import JournalMessage, NamedMessage, chain_faults
 from stretto.errors import RunError
-from stretto.records.event_files import FOLDER, file_name, record_of
+from stretto.records.events.files import FOLDER, file_name, record_of
 
 STEPS, BATCH, GROUP, BOUND = 4, 2, 2, 1
 TOKENS = 4

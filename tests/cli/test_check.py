@@ -20,7 +20,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer
-from stretto.children import row_check
+from stretto.cli.start import row_check
 from stretto.cli.start.checks import problems
 from stretto.config import BusConfig
 from stretto.dataset import Dataset

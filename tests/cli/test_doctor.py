@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from commands import output_of
+from stretto.api import API_VERSION
 from stretto.assembly.plugins import Plugins
-from stretto.base.api import API_VERSION
 from stretto.cli.make.doctor import Observation, examine_machine, examine_plugins
 from stretto.errors import PluginError
 

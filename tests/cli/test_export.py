@@ -26,8 +26,8 @@ from stretto.bus.messages.tickets import Ticket, TrajectoryBundle
 from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
-from stretto.models.tokenizer import Tokenizer
-from stretto.records.kept.samples import SampleStore
+from stretto.records.samples.store import SampleStore
+from stretto.tokenizer import Tokenizer
 from stretto.workers.sampling.ticket_record import record_of
 from stretto.workers.sampling.trajectory_log import wire_trajectories
 from stretto.workflow import Answer, Score, Trajectory

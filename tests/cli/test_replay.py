@@ -14,7 +14,7 @@ from stretto.cli.audit.recording import KeptGroups, WeightSums
 from stretto.cli.audit.replay_report import ComparedStep, Difference, ReplayReport, off_policy, report_lines
 from stretto.errors import RunError
 from stretto.models.images import ImageFile
-from stretto.records.kept.sample_images import SampleImages
+from stretto.records.samples.images import SampleImages
 
 
 def test_importance_weights_give_the_off_policy_error() -> None:

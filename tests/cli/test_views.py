@@ -15,12 +15,12 @@ from typer.testing import CliRunner
 from kept_runs import HOSTILE, keep_run
 from statuses import make_status
 from stretto.bus.server import lock_run
-from stretto.charts import panels_of, smooth, thin_points
 from stretto.cli.main import app
 from stretto.errors import ConfigError
+from stretto.records.charts import panels_of, smooth, thin_points
 from stretto.records.comparison import caution, compare_runs
+from stretto.records.run_folder import RunFolder
 from stretto.records.status import STATUS
-from stretto.run_folder import RunFolder
 from stretto_views.plot import draw_text, wanted_panels
 from stretto_views.runs import runs_below
 

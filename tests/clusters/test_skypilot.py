@@ -13,7 +13,7 @@ from tests.conftest import write_run_file
 
 from patience import patience
 from stretto.cli.audit.audit import audit_run
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 pytestmark = pytest.mark.cluster
 

@@ -97,10 +97,10 @@ def draw_of_50(logits: Any, uniform: Any, settings: Any) -> Any:
 
 def forgetful(config: Any, context: Any) -> Any:
     """Does not say that it computes everything anew at a swap, and from how many tokens it draws."""
-    import stretto_torch.slots
+    import stretto_torch.slots as slots
     from stretto_torch.inference import TorchInferenceEngine
 
-    stretto_torch.slots.draw = draw_of_50
+    slots.__dict__["draw"] = draw_of_50
     return TorchInferenceEngine(msgspec.structs.replace(config, on_swap="recompute"), context)
 
 

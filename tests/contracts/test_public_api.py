@@ -10,7 +10,7 @@ import pytest
 
 import stretto
 from public_api import CORE, public_api, public_modules
-from stretto.base.api import API_VERSION, mismatch, replaced_by
+from stretto.api import API_VERSION, mismatch, replaced_by
 
 GOLDEN = Path(__file__).with_name("public_api.txt")
 

@@ -19,9 +19,9 @@ from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.engine import Sampling
 from stretto.errors import EngineError
-from stretto.models.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.models.tokenizer import body_of, load_tokenizer
 from stretto.testing.workflow import together
+from stretto.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.workflow import Answer, Images, OnTokens, Prompt, Score
 
 # As Qwen3's: the reasoning of earlier answers goes. Calls in the history are written again.

@@ -11,7 +11,7 @@ from typing import Any
 from kept_samples import Kept
 from kernel_events import done, issued, served, step_measured, write_events
 from stretto.bus.messages.events import CallEnded, Cause, KernelBegan
-from stretto.records.event_reader import TimedEvent
+from stretto.records.events.reader import TimedEvent
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\x1b]0;x\x07"
 """What a model, a reward or a run file may say."""

@@ -9,8 +9,8 @@ import msgspec
 
 from sample_messages import done, record, trained, trajectories
 from stretto.bus.messages.tickets import KeptText
-from stretto.samples.join import Joiner
-from stretto.samples.segments import SegmentWriter
+from stretto.records.samples.join import Joiner
+from stretto.records.samples.segments import SegmentWriter
 
 
 class Kept:

@@ -25,8 +25,8 @@ from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Purpose
 from stretto.bus.payloads import encode
 from stretto.kernel.schedule.commands import Command, Issue
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
-from stretto.records.event_files import FOLDER, file_name, record_of
-from stretto.records.event_reader import TimedEvent
+from stretto.records.events.files import FOLDER, file_name, record_of
+from stretto.records.events.reader import TimedEvent
 
 
 def step_measured(

@@ -18,8 +18,8 @@ from pyarrow import parquet as pq
 
 from kernel_events import done, issued, served, step_measured, write_events
 from stretto.bus.messages.events import CallEnded, Cause, KernelBegan, RunEnded
-from stretto.records.event_reader import TimedEvent
-from stretto.records.kept.sample_files import SegmentName, schema
+from stretto.records.events.reader import TimedEvent
+from stretto.records.samples.files import SegmentName, schema
 
 _BEGUN = 1_790_000_000.0
 _SEGMENT_ROWS = 65_536

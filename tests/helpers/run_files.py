@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from stretto.bus.messages.events import Event
 from stretto.cli.audit.audit import AuditReport, audit_run
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 T = TypeVar("T")
 

@@ -21,7 +21,7 @@ from stretto.bus.messages.tickets import (
     TrajectoryBundle,
     WireTrajectory,
 )
-from stretto.records.kept.kept_sample import digest_of, kept_samples
+from stretto.records.samples.kept_sample import digest_of, kept_samples
 
 
 def name_of(ticket: int, attempt: int, purpose: Purpose) -> str:

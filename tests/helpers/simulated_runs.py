@@ -25,7 +25,7 @@ from stretto.assembly.logs import printable_fields
 from stretto.cli.make.operate import numbers_of, scale_request, stop_request
 from stretto.errors import ConfigError, StrettoError, one_error
 from stretto.kernel.durable.changes import assemble_in_force, compose_changes, put_into_force
-from stretto.process import life
+from stretto.runs import life
 from stretto.simulation import Tape
 from stretto.simulation.loop import SimulatedProcess, current_process
 from stretto.simulation.search import enter_fork

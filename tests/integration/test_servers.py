@@ -16,8 +16,8 @@ import pytest
 
 from commands import output_of
 from patience import patience
-from stretto.records.kept.answers import read_answers
-from stretto.records.kept.samples import SampleStore
+from stretto.records.samples.answers import read_answers
+from stretto.records.samples.store import SampleStore
 from stretto.testing import InferenceConformance
 
 ROOT = Path(__file__).parent.parent.parent

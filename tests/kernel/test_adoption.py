@@ -13,10 +13,10 @@ import psutil
 import pytest
 
 from patience import patience
-from stretto.base.former_process import FormerProcess
 from stretto.component import Context
 from stretto.kernel.fleet.adoption import Adoption
 from stretto.launcher import Job, LauncherConfig, Resources
+from stretto.machine.former_process import FormerProcess
 from stretto_local import LocalLauncher
 
 JOB = Job(

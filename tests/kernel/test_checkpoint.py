@@ -16,7 +16,7 @@ from stretto.kernel.durable.checkpoint import (
     writing,
 )
 from stretto.kernel.schedule.scheduler import Snapshot
-from stretto.process.life import newest_checkpoint
+from stretto.runs.life import newest_checkpoint
 
 
 def state(version: int, lowest: int = 1) -> KernelState:

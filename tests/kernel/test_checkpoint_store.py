@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from tests.kernel.test_checkpoint import newest, state
 
-from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.messages.training import LoadCheckpoint, Save
 from stretto.component import Context
 from stretto.errors import ConfigError, EngineError
@@ -21,6 +20,7 @@ from stretto.kernel.durable.checkpoint import (
     prune,
     writing,
 )
+from stretto.records.remote_folder import RemoteFolder
 from stretto.workers.training.checkpoint_files import folder_to_load, folder_to_save
 
 CONTEXT = Context(run="run-1", name="run", seed=1, worker="trainer-0")

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from patience import patience
-from stretto.base import cores as cores_module
-from stretto.base.cores import CoreMeter, available_cores, available_memory
+from stretto.machine import cores as cores_module
+from stretto.machine.cores import CoreMeter, available_cores, available_memory
 
 
 def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.process.life import _full_disk  # pyright: ignore[reportPrivateUsage]
+from stretto.runs.life import _full_disk  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_mount(), reason="needs a second disk")

@@ -56,8 +56,8 @@ from stretto.kernel.schedule.fold import apply, decisions
 from stretto.kernel.schedule.outcomes import Outcome
 from stretto.kernel.schedule.scheduler import Scheduler, Snapshot
 from stretto.kernel.schedule.tickets import TicketQueue
-from stretto.process.life import checkpoint_to_resume
 from stretto.records.metrics_file import MetricsFile
+from stretto.runs.life import checkpoint_to_resume
 from stretto.weights import WeightsNote
 
 T = TypeVar("T")

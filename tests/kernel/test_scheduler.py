@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -710,11 +711,11 @@ def test_an_attempt_that_has_ended_before_the_start_is_not_held(ended: str) -> N
 @pytest.mark.parametrize(
     ("settings", "end", "reason"),
     [
-        ({"max_failures": 3}, lambda ticket: failed(ticket, "1/0"), "3 groups failed one after the other; "),
+        ({"max_failures": 3}, partial(failed, reason="1/0"), "3 groups failed one after the other; "),
         ({"max_filtered": 3}, done, "3 groups were filtered one after the other; the last: by the algorithm"),
         (
             {"rows": 5},
-            lambda ticket: failed(ticket, "too long", filtered=True),
+            partial(failed, reason="too long", filtered=True),
             "all 5 rows of the dataset were left out; the last: too long",
         ),
     ],

@@ -26,13 +26,13 @@ from stretto.array import Array
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
 from stretto.bus.messages.training import RowRef
-from stretto.children.environment import with_files
 from stretto.errors import BusError, ConfigError, EngineError, RequestError, RewardError
 from stretto.models.images import MAX_FILE_BYTES, decode
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.models.vision import Vision
 from stretto.testing import FakeSession
 from stretto.tools import ToolResult
+from stretto.user_code.environment import with_files
 from stretto.workers.images import RolloutImages, TicketImages
 from stretto.workers.training.batch_store import BatchStore
 from stretto.workflow import Answer, Prompt, Score, Trajectory

@@ -21,9 +21,10 @@ from stretto.dataset import DatasetConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.chat_form import opened_in, plain_text
-from stretto.models.tokenizer import Tokenizer, answer_text, load_tokenizer
+from stretto.models.tokenizer import answer_text, load_tokenizer
 from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
+from stretto.tokenizer import Tokenizer
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_format import FormatConfig
 from stretto_format import make as make_format

@@ -417,7 +417,7 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
         "from stretto.dataset import DatasetConfig\n"
         "from stretto.workers import images as worker_images\n"
         "from stretto.workers.sampling import rollout\n"
-        "from stretto.children import row_check\n"
+        "from stretto.cli.start import row_check\n"
         f"vision = rollout._vision_of({str(vision_models('qwen2_5_vl'))!r}, DatasetConfig(use='jsonl'))\n"
         f"row = {{'prompt': 'a <|image_pad|>', 'image': {str(rows.parent / 'pictures' / '0-0.png')!r}}}\n"
         "ids, images = worker_images._encode_row(vision, row, ())\n"

@@ -56,7 +56,7 @@ FAILED = {
     "filtered: prompt longer than max_prompt_tokens=9": 50,
 }
 FAILURES = [part(10), part(1, not_trained=FAILED), part(9)]
-MISSING = {"not_trained": {"missing: EnvironmentError: x": 110}}
+MISSING: dict[str, Any] = {"not_trained": {"missing: EnvironmentError: x": 110}}
 """Groups that are made ahead have ended, too: 110 of 128 samples seemed to have failed, and 55 had."""
 FILTERED = {"not_trained": {"filtered: by the algorithm": 200}}
 SPEED: dict[str, dict[str, Any]] = {

@@ -28,7 +28,7 @@ from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_jour
 from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
-from stretto.records.event_files import (
+from stretto.records.events.files import (
     FOLDER,
     file_name,
     move_lost,

@@ -65,7 +65,9 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
     await run.until("mine", "reached")
     await run.until("other", "reached")
     [child] = [
-        each for each in psutil.Process().children() if "stretto.children.trackers" in arguments_of(each)
+        each
+        for each in psutil.Process().children()
+        if "stretto.observe.tracker_process" in arguments_of(each)
     ]
     start = time.monotonic()
     await run.finish(forced=forced)

@@ -19,7 +19,6 @@ from kernel_setup import make_setup
 from patience import SOON_S, patience
 from stretto.assembly.logs import log_to
 from stretto.bus.messages.tickets import GroupFailed
-from stretto.children.reward import Task, try_to_score
 from stretto.errors import printable
 from stretto.kernel.ending import Ending
 from stretto.kernel.schedule.commands import Issue
@@ -27,6 +26,7 @@ from stretto.kernel.schedule.outcomes import admit
 from stretto.kernel.setup import RunSetup
 from stretto.observe.observers import Observers
 from stretto.observe.view import View, final_lines
+from stretto.user_code.reward import Task, try_to_score
 
 SAID = "no [/INST] \x1b]0;x\x07 \x9b2J [link=file:///etc] :smile: \ud800"
 SHOWN = "no [/INST] \\x1b]0;x\\x07 \\x9b2J [link=file:///etc] :smile: \\ud800"

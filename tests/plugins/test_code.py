@@ -155,7 +155,7 @@ PROGRAMS = [
 def test_right_programs_score_1_and_wrong_ones_0(
     runner: SandboxRunner, tests: Any, program: str, reward: float
 ) -> None:
-    large = {"memory_mb": 512} if "thread" in program or "numpy" in program else {}
+    large: dict[str, Any] = {"memory_mb": 512} if "thread" in program or "numpy" in program else {}
     assert rewards(runner, tests, program, **large) == [reward]
 
 

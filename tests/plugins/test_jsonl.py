@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from stretto import Context
-from stretto.base.plain_data import decode_row, encode_row
 from stretto.errors import ConfigError
+from stretto.user_code.plain_data import decode_row, encode_row
 from stretto_jsonl import JsonLines, JsonLinesConfig
 
 CONTEXT = Context(run="r", name="n", seed=1)

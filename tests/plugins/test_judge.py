@@ -17,8 +17,8 @@ from aiohttp import web
 
 from patience import SOON_S, patience
 from stretto import Context
-from stretto.base.proxies import spare_this_machine
 from stretto.errors import RewardError
+from stretto.machine.proxies import spare_this_machine
 from stretto.user_code.scoring import score_group
 from stretto_judge import JudgeConfig, judge, make
 

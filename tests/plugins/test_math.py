@@ -20,12 +20,12 @@ from patience import SOON_S, patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
-from stretto.children.limits import AnswerLimits, score_within
-from stretto.children.protocol import HEAD, Started, framed
-from stretto.children.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto.cli.start.checks import problems
 from stretto.component import Problem
 from stretto.errors import RewardError
+from stretto.user_code.limits import AnswerLimits, score_within
+from stretto.user_code.protocol import HEAD, Started, framed
+from stretto.user_code.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto_math import MathConfig, check_row
 from stretto_math import make as make_math
 

@@ -60,7 +60,10 @@ def test_the_slots_follow_the_samples_in_flight_and_the_memory(
     memory_gb: float,
     slots: int,
 ) -> None:
-    monkeypatch.setattr(model_module, "_memory", lambda device, share: share * memory_gb * 2**30)
+    def memory(device: Any, share: float) -> float:
+        return share * memory_gb * 2**30
+
+    monkeypatch.setattr(model_module, "_memory", memory)
     chosen = TorchInferenceConfig(context_length=64, device="cpu", **config)
     loaded = load_model(str(tiny_models("qwen2")), chosen, in_flight)
     assert loaded.shapes.slots == slots

@@ -28,9 +28,9 @@ from kernel_setup import write_run
 from patience import SOON_S, patience
 from plugin_files import write_plugin
 from stretto.assembly.compose import compose
-from stretto.children.trackers import TrackerReport, command
 from stretto.errors import printable
 from stretto.kernel.durable.changes import write_values
+from stretto.observe.tracker_process import TrackerReport, command
 from stretto.records.metrics_file import MetricsFile
 from waiting import until
 

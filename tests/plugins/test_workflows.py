@@ -19,9 +19,10 @@ from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.checks import problems
+from stretto.dataset import Message
 from stretto.environment import feedback_of
 from stretto.errors import EngineError
-from stretto.models.tokenizer import ByteTokenizer, Message
+from stretto.models.tokenizer import ByteTokenizer
 from stretto.testing import FakeSession
 from stretto.tools import tool_of
 from stretto.workflow import Prompt, Score, Trajectory

@@ -10,8 +10,8 @@ from kernel_events import write_events
 from stretto.bus.messages.events import FleetChanged, KernelBegan
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.errors import ConfigError
-from stretto.records.event_files import event_files
-from stretto.records.event_reader import EventReader, TimedEvent
+from stretto.records.events.files import event_files
+from stretto.records.events.reader import EventReader, TimedEvent
 
 EVENTS: list[TimedEvent] = [
     (1000.0, KernelBegan(lease_epoch=1, version=0, wall_s=0.0)),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kernel_events import done, issued, retired, step_measured
 from stretto.bus.messages.events import FleetChanged, KernelBegan, RunEnded
 from stretto.bus.messages.tickets import TicketStarted
-from stretto.records.event_reader import TimedEvent
-from stretto.records.history import RunHistory
+from stretto.records.events.history import RunHistory
+from stretto.records.events.reader import TimedEvent
 
 
 def taken(ticket: int, attempt: int = 1, worker: str = "rollout-0") -> TicketStarted:

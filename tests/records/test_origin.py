@@ -15,7 +15,7 @@ from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import put_into_force, write_values
 from stretto.records.origin import read_origin, write_origin
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 
 def test_the_keys_of_the_file_and_of_overrides_are_kept_also_those_of_a_resume(tmp_path: Path) -> None:

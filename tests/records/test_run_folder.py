@@ -17,7 +17,7 @@ from stretto.bus.guard import is_locked
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
 from stretto.records.metrics_file import MetricsFile
-from stretto.run_folder import RunFolder, find_runs
+from stretto.records.run_folder import RunFolder, find_runs
 
 
 def make_run(folder: Path, **document: Any) -> Path:

@@ -11,9 +11,11 @@ import pytest
 
 from agent_session import TEMPLATE, tokenizer_with
 from stretto.algorithm import Encoded
+from stretto.dataset import Message
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import ByteTokenizer, Message, Tokenizer
+from stretto.models.tokenizer import ByteTokenizer
 from stretto.rl.supervised import given_tokens, prompt_and_answer
+from stretto.tokenizer import Tokenizer
 
 ASK = {"role": "user", "content": "1+1?"}
 ADD = {"name": "add", "arguments": {"a": 1, "b": "é"}}

@@ -29,8 +29,8 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.cli.make.operate import numbers_of
 from stretto.errors import ConfigError, Refused
+from stretto.records.run_folder import RunFolder
 from stretto.records.status import read_status
-from stretto.run_folder import RunFolder
 from worlds import in_both_worlds
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
-from stretto.records.kept.samples import SampleFilter, SampleStore
+from stretto.records.samples.store import SampleFilter, SampleStore
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
     run = start(*values, "samples.keep=all")
     run.until_step(2)
     run.until(lambda: list((run.folder / "samples").glob("train-*")))
-    run.process_with("stretto.samples").send_signal(signal.SIGKILL)
+    run.process_with("stretto.records.samples").send_signal(signal.SIGKILL)
     run.until_step(6)
     run.kill()
     run = start(resume=run)
@@ -46,7 +46,7 @@ def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
 def test_a_run_that_keeps_no_samples_has_no_writer(start: Start) -> None:
     run = start("steps=2", "samples.keep=none")
     run.until_step(1)
-    assert run.process_with("stretto.samples") is None
+    assert run.process_with("stretto.records.samples") is None
     run.assert_completed(2)
     assert not (run.folder / "samples").exists()
 

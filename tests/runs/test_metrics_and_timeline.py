@@ -24,7 +24,7 @@ from commands import stretto
 from patience import patience
 from stretto.bus.messages.events import CAUSES
 from stretto.observe.prometheus import gauge_of
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 DASHBOARD = Path(__file__).parents[2] / "examples" / "grafana" / "stretto.json"
 STEPS, BATCH, SAMPLES = 6, 4, 4

@@ -23,7 +23,7 @@ from patience import patience
 from processes import Spawn, spawning
 from stretto.bus.server import Bootstrap, binary
 from stretto.config import BusConfig
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
 

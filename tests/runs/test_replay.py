@@ -17,8 +17,8 @@ from fixture_types import Start
 from stretto.cli.audit.recording import groups_in_samples, read_recording
 from stretto.cli.audit.replay import ReplayOptions, replay_run
 from stretto.errors import ConfigError
-from stretto.process.life import owned
-from stretto.process.replay import rows_of
+from stretto.runs.life import owned
+from stretto.runs.replay import rows_of
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MODEL = QUICKSTART / "model"

@@ -11,7 +11,7 @@ import pytest
 
 from fixture_types import Start
 from stretto.bus.messages.events import BatchStarted, Event, RunOwned
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from worlds import in_both_worlds, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"

@@ -25,7 +25,7 @@ from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from worlds import in_both_worlds, in_simulation
 
 # ------------------------------------------------------------------------------------- it works

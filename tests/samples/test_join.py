@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sample_messages import done, failed, record, retired, trained, trajectories
-from stretto.samples.join import Joiner
+from stretto.records.samples.join import Joiner
 
 Row = tuple[str, str, int | None, str | None]
 """(id, outcome, step, reason)."""

@@ -15,11 +15,11 @@ from kept_samples import Kept
 from sample_messages import failed, record, retired, trained, trajectories
 from stretto.cli.audit.audit_records import read_samples
 from stretto.errors import ConfigError
-from stretto.records.kept.answers import read_answers
-from stretto.records.kept.kept_sample import digest_of, kept_samples
-from stretto.records.kept.sample_files import segments_in
-from stretto.records.kept.samples import SampleFilter, SampleStore
-from stretto.samples.segments import SegmentWriter
+from stretto.records.samples.answers import read_answers
+from stretto.records.samples.files import segments_in
+from stretto.records.samples.kept_sample import digest_of, kept_samples
+from stretto.records.samples.segments import SegmentWriter
+from stretto.records.samples.store import SampleFilter, SampleStore
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_reading_does_not_import_pandas_which_takes_half_a_second(kept: Kept) ->
     )
     script = (
         "import importlib.util, sys; from pathlib import Path\n"
-        "from stretto.records.kept.samples import SampleFilter, SampleStore\n"
+        "from stretto.records.samples.store import SampleFilter, SampleStore\n"
         f"rows = SampleStore(Path({str(kept.folder)!r})).find(SampleFilter({conditions}), tokens=True)\n"
         "print(len(rows), bool(importlib.util.find_spec('pandas')), 'pandas' in sys.modules)"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kept_samples import Kept
-from stretto.children.tracked_samples import settled_samples
+from stretto.observe.tracked_samples import settled_samples
 
 
 @pytest.fixture

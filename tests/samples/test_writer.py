@@ -19,7 +19,7 @@ from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import Follow, Following, Kept, StoredImage
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
-from stretto.records.kept.samples import SampleFilter, SampleStore
+from stretto.records.samples.store import SampleFilter, SampleStore
 
 
 class Log:
@@ -77,7 +77,7 @@ async def log_of(open_bus: OpenBus, names: Subjects) -> AsyncGenerator[Log]:
 @asynccontextmanager
 async def writer(folder: Path, last: int = 0) -> AsyncGenerator[subprocess.Popen[bytes]]:
     (folder / "logs").mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "stretto.samples", str(folder), str(last), "2", "0"]
+    command = [sys.executable, "-m", "stretto.records.samples", str(folder), str(last), "2", "0"]
     process = subprocess.Popen(command)
     try:
         yield process

@@ -17,7 +17,6 @@ from nats.aio.client import Client
 
 from bus_testing import NO_LOCK, bundle, one_at_a_time, until
 from patience import patience
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
     BatchesReleased,
@@ -44,6 +43,7 @@ from stretto.bus.messages.tickets import (
 from stretto.bus.store import Delivery, StreamEnd
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Refused, Superseded
 from stretto.kernel.durable.journal import newest_epoch, own_journal
+from stretto.machine import clock
 
 OpenBus = Callable[[str], AbstractAsyncContextManager[Bus]]
 

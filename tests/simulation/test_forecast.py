@@ -18,7 +18,7 @@ from kernel_events import issued, write_events
 from stretto.bus.messages.events import Evaluation, EvaluationEnded
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from stretto.simulation import ServiceTimes, composed, forecast
 from stretto.simulation.host import Host
 from stretto.simulation.loop import SimulatedLoop

@@ -14,7 +14,7 @@ from waiting import until
 
 CODE = """\
 import subprocess, sys
-from stretto.base.scratch import scratch_folder
+from stretto.machine.scratch import scratch_folder
 with scratch_folder("scratch-") as (folder, until_ended):
     (folder / "file").touch()
     child = subprocess.Popen(["sleep", "1000"], pass_fds=[until_ended], stdout=subprocess.DEVNULL)

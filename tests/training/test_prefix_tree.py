@@ -179,7 +179,8 @@ def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, optio
     ]
     computed = [_count_nodes(side, batch_from(GROUPS)) for side in sides]
     assert computed[0] < 0.5 * computed[1]
-    assert_equal_steps(*sides, batch_from(GROUPS), 0.1 if head == "policy" else 0.0)
+    one, other = sides
+    assert_equal_steps(one, other, batch_from(GROUPS), 0.1 if head == "policy" else 0.0)
 
 
 def _count_nodes(engine: HFTraining, batch: Batch) -> int:

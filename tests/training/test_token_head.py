@@ -78,8 +78,8 @@ def batch() -> Batch:
 
 
 def chunks_are_exact(model: Path, entropy_coef: float, **options: Any) -> None:
-    sides = [engine_of(model, chunked_logits=chunked, **options) for chunked in (True, False)]
-    assert_equal_steps(*sides, batch(), entropy_coef)
+    one, other = (engine_of(model, chunked_logits=chunked, **options) for chunked in (True, False))
+    assert_equal_steps(one, other, batch(), entropy_coef)
 
 
 @pytest.mark.usefixtures("chunks")

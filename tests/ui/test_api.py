@@ -22,9 +22,9 @@ from made_run import make_run
 from stretto.bus.server import lock_run
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
-from stretto.records.kept.sample_images import SampleImages
 from stretto.records.living import listed
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
+from stretto.records.samples.images import SampleImages
 from stretto_ui import runs as ui_runs
 from stretto_ui.access import Access
 from stretto_ui.server import application

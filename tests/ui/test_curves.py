@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stretto.charts import thin
+from stretto.records.charts import thin
 from stretto_ui.curves import ShownCurve, curve, smooth
 
 

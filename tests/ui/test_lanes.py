@@ -11,7 +11,7 @@ import pytest
 from kernel_events import done, issued, retired, served, step_measured, write_events
 from stretto.bus.messages.events import CallEnded, Cause, KernelBegan, RunEnded
 from stretto.bus.messages.tickets import TicketStarted
-from stretto.run_folder import RunFolder, TimedEvent
+from stretto.records.run_folder import RunFolder, TimedEvent
 from stretto_ui.lanes import Lane, Lanes, lanes
 
 GROUPS_5_S = Cause("groups"), 5.0

@@ -24,8 +24,8 @@ from pages import Page, curve_of, served
 from stretto.models.images import ImageFile, file_of
 from stretto.records.comparison import compare_runs
 from stretto.records.figures import FIGURES, duration_text, figure
-from stretto.records.kept.sample_images import SampleImages
-from stretto.run_folder import RunFolder, SampleFilter, SampleStore
+from stretto.records.run_folder import RunFolder, SampleFilter, SampleStore
+from stretto.records.samples.images import SampleImages
 
 pytestmark = pytest.mark.slow
 

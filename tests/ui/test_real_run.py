@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from stretto.records.kept.samples import SampleStore
+from stretto.records.samples.store import SampleStore
 
 STEPS = 12
 REWARD = """

@@ -23,7 +23,7 @@ from pages import Page, curve_of
 from stretto.cli.main import app
 from stretto.errors import ConfigError
 from stretto.models.images import ImageFile, file_of
-from stretto.records.kept.sample_images import SampleImages
+from stretto.records.samples.images import SampleImages
 from stretto_ui.access import Access
 from stretto_ui.saved import save_report
 from stretto_ui.server import application

@@ -22,10 +22,10 @@ import pytest
 
 from bus_testing import until
 from patience import SOON_S, patience
-from stretto.children import environment
-from stretto.children.environment import Question, Reaction
-from stretto.children.protocol import Started
+from stretto.user_code import environment
+from stretto.user_code.environment import Question, Reaction
 from stretto.user_code.guard import guarded
+from stretto.user_code.protocol import Started
 from stretto.user_code.sandbox import kill
 from stretto.workers.scoring import child_pool
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
@@ -65,7 +65,7 @@ async def ask(pool: ChildPool, completion: str, timeout_s: float | None = None) 
 LIAR = """
 import os, stat, struct
 import msgspec
-from stretto.children.environment import Reaction
+from stretto.user_code.environment import Reaction
 from stretto.environment import Feedback
 
 def write(frame):

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from patience import SOON_S
-from stretto.base import clock
+from stretto.machine import clock
 from stretto.user_code.faults import SampleFault
 from stretto.workers.scoring import pause
 from stretto.workers.scoring.pause import Pause

@@ -17,8 +17,7 @@ import msgspec
 import pytest
 
 from patience import SOON_S, patience
-from stretto.base.proxies import spare_this_machine
-from stretto.children.tools import Invocation, command, max_answer, setup_frame
+from stretto.machine.proxies import spare_this_machine
 from stretto.models.images import decode
 from stretto.serving.server import Server
 from stretto.tools import (
@@ -30,6 +29,7 @@ from stretto.tools import (
     parse_calls,
     tool_of,
 )
+from stretto.user_code.tools import Invocation, command, max_answer, setup_frame
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
 

@@ -28,7 +28,7 @@ from stretto.agents.recorder import Input
 from stretto.component import PositiveInt
 
 if TYPE_CHECKING:
-    from stretto.models.tokenizer import Message
+    from stretto.dataset import Message
 
 __all__ = ["MessageCall", "anthropic_error"]
 

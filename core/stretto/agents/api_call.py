@@ -19,7 +19,7 @@ from stretto.agents.recorder import Input
 from stretto.errors import StrettoError
 
 if TYPE_CHECKING:
-    from stretto.models.tokenizer import Message
+    from stretto.dataset import Message
     from stretto.workflow import Answer
 
 __all__ = [

@@ -31,13 +31,14 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
-from stretto.base.chat import OwnTurn
+from stretto.dataset import OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job
 from stretto.models.tokenizer import work_on_text
 from stretto.tools import ParserName, parse_calls
 
 if TYPE_CHECKING:
-    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.dataset import Message
+    from stretto.tokenizer import Tokenizer
     from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint", "base_url", "key_of"]

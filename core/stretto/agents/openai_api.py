@@ -31,7 +31,8 @@ from stretto.component import NonNegativeInt, PositiveInt
 from stretto.models.images import ImageFile
 
 if TYPE_CHECKING:
-    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.dataset import Message
+    from stretto.tokenizer import Tokenizer
     from stretto.workflow import Answer
 
 __all__ = ["ChatCall", "CompletionCall", "ResponseCall", "openai_error"]

@@ -25,8 +25,8 @@ from stretto.models.tokenizer import answer_text
 from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
+    from stretto.dataset import Message
     from stretto.engine import Sampling
-    from stretto.models.tokenizer import Message
 
 __all__ = ["CallLimits", "CallRecorder", "Input", "OverLimit", "Thread"]
 

@@ -24,13 +24,14 @@ from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import Placement, group_of_worker, sections
 from stretto.assembly.variants import run_of_variant
 from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
-from stretto.base.cores import available_memory
 from stretto.component import Context
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
+from stretto.machine.cores import available_memory
 from stretto.models.files import folder_of_model, parameters_in, writes_date
-from stretto.models.tokenizer import CLOCK, Tokenizer, load_tokenizer
+from stretto.models.tokenizer import CLOCK, load_tokenizer
+from stretto.tokenizer import Tokenizer
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4

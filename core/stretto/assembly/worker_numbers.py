@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from stretto.assembly.compose import Composed
-from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
 from stretto.launcher import Role
+from stretto.machine.private_file import write_private
 
 NUMBER_KEYS: dict[Role, str] = {
     "rollout": "rollout.processes",

@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from stretto.base import clock
-from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
+from stretto.machine import clock
+from stretto.machine.private_file import write_private
 
 _EARLIER = datetime.timedelta(hours=1)
 """Certificates are valid from so much before they are made, because the clocks of machines differ."""

@@ -19,8 +19,6 @@ from anyio.abc import TaskGroup
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from stretto.base import clock
-from stretto.base.interfaces import address_towards
 from stretto.bus.connection import (
     NatsClient,
     close_client,
@@ -38,6 +36,8 @@ from stretto.bus.payloads import Parts, decoder, encode, is_split, split
 from stretto.bus.server import Bootstrap
 from stretto.bus.store import Store
 from stretto.errors import NoAnswer, Refused, StrettoError
+from stretto.machine import clock
+from stretto.machine.interfaces import address_towards
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)

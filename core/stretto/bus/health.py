@@ -10,8 +10,8 @@ from typing import Any
 import anyio
 import structlog
 
-from stretto.base import clock
 from stretto.bus.messages.membership import Wait
+from stretto.machine import clock
 
 log = structlog.get_logger()
 

@@ -16,12 +16,12 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.base.private_file import write_private
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.subjects import is_worker_id
 from stretto.bus.server import OPERATOR, Bootstrap
 from stretto.errors import ConfigError
 from stretto.launcher import Role
+from stretto.machine.private_file import write_private
 
 _KEY_BYTES = 32
 

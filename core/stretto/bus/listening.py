@@ -6,9 +6,9 @@ import ipaddress
 import socket
 from dataclasses import dataclass
 
-from stretto.base.interfaces import address_towards
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
+from stretto.machine.interfaces import address_towards
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"

@@ -11,8 +11,8 @@ from typing import IO
 
 import msgspec
 
-from stretto.base import clock
 from stretto.bus.guard import is_locked
+from stretto.machine import clock
 
 _RETRY_S = 0.01
 """Others hold a lock for less than this, to look at it."""

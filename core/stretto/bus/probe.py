@@ -14,7 +14,6 @@ from nats.js import JetStreamContext
 from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
-from stretto.base import clock
 from stretto.bus.connection import open_once, without_logins
 from stretto.bus.listening import is_loopback, listening
 from stretto.bus.messages.subjects import Subjects
@@ -22,6 +21,7 @@ from stretto.bus.server import Bootstrap, binary, bootstrap_of
 from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
+from stretto.machine import clock
 
 _CONNECT_S = 3.0
 """Time limit of the connection to a nats-server at `bus.url`."""

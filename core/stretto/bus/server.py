@@ -28,9 +28,6 @@ import psutil
 import structlog
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from stretto.base import clock
-from stretto.base.former_process import FormerProcess
-from stretto.base.private_file import write_private
 from stretto.bus import guard
 from stretto.bus.listening import Listening, listening, url_host
 from stretto.bus.lock import KernelLock, await_lock
@@ -41,6 +38,9 @@ from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
+from stretto.machine import clock
+from stretto.machine.former_process import FormerProcess
+from stretto.machine.private_file import write_private
 
 log = structlog.get_logger()
 

@@ -28,7 +28,6 @@ from nats.js.api import (
 )
 from nats.js.errors import APIError, NotFoundError
 
-from stretto.base import clock
 from stretto.bus.connection import payload_limit
 from stretto.bus.health import Refusals, Unanswered
 from stretto.bus.messages.base import Message
@@ -36,6 +35,7 @@ from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, one_job
+from stretto.machine import clock
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.base.private_file import write_private
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError
+from stretto.machine.private_file import write_private
 
 
 class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):

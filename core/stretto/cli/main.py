@@ -26,7 +26,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stretto.base.proxies import spare_this_machine
 from stretto.cli import sweep
 from stretto.cli.audit import commands as audit
 from stretto.cli.make import commands as make
@@ -34,6 +33,7 @@ from stretto.cli.output import fail
 from stretto.cli.show import commands as show
 from stretto.cli.start import commands as start
 from stretto.errors import ConfigError, PluginError, StrettoError
+from stretto.machine.proxies import spare_this_machine
 
 _GROUP = "stretto.command"
 """The entry points of commands that packages add: those of plugins/commands, and other ones."""

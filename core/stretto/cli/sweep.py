@@ -215,7 +215,7 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
 
 def end_of(run: Path, status: int) -> str:
     """Return the line of a run that has ended."""
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
     if status in (0, 130) and (run / "config.yaml").exists():  # it may be interrupted while it starts
         record = RunFolder(run)

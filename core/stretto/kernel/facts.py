@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import structlog
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import JournalHead
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.ending import Ending
 from stretto.kernel.fleet.fleet import Fleet
+from stretto.machine import clock
 
 log = structlog.get_logger()
 

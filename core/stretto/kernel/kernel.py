@@ -1,6 +1,6 @@
 """The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
 
-A `Kernel` lives as long as one open bus (see `stretto.process.life`). It lets the scheduler take in events,
+A `Kernel` lives as long as one open bus (see `stretto.runs.life`). It lets the scheduler take in events,
 writes them into the journal, and carries out the commands.
 """
 

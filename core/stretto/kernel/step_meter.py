@@ -11,7 +11,6 @@ from typing import get_args
 import msgspec
 
 from stretto.algorithm import are_equal
-from stretto.base.cores import CoreMeter
 from stretto.bus.messages.events import Cause, StepMeasured
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.tickets import GroupDone, Member
@@ -20,6 +19,7 @@ from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.outcomes import without_details
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
+from stretto.machine.cores import CoreMeter
 from stretto.user_code.faults import FaultKind
 from stretto.weights import WeightsNote
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable
 from operator import itemgetter
 
-from stretto.base import clock
 from stretto.bus.messages.events import Cause
+from stretto.machine import clock
 
 
 class Waits:

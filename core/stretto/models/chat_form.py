@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import takewhile
 from typing import Any, Literal, cast
 
-from stretto.base.chat import Message, OwnTurn
+from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError
 
 __all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]

@@ -10,15 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
 from typing import TYPE_CHECKING, Any, cast
 
-from stretto.base.chat import Message, OwnTurn
-from stretto.dataset import DatasetConfig, Row
+from stretto.dataset import DatasetConfig, Message, OwnTurn, Row
 from stretto.errors import ConfigError, column_error
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from stretto.models.tokenizer import Tokenizer
+    from stretto.tokenizer import Tokenizer
 
 __all__ = ["ColumnsConfig", "as_meant", "both_tools", "name_of_tool", "prompt_ids", "tools_of"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -15,10 +15,11 @@ import numpy as np
 from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
-from stretto.base.chat import Message
+from stretto.dataset import Message
 from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, any_of, form_of, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
+from stretto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from stretto.dataset import DatasetConfig
@@ -28,9 +29,7 @@ __all__ = [
     "CLOCK",
     "TOKENIZER_FILES",
     "ByteTokenizer",
-    "Message",
     "ModelTokenizer",
-    "Tokenizer",
     "answer_text",
     "apply_chat_template",
     "body_of",
@@ -57,100 +56,6 @@ _DIRECTIVES = "aAbBcdeFGHIjklmMpSuUVwWxXyYZ"
 """Letters of `strftime`."""
 CLOCK = "strftime_now"
 """The function that gives chat templates the date, and the key of `dataset.template` with another one."""
-
-
-class Tokenizer(Protocol):
-    """The tokenizer methods that rollout workers and engines use."""
-
-    def encode_prompt(
-        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> NDArray[np.int32]:
-        """Return (P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
-        assistant's turn. A text gets the tokens that the tokenizer puts before it, unless it begins with them
-        already, and none after it, where the answer follows.
-
-        Args:
-            tools: as in `render`; a text shows none.
-
-        Raises:
-            ConfigError: if the prompt is chat messages and the tokenizer has no chat template.
-        """
-        ...
-
-    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
-        """Return (A,) ids of the answer to a text, and of the token that ends it, unless the answer has an
-        end of its own: the one that the chat template writes, if the prompt has rendered turns; else the
-        end-of-sequence token, if there is one. For answers to chat messages, see `stretto.models.chats`."""
-        ...
-
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """Return chat messages as text in the form of the chat template.
-
-        Args:
-            tools: JSON schemas of functions, for chat templates that show them to the model.
-            add_generation_prompt: write the opening of the assistant's turn after the messages.
-
-        Raises:
-            ConfigError: if there is no chat template, or the template refuses the messages.
-        """
-        ...
-
-    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
-        """Return (L,) ids of a text that follows others, or with `whole` of one that begins. No token is
-        added before or after it. The text of a special token becomes that token, except where `render` says
-        that it is text.
-
-        Args:
-            after: the text that it follows; empty if that ends with a special token. Some tokenizers put a
-                space before a text that follows a special token, and none before one that goes on.
-        """
-        ...
-
-    def decode(
-        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
-    ) -> str:
-        """Return the text of tokens. Special tokens are left out unless `special` is True.
-
-        Args:
-            after: (P,) ids of the tokens before them. Without any, the tokens are a text that begins: a
-                tokenizer that puts a space before such a text takes it away again.
-        """
-        ...
-
-    def ends_turn(self, token: int) -> bool:
-        """Return whether a token that ended an answer is no part of its text: an end token of the model, or
-        another special token."""
-        ...
-
-    def special_in(self, text: str) -> str:
-        """Return the first special token in a text; empty if it has none."""
-        ...
-
-    @property
-    def form(self) -> ChatForm:
-        """The model's chat form."""
-        ...
-
-    @property
-    def rows(self) -> DatasetConfig | None:
-        """The run's section `dataset`, which says how its rows are written; None outside of a run."""
-        ...
-
-    def most_characters(self, tokens: int | None) -> int:
-        """Return how many characters a text of this many tokens has at most. A longer text is refused before
-        it is tokenised, which would take long. Only a tokenizer that drops characters, or makes one unknown
-        token of many, could put a longer text into as many tokens.
-
-        Args:
-            tokens: None for the model's own limit, which is only known to be at least 1 MiB of text.
-        """
-        ...
 
 
 def load_tokenizer(model: str | None, rows: DatasetConfig | None = None) -> Tokenizer:

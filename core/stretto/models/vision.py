@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.base.chat import Message, OwnTurn
+from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.files import fetch_config
@@ -244,7 +244,7 @@ class Vision:
 
 
 class RowTokenizer:
-    """A `stretto.models.tokenizer.Tokenizer` for one row. It puts the row's images into its prompts."""
+    """A `stretto.tokenizer.Tokenizer` for one row. It puts the row's images into its prompts."""
 
     def __init__(self, vision: Vision, images: Sequence[OpenImage]) -> None:
         self._vision = vision

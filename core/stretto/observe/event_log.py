@@ -1,4 +1,4 @@
-"""The writer of the folder `events`: the journal's messages as files (see `stretto.records.event_files`).
+"""The writer of the folder `events`: the journal's messages as files (see `stretto.records.events.files`).
 
 A message that the server has just stored is written at once. What former kernels stored and did not write,
 and what a full disk has kept from being written, is read from the journal's stream. The kernel waits for no
@@ -22,7 +22,7 @@ from stretto.errors import BusError
 from stretto.kernel.durable.journal import newest_epoch
 from stretto.kernel.ending import Ending
 from stretto.kernel.facts import RunFacts
-from stretto.records.event_files import (
+from stretto.records.events.files import (
     FOLDER,
     event_files,
     file_name,

@@ -1,6 +1,6 @@
 """What advice, verdict and views know of a run: its newest lines of steps, and a few figures of older ones.
 
-The kernel keeps it. What happened in a whole run, as its events tell it, is `stretto.records.history`.
+The kernel keeps it. What happened in a whole run, as its events tell it, is `stretto.records.events.history`.
 """
 
 from __future__ import annotations

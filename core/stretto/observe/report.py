@@ -13,7 +13,6 @@ import msgspec
 import structlog
 
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.base import clock
 from stretto.bus.messages.events import (
     CAUSES,
     Cause,
@@ -32,6 +31,7 @@ from stretto.bus.messages.events import (
 from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
+from stretto.machine import clock
 from stretto.observe.advice import Adviser
 from stretto.observe.canary import CanaryRecord
 from stretto.observe.verdict import RunState, verdict
@@ -69,10 +69,6 @@ class Report:
         self.recoveries: list[dict[str, Any]] = []
         self.version = 0
         """Version of the newest step that is reported."""
-        if setup.resumed is not None:
-            for evaluation in setup.resumed[1].snapshot.evaluation.results:
-                self.adviser.evaluated(evaluation)
-            self._continue_to(setup.resumed[1].version)
         self._kernel_began = 0.0
         """Unix time."""
         self._began = 0.0
@@ -104,6 +100,10 @@ class Report:
         self._lost: list[dict[str, str]] = []
         """Workers that were lost since the newest step, without trainers, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
+        if setup.resumed is not None:
+            for evaluation in setup.resumed[1].snapshot.evaluation.results:
+                self.adviser.evaluated(evaluation)
+            self._continue_to(setup.resumed[1].version)
 
     def take(self, time: float, event: Event) -> None:
         """Take in an event of the kernel."""

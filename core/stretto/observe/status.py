@@ -11,7 +11,6 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import CAUSES, Evaluation
 from stretto.bus.messages.membership import RunStatus
@@ -19,6 +18,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.fleet import late_workers
 from stretto.kernel.schedule.health import held_out
 from stretto.kernel.setup import RunSetup
+from stretto.machine import clock
 from stretto.observe.report import Report
 from stretto.records.status import (
     STATUS,

@@ -1,7 +1,7 @@
 """The process of the run's trackers: its start, what it reports, and its end.
 
-The process reads the run's files by itself (see `stretto.children.trackers`), so the kernel never waits for a
-tracker. The kernel imports nothing of a tracker.
+The process reads the run's files by itself (see `stretto.observe.tracker_process`), so the kernel never waits
+for a tracker. The kernel imports nothing of a tracker.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.base import clock
-from stretto.children.trackers import TrackerReport, command
 from stretto.kernel.supervised import ended
+from stretto.machine import clock
+from stretto.observe.tracker_process import TrackerReport, command
 from stretto.tracker import TrackerConfig
 
 log = structlog.get_logger()

@@ -17,9 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.base import clock
 from stretto.bus.messages.events import Evaluation
 from stretto.errors import StrettoError, printable
+from stretto.machine import clock
 from stretto.observe.status import evaluation_statuses
 from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_text
 from stretto.records.status import Status

@@ -13,7 +13,7 @@ from statistics import fmean, stdev
 
 from stretto.bus.messages.events import Measure
 from stretto.records.intervals import Estimate, Z
-from stretto.records.kept.answers import KeptAnswer, by_sample
+from stretto.records.samples.answers import KeptAnswer, by_sample
 
 
 def estimate(values: Sequence[float]) -> Estimate:

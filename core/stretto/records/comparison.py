@@ -22,11 +22,22 @@ from stretto.records.accuracy import estimate, estimate_difference, estimate_sco
 from stretto.records.figures import FIGURES, RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
-from stretto.records.kept.answers import by_sample, read_answers
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, MAIN_FIGURES, is_figure
+from stretto.records.samples.answers import by_sample, read_answers
 
 if TYPE_CHECKING:
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
+
+__all__ = [
+    "Comparison",
+    "RunFigures",
+    "SeedGroup",
+    "caution",
+    "compare_runs",
+    "differences",
+    "labels_of",
+    "setting",
+]
 
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""

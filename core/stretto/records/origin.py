@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
+from stretto.machine.private_file import write_private
 from stretto.records.files import read_record
 
 _FILE = "origin.json"

@@ -17,7 +17,7 @@ from stretto.models.tokenizer import fault_of
 if TYPE_CHECKING:
     from stretto.config import RunConfig
     from stretto.dataset import DatasetConfig, Row
-    from stretto.models.tokenizer import Tokenizer
+    from stretto.tokenizer import Tokenizer
 
 __all__ = ["PairConfig", "check_pair", "check_temperature", "fitted", "given_tokens", "prompt_and_answer"]
 

@@ -26,12 +26,12 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from stretto.errors import ConfigError, PluginError, RunError, StrettoError
+from stretto.runs.request import RunAccepted, RunNotice, RunRefused, RunRequest, message_of
 
 if TYPE_CHECKING:
-    from stretto.cli.start.child import RunRefused, RunRequest
-    from stretto.records.kept.samples import SampleStore
+    from stretto.records.run_folder import RunFolder, State
+    from stretto.records.samples.store import SampleStore
     from stretto.records.status import Status
-    from stretto.run_folder import RunFolder, State
 
 __all__ = ["RunHandle", "run"]
 
@@ -64,8 +64,6 @@ def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any)
             text is that of the command line; `path` is the key.
         PluginError: for a component that is not installed or cannot be loaded.
     """
-    from stretto.cli.start.child import RunRequest
-
     is_file = isinstance(config, (str, os.PathLike))
     request = RunRequest(
         file=os.fspath(config) if is_file else "config",
@@ -121,7 +119,7 @@ class RunHandle:
     def samples(self) -> SampleStore:
         """The samples that the run has kept so far: `run.samples.find(limit=10, order="-reward")` returns
         dicts (see docs/samples.md)."""
-        from stretto.records.kept.samples import SampleStore
+        from stretto.records.samples.store import SampleStore
 
         return SampleStore(self.folder)
 
@@ -229,7 +227,7 @@ class RunHandle:
 
     def _record(self) -> RunFolder | None:
         """Return the run's files as they are now; None while there are none."""
-        from stretto.run_folder import RunFolder, is_run
+        from stretto.records.run_folder import RunFolder, is_run
 
         if self._kept_record is not None:
             self._kept_record.refresh()
@@ -333,8 +331,6 @@ class _KernelProcess:
 
     def _take_in(self, line: bytes) -> Path | None:
         """Take in a message. Return the run's folder if the message says that the run is accepted."""
-        from stretto.cli.start.child import RunAccepted, RunNotice, message_of
-
         match message_of(line):
             case RunAccepted(folder):
                 return Path(folder)

@@ -20,10 +20,10 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
-from stretto.base import clock
 from stretto.component import Context
 from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
+from stretto.machine import clock
 from stretto.models.digest import digest_of
 from stretto.models.files import (
     end_tokens_in,

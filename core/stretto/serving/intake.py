@@ -27,9 +27,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.base import clock
 from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
+from stretto.machine import clock
 
 __all__ = ["Intake", "OpenRequest", "OpenSample", "final_chunks"]
 

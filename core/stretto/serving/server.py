@@ -24,8 +24,8 @@ import msgspec
 import psutil
 from anyio.abc import Process
 
-from stretto.base import clock
 from stretto.errors import EngineError
+from stretto.machine import clock
 from stretto.user_code.guard import guarded
 from stretto.user_code.sandbox import kill
 

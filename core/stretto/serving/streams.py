@@ -28,9 +28,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.array import KeptTokens
-from stretto.base import clock
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Sampling
 from stretto.errors import EngineError, RequestError
+from stretto.machine import clock
 from stretto.serving.images import RequestImages, ServerText, image_runs
 from stretto.serving.intake import Intake, OpenSample, final_chunks
 from stretto.serving.seen import SeenTexts, prefix_keys

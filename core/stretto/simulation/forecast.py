@@ -17,9 +17,9 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.base.scratch import scratch_folder
 from stretto.engine import slots_for
 from stretto.errors import ConfigError, RunError
+from stretto.machine.scratch import scratch_folder
 from stretto.simulation import patches, processes
 from stretto.simulation.faults import Tape
 from stretto.simulation.host import Host
@@ -159,7 +159,7 @@ class _FaultlessUniverse(Universe):
     ) -> None:
         super().__init__(Tape(seed=1, run=dict(run), faults=()), folder)
         training = run["training"]
-        self._host = self.loop.host = Host(
+        self._host = self.world.host = Host(
             self.loop,
             cores,
             times.callback_s,
@@ -167,6 +167,7 @@ class _FaultlessUniverse(Universe):
             sleep_is_work=computes,
             training_threads=(training.get("threads") or 1) * training.get("processes", 1),
         )
+        self.loop.on_ran = self._host.ran
 
     def forecast(self) -> Forecast | str:
         with self.opened():

@@ -10,14 +10,10 @@ from __future__ import annotations
 import contextvars
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import anyio
 
-from stretto.simulation.loop import SimulatedThread
-
-if TYPE_CHECKING:
-    from stretto.simulation.loop import SimulatedLoop
+from stretto.simulation.loop import SimulatedLoop, SimulatedThread
 
 _QUANTUM_S = 0.0005
 """A thread takes the time for its work at once, when it has so much behind it."""

@@ -17,10 +17,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterator
 from random import Random
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from stretto.simulation.host import Host
+from typing import Any
 
 TICK_S = 1e-6
 """Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
@@ -219,8 +216,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """What ended processes have left. Nothing in it runs any more, and nothing may be collected."""
         self.callbacks = 0
         self.errors: list[str] = []
-        self.host: Host | None = None
-        """The cores of the machine; None if processor time does not matter."""
+        self.on_ran: Callable[[SimulatedThread], object] | None = None
+        """Called after each callback, with its thread."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
 
@@ -369,8 +366,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _tick(self, thread: SimulatedThread, handle: asyncio.Handle) -> None:
         self.callbacks += 1
         self._now += TICK_S
-        if self.host is not None:
-            self.host.ran(thread)
+        if self.on_ran is not None:
+            self.on_ran(thread)
         self._without_jump += 1
         if self._without_jump > STANDSTILL:
             self._last.append(f"{thread.name}: {handle!r}"[:300])

@@ -34,6 +34,7 @@ from anyio._backends import _asyncio as backend
 
 from stretto.kernel.fleet import adoption
 from stretto.simulation.files import SimulatedFiles
+from stretto.simulation.host import Host
 from stretto.simulation.loop import Escaped, SimulatedLoop, current_process
 from stretto.simulation.transport import SimulatedTransport
 
@@ -57,6 +58,8 @@ class World:
         self.random = Random(f"random {seed}")
         _UNSEEDED.seed(f"unseeded {seed}")
         self.files = SimulatedFiles()
+        self.host: Host | None = None
+        """The cores of the machine; None if processor time does not matter."""
         self.wall_offset_s = 0.0
         """By how much the wall clock has been moved."""
         self._slept_s: float | None = None

@@ -20,12 +20,12 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.server import Bootstrap
-from stretto.children import environment, reward
 from stretto.component import Context
 from stretto.errors import leaves
 from stretto.launcher import Job, LauncherConfig, Resources, Role
 from stretto.simulation.loop import SimulatedProcess
 from stretto.simulation.patches import World, replaced
+from stretto.user_code import environment, reward
 from stretto.user_code.faults import SampleFault
 from stretto.workers.heartbeats import Heartbeats
 from stretto.workers.process import HostProcess
@@ -173,7 +173,7 @@ class _InlineExecutor(Executor):
         self._busy = True
         future, function, args = self._jobs.popleft()
         result, seconds = self.world.call(function, *args)
-        host = self.world.loop.host
+        host = self.world.host
         if host is not None and host.sleep_is_work:
             host.compute(seconds, partial(self._finish, future, result), "trainer", host.training_threads)
         else:

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose
-from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
+from stretto.machine.scratch import scratch_folder
 from stretto.simulation.faults import Fault, Tape, draw
 from stretto.simulation.run_file import simulated
 from stretto.simulation.universe import Outcome, Universe

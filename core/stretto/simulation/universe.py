@@ -23,21 +23,20 @@ import stretto.kernel.kernel
 import stretto.kernel.step_meter
 from stretto.assembly.assembly import Assembly, new_run_id
 from stretto.assembly.compose import Composed, compose_mapping
-from stretto.base.cores import CoreUse
 from stretto.bus.joining import operator_bootstrap
 from stretto.bus.messages.events import Event
 from stretto.bus.messages.operation import ScaleRun
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import lock_run
-from stretto.children import environment, reward
 from stretto.cli.audit.audit import audit_run
 from stretto.errors import RequestError, StrettoError
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.ending import Interruptions
+from stretto.machine.cores import CoreUse
 from stretto.models import version_files
 from stretto.models.tokenizer import load_tokenizer
-from stretto.process import life
+from stretto.runs import life
 from stretto.serving.intake import Intake
 from stretto.simulation import processes
 from stretto.simulation.faults import Tape, inject
@@ -47,6 +46,7 @@ from stretto.simulation.oracles import PLANTED, Oracle
 from stretto.simulation.patches import World, patched, replaced
 from stretto.simulation.run_file import simulated
 from stretto.simulation.server import SimulatedServer
+from stretto.user_code import environment, reward
 from stretto.workers import context
 
 _STANDS_STILL = ("stuck", "deadlock", "livelock")

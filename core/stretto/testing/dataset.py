@@ -12,12 +12,12 @@ from typing import Any, ClassVar, cast
 import msgspec
 import pytest
 
-from stretto.base.plain_data import decode_row, encode_row
 from stretto.component import Kind
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import fault_of
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.user_code.plain_data import decode_row, encode_row
 
 __all__ = ["DatasetConformance"]
 
@@ -138,7 +138,7 @@ import sys
 from contextlib import redirect_stdout
 import msgspec
 from stretto.assembly.compose import compose_mapping
-from stretto.base.plain_data import encode_row
+from stretto.user_code.plain_data import encode_row
 from stretto.component import Context
 
 facts = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=tuple[dict, Context, list[int]])

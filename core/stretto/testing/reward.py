@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from stretto.children.protocol import try_to_ask
-from stretto.children.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto.component import Kind
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.user_code.protocol import try_to_ask
+from stretto.user_code.reward import COMMAND, ScoringResult, Task, setup_frame
 from stretto.user_code.scoring import score_group, scores_groups
 
 __all__ = ["RewardConformance"]

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from stretto.agents.conversation import Conversation, conversation_in
-from stretto.children.environment import with_files
 from stretto.component import Kind
 from stretto.engine import Sampling
 from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedback_of
@@ -27,13 +26,15 @@ from stretto.models.tokenizer import ByteTokenizer, answer_text
 from stretto.reward import is_number
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
+from stretto.user_code.environment import with_files
 from stretto.user_code.importable import load_importable
 from stretto.workflow import Answer, Prompt, Score, Trajectory, sample_numbers, texts_and_columns
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stretto.models.tokenizer import Message, Tokenizer
+    from stretto.dataset import Message
+    from stretto.tokenizer import Tokenizer
     from stretto.workflow import Images, OnTokens, Workflow
 
 __all__ = ["FakeSession", "Generated", "ScoreCall", "WorkflowConformance", "assert_valid_trajectories"]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from stretto.base.interfaces import address_towards, interface_with
 from stretto.errors import EngineError
+from stretto.machine.interfaces import address_towards, interface_with
 from stretto.training.layout import Layout
 
 if TYPE_CHECKING:

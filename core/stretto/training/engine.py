@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from stretto.algorithm import Loss
     from stretto.component import Context, Head
     from stretto.training.config import LoraConfig, ModelTrainingConfig
-    from stretto.training.packing import ModelInputs
+    from stretto.training.token_head import ModelInputs
 
 __all__ = ["HFTraining"]
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from stretto.component import Context
     from stretto.training.config import ModelTrainingConfig
-    from stretto.training.packing import ModelInputs
+    from stretto.training.token_head import ModelInputs
 
 __all__ = ["Layout"]
 

@@ -9,7 +9,6 @@ causal. Every other model gets rows padded on the right, with a mask.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +19,11 @@ from transformers import AttentionInterface
 
 from stretto.rl.batch import Batch
 from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, split_batch
-from stretto.training.token_head import Wanted
+from stretto.training.token_head import ModelInputs, Wanted
 
 __all__ = [
     "ATTENTION",
     "InputRows",
-    "ModelInputs",
     "PackedRows",
     "PaddedRows",
     "PrefixRows",
@@ -88,16 +86,6 @@ def _gather(states: Tensor, nodes: Tensor) -> Tensor:
 
 # No mask function is registered for the name, so transformers builds no mask.
 AttentionInterface.register(ATTENTION, _attend_in_blocks)
-
-
-@dataclass(frozen=True)
-class ModelInputs:
-    """A batch as the arguments of a model."""
-
-    arguments: dict[str, Any]
-    """The ids and the arguments that each layer needs."""
-    wanted: Wanted
-    """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
 class InputRows(Protocol):

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
     from stretto.component import Head
     from stretto.rl.batch import Drawn
-    from stretto.training.packing import ModelInputs
 
-__all__ = ["Support", "Wanted", "return_figures"]
+__all__ = ["ModelInputs", "Support", "Wanted", "return_figures"]
 
 log = structlog.get_logger()
 
@@ -138,6 +137,16 @@ class Wanted:
     def part(self, part: slice) -> Wanted:
         """Return some consecutive tokens, without their indices."""
         return replace(self, targets=self.targets[part], support=self.support and self.support.part(part))
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """A batch as the arguments of a model."""
+
+    arguments: dict[str, Any]
+    """The ids and the arguments that each layer needs."""
+    wanted: Wanted
+    """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:

@@ -20,9 +20,9 @@ import structlog
 
 from stretto.assembly.logs import log_to
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.base.proxies import spare_this_machine
 from stretto.bus.server import Bootstrap
 from stretto.errors import leaves
+from stretto.machine.proxies import spare_this_machine
 from stretto.workers.output import limit_output
 from stretto.workers.process import HostProcess
 from stretto.workers.worker import work

@@ -14,7 +14,6 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import Beacon, Dismissal, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
@@ -22,6 +21,7 @@ from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Context
 from stretto.errors import Refused
 from stretto.launcher import Role
+from stretto.machine import clock
 from stretto.workers.full_memory import out_of_memory
 from stretto.workers.kernel_watch import KernelWatch
 from stretto.workers.process import HostProcess

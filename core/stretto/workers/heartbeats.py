@@ -13,7 +13,6 @@ import msgspec
 import structlog
 from anyio.from_thread import start_blocking_portal
 
-from stretto.base import clock
 from stretto.bus.client import connect
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.messages.membership import Heartbeat
@@ -21,6 +20,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import BusError
 from stretto.launcher import Role
+from stretto.machine import clock
 
 log = structlog.get_logger()
 

@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from stretto.bus.messages.inference import AskImage, ImagePart
 from stretto.bus.messages.membership import WorkerProcess
-from stretto.dataset import Row
+from stretto.dataset import Message, Row
 from stretto.errors import BusError, EngineError, Refused, RequestError
 from stretto.models.images import MAX_FILE_BYTES, ImageFile, OpenImage, decode
-from stretto.models.tokenizer import Message
 from stretto.models.vision import Vision
 from stretto.workers.context import WorkerContext
 from stretto.workflow import Trajectory

@@ -22,7 +22,6 @@ import structlog
 
 from stretto.array import Array, KeptTokens
 from stretto.assembly.contracts import expect_contract
-from stretto.base import clock
 from stretto.bus.messages.inference import (
     Abort,
     AskLoad,
@@ -40,6 +39,7 @@ from stretto.bus.messages.inference import (
 from stretto.bus.messages.membership import Heartbeat, WorkerProcess
 from stretto.engine import Chunk, GenerateRequest, InferenceEngine, SwapReport, VisionEngine
 from stretto.errors import BusError, EngineError, WeightsError
+from stretto.machine import clock
 from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stretto.base import clock
 from stretto.bus.guard import has_owner
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.lock import KernelLock
+from stretto.machine import clock
 
 _SILENT_S = 2.0
 """Beacons come every second. After this many seconds without one, the watch looks at the lock."""

@@ -20,7 +20,6 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.base import clock
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
@@ -38,6 +37,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
 from stretto.launcher import Role
+from stretto.machine import clock
 from stretto.records.values import dotted_values
 from stretto.workers.context import RoleWorker, WorkerContext
 from stretto.workers.heartbeats import BEAT_S, Heartbeats

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
     from stretto.dataset import Row
-    from stretto.models.tokenizer import Tokenizer
     from stretto.rl.batch import Batch
+    from stretto.tokenizer import Tokenizer
 
 __all__ = ["DPO", "DPOConfig"]
 

@@ -12,7 +12,7 @@ import typer
 from stretto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
     from stretto.simulation import Forecast, ServiceTimes
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
@@ -69,7 +69,7 @@ def plan(
     minute, or some twenty steps if these are long, or read from the records of a run. docs/plan.md says what
     the forecast does not contain.
     """
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
     from stretto.simulation import composed
     from stretto_plan.fitting import on_gpus
 
@@ -173,7 +173,7 @@ def _service_times(
 
 
 def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
     from stretto.simulation import composed
     from stretto_plan.recorded import times_of
 

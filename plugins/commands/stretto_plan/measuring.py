@@ -18,9 +18,9 @@ from typing import Any
 import psutil
 import typer
 
-from stretto.base.scratch import scratch_folder
 from stretto.errors import RunError
-from stretto.run_folder import RunFolder, SampleFilter
+from stretto.machine.scratch import scratch_folder
+from stretto.records.run_folder import RunFolder, SampleFilter
 from stretto.simulation import composed
 from stretto.user_code.guard import end_with_parent
 

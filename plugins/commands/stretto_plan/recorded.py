@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import RunError
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from stretto.simulation import Forecast, ServiceTimes, forecast
 from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
 from stretto_plan.measuring import FEWEST_STEPS, answers_of

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stretto.charts import FIGURES
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpan, WorkerLife
+from stretto.records.charts import FIGURES
+from stretto.records.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpan, WorkerLife
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
 _OF_STEP = ("reward", "loss", "staleness", "staleness_max", "tokens")

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from stretto.charts import Numbers, thin
-from stretto.run_folder import HELD_OUT, estimate_score, is_figure
+from stretto.records.charts import Numbers, thin
+from stretto.records.run_folder import HELD_OUT, estimate_score, is_figure
 
 
 class ShownCurve(msgspec.Struct):

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from stretto.charts import part_texts
-from stretto.run_folder import Attempt, RunFolder, RunHistory, StepSpan
+from stretto.records.charts import part_texts
+from stretto.records.run_folder import Attempt, RunFolder, RunHistory, StepSpan
 
 _MARGIN_S = 60.0
 """Read this much before and beyond the window, or its length if that is more: a span is written down when it

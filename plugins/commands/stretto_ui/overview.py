@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
-from stretto.charts import RECENT_STEPS, change, recent
 from stretto.errors import ConfigError
-from stretto.run_folder import RunFolder, is_figure
+from stretto.records.charts import RECENT_STEPS, change, recent
+from stretto.records.run_folder import RunFolder, is_figure
 
 _MOST_CAUSES = 12
 _MEANS = (

@@ -13,17 +13,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from stretto.charts import recent
 from stretto.errors import ConfigError
-from stretto.run_folder import (
-    RunFolder,
-    caution,
-    differences,
-    find_runs,
-    is_run,
-    living_runs,
-    setting,
-)
+from stretto.records.charts import recent
+from stretto.records.comparison import caution, differences, setting
+from stretto.records.run_folder import RunFolder, find_runs, is_run, living_runs
 from stretto_ui.samples import Samples
 
 _SEARCH_S = 5.0  # search the folder for new runs at most this often

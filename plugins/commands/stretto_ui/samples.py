@@ -13,7 +13,7 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.models.images import ImageError, ImageFile, decode, file_of, images_of, names_in
-from stretto.run_folder import RunFolder, SampleFilter, SampleStore
+from stretto.records.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_ui.token_text import pieces
 
 _MOST_ROWS = 200

@@ -22,7 +22,7 @@ import msgspec
 
 from stretto.errors import ConfigError
 from stretto.models.images import names_in
-from stretto.run_folder import HELD_OUT, find_runs
+from stretto.records.run_folder import HELD_OUT, find_runs
 from stretto_ui.runs import ListedRun, Runs
 from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 

@@ -20,9 +20,10 @@ from urllib.parse import unquote
 import msgspec
 from aiohttp import web
 
-from stretto.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
 from stretto.errors import ConfigError
-from stretto.run_folder import RunFolder, compare_runs
+from stretto.records.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
+from stretto.records.comparison import compare_runs
+from stretto.records.run_folder import RunFolder
 from stretto_ui.access import Access, Handler, is_loopback
 from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes

@@ -16,7 +16,7 @@ import typer
 from stretto.errors import ConfigError, printable
 
 if TYPE_CHECKING:
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
 _Runs = Annotated[
     list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")
@@ -80,7 +80,7 @@ def samples(
     """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
     from rich.console import Console
 
-    from stretto.run_folder import RunFolder, is_run, open_samples
+    from stretto.records.run_folder import RunFolder, is_run, open_samples
     from stretto_views.samples import (
         print_groups,
         print_samples,
@@ -136,7 +136,7 @@ def compare(
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
     import msgspec
 
-    from stretto.run_folder import compare_runs
+    from stretto.records.comparison import compare_runs
     from stretto_views.compare import comparison_tables
     from stretto_views.tables import print_table
 
@@ -180,7 +180,7 @@ def plot(
 
 
 def _runs_in(folders: list[Path]) -> list[RunFolder]:
-    from stretto.run_folder import find_runs
+    from stretto.records.run_folder import find_runs
 
     found: list[RunFolder] = []
     for folder in folders:

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from stretto.charts import FIGURES, SCORE, duration_text, figure
-from stretto.run_folder import Comparison, Estimate, SeedGroup
+from stretto.records.charts import FIGURES, SCORE, duration_text, figure
+from stretto.records.comparison import Comparison, SeedGroup
+from stretto.records.run_folder import Estimate
 from stretto_views.tables import add_row, figure_table
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from stretto.charts import COLOURS, SCORE, Panel, RunCurve, figure, panels_of, thin_points
 from stretto.errors import ConfigError, offer, printable
-from stretto.run_folder import MAIN_FIGURES, RunFolder
+from stretto.records.charts import COLOURS, SCORE, Panel, RunCurve, figure, panels_of, thin_points
+from stretto.records.run_folder import MAIN_FIGURES, RunFolder
 
 _MOST_POINTS = 4000
 _LINES_HIGH = 16

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from stretto.charts import FIGURES, SCORE, duration_text
 from stretto.errors import ConfigError, printable
-from stretto.run_folder import RunFolder, find_runs
+from stretto.records.charts import FIGURES, SCORE, duration_text
+from stretto.records.run_folder import RunFolder, find_runs
 
 
 class RunRow(msgspec.Struct, frozen=True, kw_only=True):

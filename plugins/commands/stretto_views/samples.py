@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
-from stretto.run_folder import Bounds, Purpose, RunHistory, SampleFilter, SampleOutcome, SampleStore
+from stretto.records.run_folder import Bounds, Purpose, RunHistory, SampleFilter, SampleOutcome, SampleStore
 
 Row = dict[str, Any]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.training.packing import ModelInputs
+    from stretto.training.token_head import ModelInputs
     from stretto_fsdp2 import Fsdp2TrainingConfig
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from stretto import Context
-    from stretto.training.packing import ModelInputs
+    from stretto.training.token_head import ModelInputs
     from stretto_pipeline import PipelineTrainingConfig
 
 

@@ -16,7 +16,7 @@ from stretto.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from stretto.training.packing import ModelInputs
+    from stretto.training.token_head import ModelInputs
 
 
 class _Elsewhere(nn.Module):

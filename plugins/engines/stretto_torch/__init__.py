@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from stretto.base.cores import available_memory
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
 from stretto.engine import FEW_SLOTS, HostMemory, InferenceConfig, slots_for
 from stretto.hooks import hookimpl
+from stretto.machine.cores import available_memory
 from stretto.models.files import folder_of_model, modelling_imports, parameters_in, positions_of, text_config
 from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training

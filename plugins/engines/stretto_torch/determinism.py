@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stretto.base import clock
-from stretto.base.private_file import cache_folder
 from stretto.errors import EngineError
+from stretto.machine import clock
+from stretto.machine.private_file import cache_folder
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
 from stretto_torch.size_classes import SizeClasses

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging as transformers_logging
 
-from stretto.base.cores import available_memory
 from stretto.errors import ConfigError, EngineError
+from stretto.machine.cores import available_memory
 from stretto.models.finite import not_finite
 from stretto.training.device import compute_device
 from stretto.training.model import names_in_files, reads_images

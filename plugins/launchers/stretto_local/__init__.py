@@ -14,10 +14,10 @@ import msgspec
 import psutil
 
 from stretto import Component, Context, LauncherConfig, Problem, hookimpl
-from stretto.base.cores import available_cores, available_memory
-from stretto.base.former_process import FormerProcess
 from stretto.errors import LaunchError
 from stretto.launcher import Forks, Job, StartedProcess, process_environment, visible_gpus
+from stretto.machine.cores import available_cores, available_memory
+from stretto.machine.former_process import FormerProcess
 from stretto.nodes import Node, Spot, place
 
 __all__ = ["LocalHandle", "LocalLauncher"]

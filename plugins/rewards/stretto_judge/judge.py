@@ -18,8 +18,8 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from stretto import Context
-from stretto.base.proxies import proxy_of
 from stretto.errors import RewardError, printable
+from stretto.machine.proxies import proxy_of
 from stretto.reward import text_of
 from stretto_judge import JudgeConfig
 

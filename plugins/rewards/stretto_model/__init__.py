@@ -16,7 +16,7 @@ from stretto.component import ModelSource
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
-    from stretto.models.tokenizer import Tokenizer
+    from stretto.tokenizer import Tokenizer
 
 __all__ = ["ModelRewardConfig"]
 

@@ -21,8 +21,8 @@ from aiohttp import web
 from stretto import Context
 from stretto.agents.api_call import ApiError, read_body
 from stretto.agents.endpoint import Endpoint, key_of
-from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
+from stretto.machine.private_file import write_private
 from stretto.reward import is_number
 from stretto.workflow import Score
 

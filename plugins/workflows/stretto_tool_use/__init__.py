@@ -24,10 +24,11 @@ from stretto import Component, Context, Problem, hookimpl
 from stretto.agents.conversation import Conversation
 from stretto.component import PositiveInt
 from stretto.config import RunConfig
+from stretto.dataset import Message
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
 from stretto.models.prompts import name_of_tool
-from stretto.models.tokenizer import Message, load_tokenizer
+from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import is_vision_language
 from stretto.tools import ParserName, ToolAnswer, ToolCall, ToolsConfig, assistant_message, parse_calls
 from stretto.workflow import Prompt, Session, Trajectory, group_of

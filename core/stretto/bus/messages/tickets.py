@@ -139,7 +139,7 @@ class GroupDone(Message, frozen=True):
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """SHA-256 over all that is kept of the group (see `stretto.records.kept.kept_sample`)."""
+    """SHA-256 over all that is kept of the group (see `stretto.records.samples.kept_sample`)."""
     images: tuple[int, ...] = ()
     """Sequence numbers of the images that the workflow added."""
     missing: tuple[FailedSample, ...] = ()

@@ -32,9 +32,9 @@ from stretto.cli.audit.audit_records import (
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
-from stretto.records.history import RecordedBatch
+from stretto.records.events.history import RecordedBatch
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 _RETIRED = ("filtered", "expired", "failed")
 _ATTEMPTS_PER_KERNEL = 1000

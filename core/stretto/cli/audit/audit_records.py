@@ -19,9 +19,9 @@ from stretto.bus.messages.tickets import Purpose
 from stretto.bus.payloads import decoder
 from stretto.cli.audit.kept_rows import has_its_digest, kept_groups
 from stretto.errors import RunError
-from stretto.records.event_files import stored_events
+from stretto.records.events.files import stored_events
+from stretto.records.events.history import RunHistory
 from stretto.records.files import read_record
-from stretto.records.history import RunHistory
 
 _PIECE = 2**20
 

@@ -78,7 +78,7 @@ def replay(
     replayed = replay_run(folder, ReplayOptions(start, stop, out), overrides or ())
     if replayed.report is None:
         from stretto.observe.view import final_lines
-        from stretto.process.life import exit_status
+        from stretto.runs.life import exit_status
 
         typer.echo(final_lines(replayed.summary, replayed.folder), err=True)
         raise typer.Exit(exit_status(replayed.summary))

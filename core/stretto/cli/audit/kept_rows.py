@@ -10,8 +10,8 @@ from typing import Any
 
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
-from stretto.records.kept.kept_sample import KeptSample, digest_of
-from stretto.records.kept.sample_files import FOLDER, segments_in
+from stretto.records.samples.files import FOLDER, segments_in
+from stretto.records.samples.kept_sample import KeptSample, digest_of
 
 _ROWS_AT_ONCE = 512
 

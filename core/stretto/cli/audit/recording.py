@@ -25,9 +25,9 @@ from stretto.cli.audit.kept_rows import has_its_digest, kept_groups, kept_rows
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
-from stretto.process.replay import Attempt, RecordedGroup, StepWeights
-from stretto.records.history import RecordedBatch, RunHistory
-from stretto.records.kept.sample_images import SampleImages
+from stretto.records.events.history import RecordedBatch, RunHistory
+from stretto.records.samples.images import SampleImages
+from stretto.runs.replay import Attempt, RecordedGroup, StepWeights
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 """A weight that was rounded to 0 counts as this one."""
@@ -68,7 +68,7 @@ class KeptGroups:
         return [batch.version for batch in batches if any(row.id not in there for row in batch.rows)]
 
     async def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
-        """See `stretto.process.replay.GroupSource`."""
+        """See `stretto.runs.replay.GroupSource`."""
         left = dict(rows)
         kept = groups_in_samples(self._folder, rows)
         while (group := await anyio.to_thread.run_sync(next, kept, None)) is not None:

@@ -24,11 +24,11 @@ from stretto.cli.start.folders import is_free
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import document_of, values_file
 from stretto.kernel.durable.checkpoint import KernelState, find_checkpoint, state_of
-from stretto.process.replay import ReplaySegment, train_again
 from stretto.records.document import read_document
+from stretto.records.events.history import RecordedBatch, RunHistory
 from stretto.records.files import REPLAY
-from stretto.records.history import RecordedBatch, RunHistory
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
+from stretto.runs.replay import ReplaySegment, train_again
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
 """Sections that decide what is generated. A replay uses nothing of them."""

@@ -20,10 +20,10 @@ from rich.table import Table
 from stretto.cli.audit.audit_records import read_journal
 from stretto.cli.audit.recording import WeightSums, sums_of
 from stretto.cli.output import add_row, figure_table
-from stretto.process.replay import StepWeights
+from stretto.records.events.history import RecordedBatch, RunHistory
 from stretto.records.files import REPLAY
-from stretto.records.history import RecordedBatch, RunHistory
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
+from stretto.runs.replay import StepWeights
 
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
 """Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""

@@ -76,7 +76,7 @@ def evaluate(
         result, summary = run_evaluation(assembly, forks, threshold)
     if result is None:
         from stretto.observe.view import final_lines
-        from stretto.process.life import exit_status
+        from stretto.runs.life import exit_status
 
         typer.echo(final_lines(summary, folder), err=True)
         raise typer.Exit(exit_status(summary) or 1)
@@ -145,7 +145,7 @@ def export(
     """Write a run's model as a folder for transformers or peft, or its samples as rows for supervised
     training."""
     from stretto.cli.make.export import export_model, export_samples, push_to_hub
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
     run_record = RunFolder(folder)
     if samples is not None:

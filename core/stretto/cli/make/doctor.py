@@ -21,14 +21,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from stretto.api import API_VERSION, mismatch
 from stretto.assembly.plugins import Listing, Plugins, missing_extra
-from stretto.base.api import API_VERSION, mismatch
-from stretto.base.cores import available_cores, available_memory
 from stretto.bus.server import binary, free_port
 from stretto.cli.make.schema import fields_of
 from stretto.component import Component, ComponentParts
 from stretto.errors import BusError, PluginError, nearest
 from stretto.launcher import visible_gpus
+from stretto.machine.cores import available_cores, available_memory
 from stretto.models.version_files import SHARED_MEMORY
 from stretto.user_code.sandbox import sandbox_problem
 

@@ -33,8 +33,8 @@ from stretto.kernel.fleet.forks import ForkServer
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import KeptAnswer, by_sample, measure_of, read_answers
-from stretto.records.kept.samples import SampleStore
+from stretto.records.samples.answers import KeptAnswer, by_sample, measure_of, read_answers
+from stretto.records.samples.store import SampleStore
 
 # An evaluation of a checkpoint takes over the run's keys, except those for training and the output folder.
 _EXCLUDED_KEYS = {
@@ -222,12 +222,12 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 def run_evaluation(
     assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
-    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.process.life.run`.
+    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.runs.life.run`.
 
     The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
     `summary.json` also gets the result, and the answers are written to `answers_file`.
     """
-    from stretto.process.life import run
+    from stretto.runs.life import run
 
     config, folder = assembly.config, assembly.folder
     summary = run(assembly, forks)

@@ -38,9 +38,9 @@ from stretto.models.images import names_in
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
-from stretto.records.kept.samples import SampleFilter, open_samples
+from stretto.records.run_folder import RunFolder
+from stretto.records.samples.store import SampleFilter, open_samples
 from stretto.rl.supervised import prompt_and_answer
-from stretto.run_folder import RunFolder
 
 Form = Literal["merged", "adapter"]
 

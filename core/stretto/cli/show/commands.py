@@ -58,7 +58,7 @@ def events(folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's
     """Print what has happened in a run as lines of JSON: the events of its journal in order."""
     import msgspec
 
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
     for time, event in RunFolder(folder).events():
         values = {name: getattr(event, name) for name in event.__struct_fields__}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from stretto.records.logs import log_text, open_log, whole_lines
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 _LOOK_S = 0.3  # a line is seen soon enough for a reader, and a look costs a few file reads
 

@@ -25,8 +25,8 @@ from stretto.errors import ConfigError, leaves, printable
 from stretto.observe.view import View, final_lines, terminal
 from stretto.records.figures import FIGURES
 from stretto.records.metrics import MAIN_FIGURES
+from stretto.records.run_folder import RunFolder
 from stretto.records.status import LATE_S, Status, decode_status, standstill
-from stretto.run_folder import RunFolder
 
 _LOOK_S = 0.5  # the kernel writes its status about once in a second
 

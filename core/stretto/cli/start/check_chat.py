@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto.assembly.assembly import Assembly
-from stretto.base.chat import Message
-from stretto.children.row_check import drawn_rows
+from stretto.cli.start.row_check import drawn_rows
 from stretto.component import Problem
-from stretto.dataset import Dataset
+from stretto.dataset import Dataset, Message
 from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.chats import hidden_tools, is_data, is_shown
 from stretto.models.files import known_config, text_config
 from stretto.models.prompts import as_meant, both_tools, tools_of
-from stretto.models.tokenizer import Tokenizer, fault_of
+from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
+from stretto.tokenizer import Tokenizer
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400

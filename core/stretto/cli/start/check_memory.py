@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import WorkerGroup
-from stretto.base.cores import available_memory
 from stretto.component import Problem
 from stretto.engine import HostMemory
+from stretto.machine.cores import available_memory
 from stretto.models.files import folder_of_model, parameters_in
 from stretto.models.version_files import SHARED_MEMORY
 from stretto.training.config import ModelTrainingConfig

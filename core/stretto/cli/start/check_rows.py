@@ -15,8 +15,8 @@ import msgspec
 
 from stretto.algorithm import Encode
 from stretto.assembly.assembly import Assembly
-from stretto.children.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.cli.start.check_chat import chat_problems
+from stretto.cli.start.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
@@ -25,9 +25,10 @@ from stretto.kernel.setup import curriculum_of
 from stretto.models.files import known_config, positions_of
 from stretto.models.images import has_images
 from stretto.models.prompts import prompt_ids
-from stretto.models.tokenizer import Tokenizer, fault_of
+from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.rl.supervised import fitted
+from stretto.tokenizer import Tokenizer
 from stretto.training.config import ModelTrainingConfig
 
 _warning = partial(Problem, severity="warning")

@@ -24,29 +24,29 @@ from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.base.cores import available_cores
-from stretto.base.plain_data import encode_row
-from stretto.base.remote_folder import missing_file_system
 from stretto.bus.listening import is_loopback
 from stretto.bus.probe import bus_problems
-from stretto.children.row_check import faults_of_rows, row_checks
 from stretto.cli.start.check_memory import memory_problems
 from stretto.cli.start.check_models import model_problems, source_problems, token_problems
 from stretto.cli.start.check_rows import ReadRows, RowForm, dataset_problems, leaked_rows
 from stretto.cli.start.folders import is_free
+from stretto.cli.start.row_check import faults_of_rows, row_checks
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.launcher import Launcher, visible_gpus
+from stretto.machine.cores import available_cores
 from stretto.models.files import known_config
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
+from stretto.records.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
 from stretto.user_code.importable import fault_of_importable
+from stretto.user_code.plain_data import encode_row
 from stretto.user_code.sandbox import sandbox_problems
 
 if TYPE_CHECKING:
-    from stretto.children.reward import Task
+    from stretto.user_code.reward import Task
 
 _warning = partial(Problem, severity="warning")
 
@@ -243,7 +243,7 @@ def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str
 def _component_trial_problems(
     assembly: Assembly, paths: list[str], failed_sections: Set[str]
 ) -> Iterator[Problem]:
-    from stretto.children.trial import try_to_make
+    from stretto.user_code.trial import try_to_make
 
     composed = assembly.composed
     paths = [
@@ -272,7 +272,7 @@ def _reward_problems(
         return
     if "reward" in failed_sections:
         return
-    from stretto.children.reward import try_to_score
+    from stretto.user_code.reward import try_to_score
 
     tasks, document = _scoring_tasks(assembly, read), msgspec.to_builtins(config)
     try:
@@ -317,7 +317,7 @@ def _scoring_tasks(
 ) -> dict[tuple[str, RowForm | None], Task]:
     """Return the tasks of the reward's trial, by the section of the dataset that has the row, with the row's
     form if it is not that of the first row."""
-    from stretto.children.reward import Task
+    from stretto.user_code.reward import Task
 
     columns = assembly.composed.components["workflow"].reward_columns
     if columns is None:
@@ -384,7 +384,7 @@ def _tracker_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Iterator[Problem]:
-    from stretto.children.tools import try_to_make
+    from stretto.user_code.tools import try_to_make
 
     config = assembly.config
     if isinstance(config.workflow, ToolsConfig) and failed_sections.isdisjoint({"workflow", "sandbox"}):

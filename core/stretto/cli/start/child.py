@@ -13,49 +13,11 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from stretto.errors import StrettoError
-
-
-class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The run that a program asks for."""
-
-    file: str
-    """The run file. If there is a `document`, only messages name it."""
-    document: dict[str, Any] | None = None
-    """The content in place of that of a file."""
-    overrides: list[str] = []
-
-
-class RunNotice(msgspec.Struct, frozen=True, tag="notice"):
-    """A note or a warning about the run."""
-
-    level: str
-    text: str
-
-
-class RunAccepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The run starts now."""
-
-    folder: str
-
-
-class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The run was refused, or failed before it had a summary: the error's class and what it carries."""
-
-    error: str
-    text: str
-    path: str = ""
-    value: Any = None
-    kind: str = ""
-    name: str = ""
-
-
-_Message = RunNotice | RunAccepted | RunRefused
-message_of: Callable[[bytes], _Message] = msgspec.json.Decoder(_Message).decode
+from stretto.runs.request import RunAccepted, RunMessage, RunNotice, RunRefused, RunRequest
 
 
 def main(descriptor: int) -> int:
@@ -66,7 +28,7 @@ def main(descriptor: int) -> int:
         signal.signal(number, lambda number, frame: sys.exit(130))
     encode = msgspec.json.Encoder(enc_hook=repr).encode
 
-    def send(message: _Message) -> None:
+    def send(message: RunMessage) -> None:
         try:
             os.write(descriptor, encode(message) + b"\n")
         except BrokenPipeError:  # the program has ended: so does the run, by the end of stdin
@@ -84,11 +46,11 @@ def main(descriptor: int) -> int:
         return 1
 
 
-def _run(request: RunRequest, send: Callable[[_Message], None]) -> int:
+def _run(request: RunRequest, send: Callable[[RunMessage], None]) -> int:
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted_start
-    from stretto.process.life import run_to_end
+    from stretto.runs.life import run_to_end
 
     assembly = Assembly(compose(Path(request.file), request.overrides, document=request.document))
     with accepted_start(assembly, lambda level, text: send(RunNotice(level, text))) as forks:

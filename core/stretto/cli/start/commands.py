@@ -62,7 +62,7 @@ def run(
         _apart(arguments, folder, [], detach, supervise)
         return
     with accepted_start(assembly, memory_limit=not no_memory_limit) as forks, page_of(folder, serve=ui):
-        from stretto.process.life import run_to_end
+        from stretto.runs.life import run_to_end
 
         status = run_to_end(assembly, forks)
     raise typer.Exit(status)
@@ -91,7 +91,7 @@ def quickstart(
             forks = stack.enter_context(accepted_start(assembly))
         again = shlex.join(["stretto", "run", str(file), *(overrides or ())])
         typer.echo(f"the quickstart is in {folder}; to run it again: {again}", err=True)
-        from stretto.process.life import run_to_end
+        from stretto.runs.life import run_to_end
 
         stack.enter_context(page_of(assembly.folder, serve=ui))
         status = run_to_end(assembly, forks)
@@ -146,7 +146,7 @@ def resume(
         _apart(arguments, folder, later, detach, supervise, overrides or ())
         return
     from stretto.cli.start.acceptance import accepted
-    from stretto.process.life import owned, resume_to_end
+    from stretto.runs.life import owned, resume_to_end
 
     with owned(folder):
         if newest_values(folder) != values:  # another process changed them before this one owned the run

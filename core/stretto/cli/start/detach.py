@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from stretto.base import clock
 from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
+from stretto.machine import clock
 from stretto.records.status import read_status
 
 _LOOK_S = 0.2  # a run takes some seconds until it trains

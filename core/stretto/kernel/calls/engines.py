@@ -14,7 +14,6 @@ from itertools import count
 import anyio
 import structlog
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import Cause, WeightsServed
 from stretto.bus.messages.inference import AskLoad, LoadReport, Swap, SwapDone
@@ -24,6 +23,7 @@ from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.fleet.fleet import FleetMember
 from stretto.kernel.schedule.lending import Demand, Lending
 from stretto.kernel.setup import RunSetup
+from stretto.machine import clock
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()

@@ -13,7 +13,6 @@ from typing import TypeVar
 import anyio
 
 from stretto.assembly.placement import Placement, WorkerGroup
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.gathered import Gathered
 from stretto.bus.messages.base import Message
@@ -40,6 +39,7 @@ from stretto.bus.messages.training import (
 from stretto.errors import BusError, one_job
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
+from stretto.machine import clock
 from stretto.weights import WeightsNote
 
 A = TypeVar("A", bound=Message)

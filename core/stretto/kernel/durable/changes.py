@@ -25,12 +25,12 @@ from stretto.assembly.assembly import Assembly, decided, new_run_id
 from stretto.assembly.compose import Composed, compose
 from stretto.assembly.placement import Placement
 from stretto.assembly.variants import variants_of
-from stretto.base.private_file import write_private
 from stretto.bus.server import run_id
 from stretto.component import Problem
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
 from stretto.kernel.durable.checkpoint import newest_intact
+from stretto.machine.private_file import write_private
 from stretto.records.origin import add_written
 from stretto.records.values import dotted_values
 from stretto.training.config import ModelTrainingConfig

@@ -31,11 +31,11 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from stretto.base.private_file import cache_folder
-from stretto.base.remote_folder import RemoteFolder, file_hash
 from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
 from stretto.kernel.schedule.scheduler import Snapshot
+from stretto.machine.private_file import cache_folder
+from stretto.records.remote_folder import RemoteFolder, file_hash
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()

@@ -10,7 +10,6 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.client import Bus
 from stretto.errors import BusError, RunError
 from stretto.kernel.calls.engines import Engines
@@ -27,6 +26,7 @@ from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
+from stretto.records.remote_folder import RemoteFolder
 from stretto.weights import WeightsNote
 
 log = structlog.get_logger()

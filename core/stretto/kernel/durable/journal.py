@@ -14,13 +14,13 @@ from contextlib import suppress
 import anyio
 import msgspec
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import Event, EventBatch, JournalHead, KernelLease, Observation
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.payloads import encode
 from stretto.bus.store import StreamEnd
 from stretto.errors import Malformed, MessageGone, Superseded
+from stretto.machine import clock
 
 _BATCH_S = 0.05
 """Seconds for which an event for which nobody waits may wait for others."""

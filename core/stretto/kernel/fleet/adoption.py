@@ -9,11 +9,11 @@ import anyio
 import msgspec
 import structlog
 
-from stretto.base import clock
-from stretto.base.private_file import write_private
 from stretto.bus.guard import folder_id
 from stretto.bus.messages.membership import Join
 from stretto.launcher import AdoptingLauncher, Handle, Job, Launcher
+from stretto.machine import clock
+from stretto.machine.private_file import write_private
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,6 @@ from anyio.abc import TaskGroup
 from stretto.assembly.assembly import Worker
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.base import clock
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
 from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
@@ -32,6 +31,7 @@ from stretto.errors import LaunchError, Refused, printable
 from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
+from stretto.machine import clock
 
 log = structlog.get_logger()
 

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 
 import anyio
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.kernel.fleet.candidates import Candidates
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
+from stretto.machine import clock
 
 _REFRESH_S = 1.0  # rollout workers balance by figures of this age; a lost message is made good after it
 _LEAST = {"inference": 8, "verifier": 4}

@@ -11,7 +11,6 @@ from pathlib import Path
 import anyio
 import structlog
 
-from stretto.base import clock
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import Account
 from stretto.bus.messages.tickets import Follow, Following, Kept, RetiredTickets
@@ -19,6 +18,7 @@ from stretto.errors import BusError
 from stretto.kernel.fleet.forks import ForkedProcess
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.supervised import Failure, ended, supervised
+from stretto.machine import clock
 
 log = structlog.get_logger()
 
@@ -164,7 +164,13 @@ class SampleWriterSupervisor:
         config = self._setup.config
         keeps_answers = config.evaluation is not None and config.evaluation.keep_answers
         numbers = (config.samples.last or 0, config.queue.max_staleness, int(keeps_answers))
-        command = [sys.executable, "-m", "stretto.samples", str(self._setup.folder), *map(str, numbers)]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto.records.samples",
+            str(self._setup.folder),
+            *map(str, numbers),
+        ]
         output_file, forks = self._setup.logs / "samples.out", self._setup.forks
         if forks is not None and forks.is_open:
             process = await forks.fork(command, output_file, ())

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import anyio
 import structlog
 
-from stretto.base import clock
 from stretto.bus.messages.membership import EngineFigures, Routes
 from stretto.bus.messages.tickets import Purpose
 from stretto.config import Bounds
+from stretto.machine import clock
 
 log = structlog.get_logger()
 

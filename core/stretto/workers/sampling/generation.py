@@ -16,12 +16,12 @@ from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from stretto.array import Array, KeptTokens
-from stretto.base import clock
 from stretto.bus.gathered import Gathered
 from stretto.bus.messages.inference import Abort, ChunkBatch, ChunkHead, Confirm, Generate
 from stretto.bus.messages.membership import Beacon, Peer, WorkerProcess
 from stretto.engine import Finish, GenerateRequest
 from stretto.errors import EngineError
+from stretto.machine import clock
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 from stretto.workflow import OnTokens

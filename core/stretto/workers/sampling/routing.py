@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 import anyio
 import structlog
 
-from stretto.base import clock
 from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.errors import NoAnswer
 from stretto.launcher import Role
+from stretto.machine import clock
 from stretto.workers.context import WorkerContext
 
 log = structlog.get_logger()

@@ -16,17 +16,18 @@ from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
-from stretto.base import clock
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
-from stretto.dataset import Row
+from stretto.dataset import Message, Row
 from stretto.engine import GenerateRequest, Sampling
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
+from stretto.machine import clock
 from stretto.models.chat_form import opened_in
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import both_tools, tools_of
-from stretto.models.tokenizer import Message, Tokenizer, answer_text
+from stretto.models.tokenizer import answer_text
+from stretto.tokenizer import Tokenizer
 from stretto.tools import ToolAnswer
 from stretto.user_code.faults import SampleFault
 from stretto.workers.images import RolloutImages, TicketImages

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from stretto.bus.messages.tickets import KeptText, Ticket, TicketRecord
 from stretto.dataset import Row
 from stretto.models.images import with_names
-from stretto.models.tokenizer import Tokenizer, answer_text
+from stretto.models.tokenizer import answer_text
+from stretto.tokenizer import Tokenizer
 from stretto.workflow import Trajectory
 
 _RECORD_CHARACTERS = 2**23

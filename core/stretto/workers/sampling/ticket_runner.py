@@ -11,7 +11,6 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto.assembly.variants import BASE
-from stretto.base import clock
 from stretto.bus.messages.membership import Routes
 from stretto.bus.messages.tickets import (
     GroupDone,
@@ -28,9 +27,10 @@ from stretto.bus.messages.tickets import (
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
+from stretto.machine import clock
 from stretto.models.prompts import as_meant
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
-from stretto.records.kept.kept_sample import digest_of, kept_samples
+from stretto.records.samples.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.session import RolloutSession, VariantServices
 from stretto.workers.sampling.ticket_record import record_of

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
-from stretto.base.plain_data import encode_row
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.scoring import (
     AskTools,
@@ -26,6 +25,7 @@ from stretto.environment import ENVIRONMENTS, Feedback
 from stretto.errors import ConfigError, RewardError
 from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.user_code.faults import SampleFault
+from stretto.user_code.plain_data import encode_row
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.routing import Router
 

@@ -18,9 +18,9 @@ import structlog
 from anyio.abc import Process, TaskGroup
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from stretto.base import clock
-from stretto.children.protocol import HEAD, MAX_FRAME, Started, framed
 from stretto.errors import RewardError
+from stretto.machine import clock
+from stretto.user_code.protocol import HEAD, MAX_FRAME, Started, framed
 from stretto.user_code.sandbox import kill
 from stretto.workers.output import ChildOutput
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import anyio
 import structlog
 
-from stretto.base import clock
+from stretto.machine import clock
 from stretto.user_code.faults import SampleFault
 
 log = structlog.get_logger()

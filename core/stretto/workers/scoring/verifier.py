@@ -24,11 +24,11 @@ from stretto.bus.messages.scoring import (
     ToolDone,
     ToolList,
 )
-from stretto.children import environment, reward, tools
 from stretto.environment import ENVIRONMENTS, EnvironmentConfig, EnvironmentToolsConfig, Feedback
 from stretto.errors import ConfigError
 from stretto.reward import RewardConfig
 from stretto.tools import ToolAnswer, ToolsConfig
+from stretto.user_code import environment, reward, tools
 from stretto.user_code.faults import SampleFault
 from stretto.user_code.guard import guarded
 from stretto.workers.context import WorkerContext

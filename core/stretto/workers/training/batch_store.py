@@ -22,9 +22,10 @@ from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused
 from stretto.models.files import fetch_config, positions_of
 from stretto.models.images import ImageFile, decode, images_of
-from stretto.models.tokenizer import Tokenizer, load_tokenizer
+from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.rl.supervised import fitted
+from stretto.tokenizer import Tokenizer
 from stretto.workers.context import WorkerContext
 
 if TYPE_CHECKING:

@@ -15,11 +15,11 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from stretto.base.remote_folder import RemoteFolder
 from stretto.bus.messages.training import LoadCheckpoint, Save
 from stretto.component import Context
 from stretto.errors import EngineError
 from stretto.models.version_files import RunFolders
+from stretto.records.remote_folder import RemoteFolder
 
 log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto.base import clock
 from stretto.engine import PartlyFrozenEngine, TrainingEngine
 from stretto.errors import WeightsError
+from stretto.machine import clock
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.finite import not_finite
 from stretto.models.version_files import open_version

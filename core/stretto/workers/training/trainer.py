@@ -25,7 +25,6 @@ import structlog
 from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
-from stretto.base import clock
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -34,6 +33,7 @@ from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
 from stretto.bus.server import free_port
 from stretto.engine import TrainingEngine
 from stretto.errors import ConfigError, EngineError, Refused, one_job
+from stretto.machine import clock
 from stretto.training.config import ModelTrainingConfig
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.context import ComputeThread, WorkerContext

@@ -61,7 +61,7 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** The rule of `stretto.charts.duration_text`. */
+/** The rule of `stretto.records.charts.duration_text`. */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   if (seconds < 0.9995) return `${Math.round(seconds * 1000)} ms`;

@@ -1,4 +1,4 @@
-// How the figures of metrics.jsonl are shown: the table of stretto.charts, which all views share.
+// How the figures of metrics.jsonl are shown: the table of stretto.records.charts, which all views share.
 import { duration, h, number, printable } from "./dom.js";
 import { get } from "./api.js";
 
@@ -28,7 +28,7 @@ export function tooltip(key) {
 /** The number of the colour of a part of a step's time. */
 export const hueOf = (key) => figure(key).part;
 
-/** A value with its digits. The rule of `stretto.charts.Figure.text`. */
+/** A value with its digits. The rule of `stretto.records.charts.Figure.text`. */
 export function figureText(key, value) {
   const { unit, form } = figure(key), digits = Number(form.match(/\d/)[0]);
   if (typeof value !== "number") return "–";

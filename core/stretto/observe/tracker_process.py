@@ -1,8 +1,8 @@
 """The process of the run's trackers: a thread for each sends the lines of `metrics.jsonl` and some samples.
 
-`python -m stretto.children.trackers RUN`. The process is a child of the kernel, and follows the run until the
-kernel has written the summary or is gone. `metrics.jsonl` is the queue of every thread. The main thread drops
-a tracker whose call takes too long, and reports to the kernel. The run's folder `trackers` has:
+`python -m stretto.observe.tracker_process RUN`. The process is a child of the kernel, and follows the run
+until the kernel has written the summary or is gone. `metrics.jsonl` is the queue of every thread. The main
+thread drops a tracker whose call takes too long, and reports to the kernel. The run's folder `trackers` has:
 
     NAME/cursor.json   what this tracker was sent; written after each block of lines
     process.lock       locked by the process that sends: one at a time
@@ -33,13 +33,13 @@ import msgspec
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.assembly.logs import log_to
-from stretto.base.private_file import write_private
 from stretto.bus.messages.tickets import Purpose
 from stretto.bus.server import run_id
-from stretto.children.tracked_samples import settled_samples
 from stretto.errors import ConfigError, StrettoError
+from stretto.machine.private_file import write_private
+from stretto.observe.tracked_samples import settled_samples
 from stretto.records.metrics import is_evaluation
-from stretto.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 from stretto.tracker import Sent, Tracker
 
 T = TypeVar("T")

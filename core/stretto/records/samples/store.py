@@ -17,7 +17,7 @@ import numpy as np
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
-from stretto.records.kept.sample_files import FOLDER, SegmentName, Table, schema, segments_in
+from stretto.records.samples.files import FOLDER, SegmentName, Table, schema, segments_in
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

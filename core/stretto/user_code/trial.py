@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose_mapping
-from stretto.children.protocol import Pipes, Started, try_to_ask
 from stretto.component import Context, Problem
 from stretto.errors import ContractError, StrettoError
+from stretto.user_code.protocol import Pipes, Started, try_to_ask
 
 _COMMAND = (sys.executable, "-m", __name__)
 

@@ -19,7 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
-from stretto.base.private_file import write_private
+from stretto.machine.private_file import write_private
 from stretto.records.files import open_record, read_record
 
 FOLDER = "events"

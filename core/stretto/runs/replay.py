@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
-from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.tickets import (
     GroupDone,
@@ -43,9 +42,10 @@ from stretto.kernel.durable.recovery import Replay
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import fork_server
 from stretto.kernel.setup import RunSetup
+from stretto.machine.private_file import write_private
 from stretto.observe.view import terminal
-from stretto.process.life import live, served
-from stretto.records.history import RecordedBatch
+from stretto.records.events.history import RecordedBatch
+from stretto.runs.life import live, served
 
 log = structlog.get_logger()
 

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 
 from stretto.assembly.compose import compose_mapping
-from stretto.base.plain_data import decode_row
-from stretto.children.limits import LIMIT_METRICS, AnswerLimits, score_within
-from stretto.children.protocol import serve, try_to_ask
 from stretto.component import Context
 from stretto.errors import ConfigError
 from stretto.user_code.faults import SampleFault
+from stretto.user_code.limits import LIMIT_METRICS, AnswerLimits, score_within
+from stretto.user_code.plain_data import decode_row
+from stretto.user_code.protocol import serve, try_to_ask
 from stretto.user_code.scoring import score_group, scores_groups, unknown_optional
 
-COMMAND = (sys.executable, "-m", "stretto.children.reward")
+COMMAND = (sys.executable, "-m", "stretto.user_code.reward")
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):

@@ -13,7 +13,7 @@ import msgspec
 from stretto.bus.messages.events import Event, EventBatch
 from stretto.bus.payloads import decoder
 from stretto.errors import ConfigError
-from stretto.records.event_files import files_of_kernels, next_record, records_in
+from stretto.records.events.files import files_of_kernels, next_record, records_in
 from stretto.records.files import open_record
 
 TimedEvent = tuple[float, Event]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import printable
-from stretto.records.kept.samples import SampleFilter, SampleStore
+from stretto.records.samples.store import SampleFilter, SampleStore
 from stretto.tracker import SAMPLE_FIELDS
 
 _LONGEST_TEXT = 20_000

@@ -26,7 +26,6 @@ import structlog
 from anyio.abc import TaskStatus
 
 from stretto.assembly.logs import log_to
-from stretto.base.private_file import write_private
 from stretto.bus.client import Bus, connect
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.subjects import Subjects
@@ -45,11 +44,12 @@ from stretto.bus.messages.tickets import (
 )
 from stretto.bus.server import Bootstrap
 from stretto.errors import Malformed, MessageGone, NoAnswer, RunError, leaves
+from stretto.machine.private_file import write_private
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
-from stretto.records.kept.sample_files import FOLDER, Table
-from stretto.records.kept.sample_images import SampleImages
-from stretto.samples.join import Joiner
-from stretto.samples.segments import FLUSHES, SegmentWriter
+from stretto.records.samples.files import FOLDER, Table
+from stretto.records.samples.images import SampleImages
+from stretto.records.samples.join import Joiner
+from stretto.records.samples.segments import FLUSHES, SegmentWriter
 
 log = structlog.get_logger()
 

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import msgspec
 
-from stretto.base.plain_data import decode_row
-from stretto.children.protocol import serve
 from stretto.environment import Feedback, feedback_of
 from stretto.errors import RewardError
 from stretto.models.images import ImageError, files_of
 from stretto.user_code.faults import SampleFault
 from stretto.user_code.importable import load_importable
+from stretto.user_code.plain_data import decode_row
+from stretto.user_code.protocol import serve
 from stretto.user_code.scoring import accepted, required
 
-COMMAND = (sys.executable, "-m", "stretto.children.environment")
+COMMAND = (sys.executable, "-m", "stretto.user_code.environment")
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):

@@ -1,14 +1,14 @@
 """A run's folder: what a run has written, for notebooks, for commands and for pages that show runs.
 
     from pathlib import Path
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
     run = RunFolder(Path("runs/quickstart-1"))
     run.series("reward")                              # (step, value) of each step
     run.samples.find(order="-reward", limit=3)        # the kept samples with the highest rewards
 
 A folder can be read while the run continues, and nothing here asks its kernel. The files are described in
-docs/metrics.md and docs/samples.md; `stretto.charts` has how their figures are shown.
+docs/metrics.md and docs/samples.md; `stretto.records.charts` has how their figures are shown.
 """
 
 from __future__ import annotations
@@ -28,20 +28,8 @@ from stretto.bus.guard import is_locked
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.accuracy import estimate_score
-from stretto.records.comparison import (
-    Comparison,
-    RunFigures,
-    SeedGroup,
-    caution,
-    compare_runs,
-    differences,
-    labels_of,
-    setting,
-)
 from stretto.records.document import read_document
-from stretto.records.event_reader import EventReader, TimedEvent
-from stretto.records.files import read_record
-from stretto.records.history import (
+from stretto.records.events.history import (
     Attempt,
     AttemptOutcome,
     CallSpan,
@@ -52,14 +40,16 @@ from stretto.records.history import (
     SwapSpan,
     WorkerLife,
 )
+from stretto.records.events.reader import EventReader, TimedEvent
+from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
-from stretto.records.kept.answers import KeptAnswer, read_answers
-from stretto.records.kept.sample_images import SampleImages
-from stretto.records.kept.samples import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
 from stretto.records.living import living
 from stretto.records.logs import log_files, log_text, open_log, whole_lines
 from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, METRICS, MetricsReader, held_out_key, is_figure
 from stretto.records.origin import RunOrigin, read_origin
+from stretto.records.samples.answers import KeptAnswer, read_answers
+from stretto.records.samples.images import SampleImages
+from stretto.records.samples.store import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
 from stretto.records.status import STATUS, Status, Verdict, read_status, standstill
 from stretto.records.values import dotted_values
 
@@ -70,37 +60,29 @@ __all__ = [
     "AttemptOutcome",
     "Bounds",
     "CallSpan",
-    "Comparison",
     "Estimate",
     "EvaluationSpan",
     "KeptAnswer",
     "KernelLife",
     "Purpose",
-    "RunFigures",
     "RunFolder",
     "RunHistory",
     "RunOrigin",
     "SampleFilter",
     "SampleOutcome",
     "SampleStore",
-    "SeedGroup",
     "State",
     "Status",
     "StepSpan",
     "SwapSpan",
     "TimedEvent",
     "WorkerLife",
-    "caution",
-    "compare_runs",
-    "differences",
     "estimate_score",
     "find_runs",
     "is_figure",
     "is_run",
-    "labels_of",
     "living_runs",
     "open_samples",
-    "setting",
 ]
 
 State = Literal["running", "completed", "interrupted", "failed", "stopped"]

@@ -10,7 +10,7 @@ import msgspec
 from stretto.bus.messages.events import Measure
 
 if TYPE_CHECKING:
-    from stretto.records.kept.samples import SampleStore
+    from stretto.records.samples.store import SampleStore
 
 
 class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
     """Return the kept answers of the evaluation of a version in the order of their rows, with `texts` also
     their columns and texts. If a row was answered several times, the last attempt counts."""
-    from stretto.records.kept.samples import SampleFilter  # it imports numpy
+    from stretto.records.samples.store import SampleFilter  # it imports numpy
 
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))
     found = store.find(wanted, limit=None, texts=texts)

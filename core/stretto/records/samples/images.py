@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from stretto.base.private_file import write_private
 from stretto.errors import ConfigError
+from stretto.machine.private_file import write_private
 from stretto.models.images import MAX_FILE_BYTES, ImageFile
 from stretto.records.files import open_record
-from stretto.records.kept.sample_files import FOLDER
+from stretto.records.samples.files import FOLDER
 
 _NAME = re.compile(r"\A[0-9a-f]{64}\Z")
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from stretto.bus.messages.tickets import Purpose
-from stretto.records.kept.sample_files import SegmentName, Table, segments_in
+from stretto.records.samples.files import SegmentName, Table, segments_in
 
 FLUSHES = 64
 """Number of flushes in a segment. A thousand steps, each flushed on its own, make at most 15 segments and 63

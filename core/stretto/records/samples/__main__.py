@@ -1,11 +1,11 @@
-"""`python -m stretto.samples RUN LAST STALENESS ANSWERS`: the command of a run's sample writer."""
+"""`python -m stretto.records.samples RUN LAST STALENESS ANSWERS`: the command of a run's sample writer."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from stretto.samples.writer import Keeping, main
+from stretto.records.samples.writer import Keeping, main
 
 if __name__ == "__main__":
     last, staleness, answers = map(int, sys.argv[2:])

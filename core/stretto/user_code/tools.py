@@ -20,13 +20,13 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from stretto.base.proxies import proxy_variables
-from stretto.children.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_ask
 from stretto.component import Problem, SandboxMode
 from stretto.errors import nearest, place_of
+from stretto.machine.proxies import proxy_variables
 from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, files_of
 from stretto.tools import MCPServer, Tool, ToolAnswer, ToolResult, ToolsConfig, text_of, tool_of
 from stretto.user_code.importable import load_importable
+from stretto.user_code.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_ask
 from stretto.user_code.sandbox import SandboxedCommand, can_show, sandbox_command
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
     own = {name.lower() for name in config.env}
     proxies = {name: value for name, value in proxy_variables().items() if config.network and name not in own}
     return sandbox_command(
-        [sys.executable, "-m", "stretto.children.tools"],
+        [sys.executable, "-m", "stretto.user_code.tools"],
         sandbox=sandbox,
         readable=[here, *files, *(file.parent for file in files)],
         hidden=[here / "runs", *([Path(folder)] if folder else [])],

@@ -32,8 +32,8 @@ from stretto.bus.messages.tickets import (
     WireTrajectory,
 )
 from stretto.errors import printable
-from stretto.records.kept.kept_sample import KeptSample, digest_of, kept_samples
-from stretto.records.kept.sample_files import Table, schema
+from stretto.records.samples.files import Table, schema
+from stretto.records.samples.kept_sample import KeptSample, digest_of, kept_samples
 
 log = structlog.get_logger()
 

@@ -29,7 +29,7 @@ from stretto.records.figures import (
 from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, is_figure
 
 if TYPE_CHECKING:
-    from stretto.run_folder import RunFolder
+    from stretto.records.run_folder import RunFolder
 
 __all__ = [
     "COLOURS",

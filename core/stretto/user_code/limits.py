@@ -19,9 +19,9 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.children.protocol import die_with_parent, framed, unframed
 from stretto.errors import PolicyError, RewardError
 from stretto.user_code.faults import SampleFault
+from stretto.user_code.protocol import die_with_parent, framed, unframed
 
 Value = tuple[float, dict[str, float]]
 

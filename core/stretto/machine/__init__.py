@@ -1,0 +1,1 @@
+"""What the rooms above ask of the machine: clocks, processor cores, processes, network, private files."""
