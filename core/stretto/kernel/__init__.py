@@ -1,4 +1,1 @@
-"""The process that owns a run.
-
-Private to the core: plugins import nothing from here.
-"""
+"""The process that owns a run. Private to the core: plugins import nothing from here."""

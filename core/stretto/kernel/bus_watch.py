@@ -1,5 +1,4 @@
-"""What the kernel watches on the bus: it ends the run if the bus or its store is out for too long, and
-itself if another kernel owns the run."""
+"""Ends the run if the bus or its store is out for too long, and this kernel if another one owns the run."""
 
 from __future__ import annotations
 
@@ -21,10 +20,8 @@ _STORE_S = 30.0
 
 
 async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Ending) -> None:
-    """End this kernel when the beacon of a newer one says that that one owns the run.
-
-    The server refuses what this one appends to the journal, but not its answers to the other one's workers.
-    """
+    """End this kernel when a newer one's beacon comes. The server refuses what this one appends to the
+    journal, but not its answers to the other one's workers."""
 
     def hear(beacon: Beacon) -> None:
         if beacon.lease_epoch > lease_epoch:
@@ -35,8 +32,7 @@ async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Endin
 
 
 async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """End the run when the bus has been out for `bus.outage_s`. Only seconds in which this process ran count,
-    so a machine that slept has missed nothing."""
+    """End the run when the bus has been out for `bus.outage_s`, not counting time this process slept."""
     outage_s = setup.config.bus.outage_s
     out_s, poll_s = 0.0, min(1.0, outage_s / 4)
     while out_s <= outage_s:
@@ -50,11 +46,9 @@ async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 
 
 async def watch_store(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Start the bundled nats-server again when it answers pings, but not what asks its store: after a write
-    that failed, the server writes to that stream no more, even if its disk has room again.
-
-    The run ends a little before workers give up by themselves.
-    """
+    """Restart the bundled nats-server when it answers pings, but not what asks its store: after a write that
+    failed, the server writes to that stream no more, even if its disk has room again. The run ends a little
+    before workers give up by themselves."""
     folder, config = setup.folder, setup.config.bus
     next_restart_s = _STORE_S
     while (waited_s := _waited_for_store_s(bus, setup.fleet)) < 0.9 * config.outage_s:

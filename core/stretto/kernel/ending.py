@@ -30,7 +30,6 @@ class Ending:
         """Status of the run after the drain. `drain_reason` is the reason of that status."""
         self.drain_reason = ""
         self._interruptions = 0
-        """Number of signals that have been obeyed."""
         self.forced = False
         """Whether the kernel stops the workers without giving them time to leave."""
         self.replaced = False
@@ -43,11 +42,8 @@ class Ending:
         self.over.set()
 
     def drain(self, status: State, reason: str) -> None:
-        """Ask the kernel to finish the step under way, write a checkpoint, and end the run.
-
-        With the status `repeated` another kernel continues afterwards, unless the run is drained for good
-        before this one has dismissed its workers.
-        """
+        """Ask the kernel to finish the step, write a checkpoint and end the run. After `repeated` another
+        kernel continues, unless the run is drained for good before the workers are dismissed."""
         if self.status == "repeated":
             self.status, self.reason = status, reason
         elif not self.drain_requested.is_set() or self.drain_status == "repeated":
@@ -55,8 +51,7 @@ class Ending:
             self.drain_requested.set()
 
     def interrupt(self, signals: Sequence[str]) -> None:
-        """Drain the run at the first of these signals, and end it at once at the second. Those that have been
-        obeyed before do not count again."""
+        """Drain the run at the first of these signals, end it at once at the second. Each counts once."""
         for name in signals[self._interruptions :]:
             self._interruptions += 1
             if self._interruptions > 1:
@@ -69,16 +64,12 @@ class Ending:
 
 
 class Interruptions:
-    """The signals with which a user or a cluster ends a run, from the first kernel of the run in this process
-    to the end of the block: the next kernel obeys what comes between two of them."""
+    """The signals that end a run, for all its kernels in this process: each obeys what came before it."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
-        """The names of the signals so far."""
         self._former: dict[signal.Signals, Any] = {}
-        """The handlers that the signals had."""
         self._obey: Callable[[], object] | None = None
-        """Has the current kernel obey."""
 
     @property
     def obeyed(self) -> bool:

@@ -36,14 +36,12 @@ class RunFacts:
         self.problems = [*self._resumed.problems]
         """Problems that did not end the run, also of previous kernels up to the checkpoint."""
         self.checkpoints: list[str] = []
-        """Names of the checkpoints that this kernel has written."""
         self.lost = self._resumed.lost
         self.trained_tokens = self._resumed.trained_tokens
         """Tokens trained so far, including those of previous kernels up to the checkpoint."""
         self.events_on_disk = 0
         """Sequence number in the journal's stream up to which the run's folder has the events."""
         self.journal = JournalHead(0, "")
-        """The newest message of the journal, at the end of the run."""
         self.refused = 0
         """Malformed messages that the kernel has refused, at the end of the run."""
 

@@ -168,7 +168,6 @@ class Kernel:
         await bus.subscribe(names.progress, Progress, self._hear)
 
     async def _begin(self, adopts: bool, adopts_trainers: bool) -> None:
-        """Wait for the workers, load the weights or repeat the journal, and issue the first tickets."""
         resumption = self._resumption
         living: Living | None = None
         recovered: Recovered | None = None
@@ -243,8 +242,7 @@ class Kernel:
     # -------------------------------------------------------------------------------------- the end
 
     async def _drain_when_asked(self) -> None:
-        """Once asked, issue no ticket and start no batch any more, finish the step under way, write a
-        checkpoint, and end the run. A run that has not issued a ticket yet ends at once."""
+        """Once asked, finish the step, write a checkpoint, end. A run without tickets ends at once."""
         ending = self._ending
         await ending.drain_requested.wait()
         if self._facts.started:
@@ -305,8 +303,7 @@ class Kernel:
         *,
         outcome: Outcome | None = None,
     ) -> None:
-        """Let the scheduler take in an event, and queue it for the journal with the figures of the step that
-        it completes and with what is decided."""
+        """Let the scheduler take in an event; journal it with its step's figures and the decisions."""
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
@@ -321,8 +318,7 @@ class Kernel:
     # ---------------------------------------------------------------------- the scheduler's commands
 
     async def _carry_out(self) -> None:
-        """Carry out the scheduler's commands in order, tickets concurrently. Nothing that follows from an
-        event leaves the kernel before the server has stored the event."""
+        """Carry out commands in order, tickets concurrently, none before the server has stored its event."""
         known = None
         while True:
             await self._heard.wait()

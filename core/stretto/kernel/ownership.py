@@ -18,8 +18,7 @@ from stretto.kernel.setup import RunSetup
 log = structlog.get_logger()
 
 _REDELIVER_S = 20.0
-"""A ticket of which no rollout worker has said anything for so long is delivered again: a connection may have
-broken while it was on its way."""
+"""A ticket with no news from a rollout worker for so long is delivered again: it may have been lost."""
 _LOOK_S = 5.0
 """Deadline for the look whether another kernel owns the run."""
 

@@ -37,8 +37,7 @@ _NAMED = 3
 
 @dataclass
 class TrainerReplacement:
-    """Replaces the trainers of one kernel. Where the new ones cannot get the weights of the lost ones, the
-    run begins again with its newest checkpoint, as `stretto resume` does."""
+    """Replaces one kernel's trainers. Without the lost weights, the run resumes at its newest checkpoint."""
 
     _setup: RunSetup
     _journal: JournalWriter

@@ -36,12 +36,9 @@ log = structlog.get_logger()
 class RunSetup:
     """The parts of one kernel that need no bus.
 
-    Args:
-        resumed: the checkpoint's folder, None for the beginning of the run, and its state. None for a new
-            run.
-        values: number of the run's values in `assembly`.
-        expires_batch: whether a batch whose step is not complete expires, and is not trained again.
-        replays: the batches to train if the run is a replay, which is then complete.
+    `resumed` has the checkpoint's folder, None for the run's beginning, and its state; it is None for a new
+    run. `values` numbers the values in `assembly`. With `expires_batch`, an incomplete batch expires and is
+    not trained again. `replays` are the batches of a replay, which is then complete.
     """
 
     def __init__(
@@ -124,16 +121,14 @@ class RunSetup:
 
     @property
     def layout(self) -> str:
-        """The training engine, processes and threads of each worker group, as text. With another layout, a
-        repeated step may differ in some bits."""
+        """Engine, processes and threads of each group. Others may change some bits of a repeated step."""
         return "; ".join(
             f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
             for group in self.placement.groups.values()
         )
 
     def check_datasets(self, *, accept: bool) -> None:
-        """Refuse rows that have changed since the run began: tickets name rows by number. With `accept`,
-        continue with the current ones; the change is logged, and noted in the summary."""
+        """Refuse changed rows, as tickets name them by number. With `accept`, only log and note it."""
         evaluates = self.replays is None
         datasets = {path: each for path, each in self.datasets.items() if evaluates or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)

@@ -68,8 +68,7 @@ class StepMeter:
         *,
         repeated: bool = False,
     ) -> StepMeasured:
-        """Return the figures of a complete step, which the scheduler has taken in. What comes now is a wait
-        for the next one. A repeated step has no `waits`."""
+        """Return the figures of a step that the scheduler has taken in. A repeated step has no `waits`."""
         self._waits.begin()
         statistics = dict(result.statistics)
         of_batch = self._of_samples(start) if self._sampled else {}
@@ -134,8 +133,7 @@ class StepMeter:
         }
 
     def _of_variants(self, start: StartBatch) -> dict[str, float]:
-        """Return figures such as `variant/short/reward`. A variant without a group in the batch has no
-        figures but the number of its groups."""
+        """Figures such as `variant/short/reward`; without a group in the batch, only the number of groups."""
         variants, figures = self._scheduler.variants, dict[str, float]()
         for name in variants.weights:
             groups = [group for group in start.groups if variants.of(group.ticket) == name]
@@ -194,8 +192,7 @@ class StepMeter:
 
 
 def _of_kept(members: Sequence[Member]) -> dict[str, float]:
-    """From how many ids a token was drawn, and their bytes in the log; empty without a cut of the
-    vocabulary."""
+    """Ids a token was drawn from, and their bytes in the log; empty without a cut of the vocabulary."""
     kept, sampled = sum(member.kept for member in members), sum(member.sampled for member in members)
     tokens = sum(member.length for member in members)
     if not kept:

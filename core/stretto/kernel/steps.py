@@ -27,8 +27,7 @@ from stretto.weights import WeightsNote
 
 @dataclass
 class Steps:
-    """The steps of one kernel. `hear` lets the scheduler take in an event, and then records the figures of
-    the step that the event completes."""
+    """The steps of one kernel. `hear` takes in an event, then records figures of the step it completes."""
 
     _setup: RunSetup
     _journal: JournalWriter
@@ -72,8 +71,7 @@ class Steps:
         await self._engines.announced(self.reached)
 
     async def take(self, start: StartBatch) -> None:
-        """Train a batch, announce the new weights, and write a checkpoint if one is due. The weights are
-        published beside the next step, unless its samples need them."""
+        """Do a step. Its weights are published beside the next one, unless that one's samples need them."""
         waits = self._setup.waits.take()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
@@ -121,8 +119,6 @@ class Steps:
         elif result is not None:
             self._journal.hear(self._meter.recall(result))
 
-    # ----------------------------------------------------------------------------------- private
-
     def _swapped(self, worker: str, done: SwapDone) -> None:
         self._engine_errors.add(worker, done)
         self._meter.received(done)
@@ -136,8 +132,7 @@ class Steps:
             self.digests.pop(version, None)
 
     async def _train(self, start: StartBatch) -> tuple[StepResult, float]:
-        """Run a batch's calls and end the step, but not before the version of the previous one is announced.
-        Return the result, and the engines' mean seconds of work so far."""
+        """End the step after the previous version is announced. Return also the engines' mean busy time."""
         rows, ahead = refs_of(start.groups), refs_of(self._scheduler.tickets.done_groups)
         needed = self._scheduler.evaluation.needed_versions
         figures: list[float] = []

@@ -29,9 +29,8 @@ async def supervised(
     longest_pause_s: float,
     most: float = math.inf,
 ) -> Failure | None:
-    """Run a process with `live` until that returns None, and again after each failure. Return the last
-    failure if there were more than `most` in a row. `restart` waits for a pause, which doubles with each
-    failure in a row, and returns whether the process may run again."""
+    """Run `live` until it returns None, and again after each failure; return the last failure of more than
+    `most` in a row. `restart` waits for a pause, which doubles with each, and says whether to go on."""
     failures, pause_s = 0, 0.0
     while (failure := await live()) is not None:
         failures = 1 if failure.lasted else failures + 1

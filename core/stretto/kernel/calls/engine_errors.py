@@ -13,8 +13,7 @@ _WEIGHT = 0.25
 
 
 class EngineErrors:
-    """The error of each engine: its KL to the trainer at the same version, in nats per token. The figure from
-    a few rows is noisy, so it is averaged over swaps."""
+    """Each engine's KL to the trainer at one version, nats per token, averaged over swaps: rows are few."""
 
     def __init__(self) -> None:
         self._kl: dict[str, float] = {}

@@ -1,9 +1,8 @@
-"""The kernel's side of the inference workers. It keeps each engine at the newest weights, or at the weights
-of the evaluation that the engine is lent to.
+"""Keeps each engine at the newest weights, or at those of the evaluation that it is lent to.
 
-Rollout workers hear of an engine only when it serves the right weights. The run fails if an engine serves
-other weights than the announced ones, and with `inference.canary.on_drift: stop` also if it drifts too far
-from the trainer: its worker has then sent no token of that version.
+Rollout workers hear of an engine only when it serves the right weights. The run fails if it serves others
+than announced, and with `inference.canary.on_drift: stop` if it drifts too far from the trainer: its worker
+has then sent no token of that version.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from stretto.weights import WeightsNote
 log = structlog.get_logger()
 
 _SWAP_S = 300.0
-"""Deadline of one swap."""
 _ASKED = 32
-"""Up to this many engines, the kernel asks all of them for their figures after each step."""
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine."""
 _TURNS_PER_WORKFLOW = 10
@@ -47,7 +44,6 @@ class Engines:
         self._bus, self._names, self._fleet = bus, setup.names, setup.fleet
         self._journal = journal
         self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
-        """Gets the worker and its answer after each swap to new weights."""
         self.on_callable: Callable[[FleetMember], None] = lambda member: None
         """Gets an engine that rollout workers may call, also when it serves a new version or is lent."""
         self._waits = setup.waits
@@ -65,7 +61,6 @@ class Engines:
         self.trainer: WorkerProcess | None = None
         """Rank 0 of the lead group; None while trainers are lost."""
         self.note: WeightsNote | None = None
-        """The newest weights."""
         self._announced = anyio.Event()
         self.notes: dict[int, WeightsNote] = {}
         """By version: the newest weights, and the weights that evaluations need."""
@@ -86,8 +81,7 @@ class Engines:
         return self.note
 
     def publish_again(self, note: WeightsNote) -> None:
-        """The newest weights have another address: swaps under way, perhaps at the former one, begin
-        again."""
+        """The newest weights have another address: swaps under way begin again."""
         for swap in self._swaps.values():
             swap.cancel()
         self.announce(note)
@@ -171,8 +165,7 @@ class Engines:
             except BusError as error:
                 if not self._is_present(member):
                     return
-                # Only repeated failures with the same weights count: old ones may be gone and replaced.
-                # Those of a lost trainer are published again.
+                # Only failures with the same weights count: others may be gone, or published again.
                 failures = failures + 1 if self._target(member) == target and self.trainer else 0
                 # After a failed swap to or from an evaluation, the worker answers no request.
                 served = None
@@ -202,12 +195,9 @@ class Engines:
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Return the current engines' mean seconds of work since the kernel's start. Ask a few engines for
-        theirs; of many, the latest heartbeats are exact enough.
-
-        Engines come and go, so the mean grows by the mean of what the current ones have done since the last
-        call.
-        """
+        """Return the engines' mean seconds of work since the kernel's start. It grows by the mean of what the
+        current engines did since the last call: engines come and go. Of more than `_ASKED` engines, use the
+        latest heartbeats."""
         members = self._fleet.of("inference")
         for member in members if len(members) <= _ASKED else ():
             subject = self._names.worker("inference", member.worker, member.nonce, "load")

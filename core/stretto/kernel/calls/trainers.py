@@ -65,17 +65,14 @@ class StepResult:
     """Statistics of the calls. Names of a model other than the lead model begin with its name and a slash."""
     times: list[CallTime]
     version: int
-    """Version of the weights after the step."""
     began: float
-    """Unix time at which the step began."""
+    """Unix time."""
     divergence: float | None = None
-    """KL(behaviour || policy at the start of the step) in nats per token, with the engines' error. None
-    if it was not measured."""
+    """KL(behaviour || policy at step start), nats per token, engine error included; None if not measured."""
 
     @property
     def skipped(self) -> list[str]:
-        """The models that the step did not change, because their gradient was not finite: empty for the lead
-        model, else the name and a slash."""
+        """Models left unchanged by a gradient that is not finite: empty for the lead model, else `name/`."""
         names = [name for name, value in self.statistics.items() if value == 1]
         return [name.removesuffix("skipped") for name in names if name.rpartition("/")[2] == "skipped"]
 
@@ -151,8 +148,7 @@ class Trainers:
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
     ) -> tuple[WeightsNote, ...]:
-        """Load a checkpoint in all groups, or the initial models if `folder` is None. Return the notes of the
-        published weights: first the `needed` older versions, then `version`."""
+        """Load `folder`, or the initial models, in all groups. Return the notes: `needed`, then `version`."""
         place, manifest = place_of(folder)
         request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
         answers = await self._ask_all("load", request, Loaded)
@@ -167,8 +163,7 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
     ) -> StepResult:
-        """Run the calls of one train step on a batch; `end` has to follow. Meanwhile the trainers fetch the
-        rows `ahead`, which the next batches will probably need."""
+        """Run a train step's calls; `end` has to follow. Meanwhile trainers fetch the rows `ahead`."""
         graph, journal, began_s = self.placement.graph, self._journal, clock.now()
         began, statistics, times = journal.now(), dict[str, float](), list[CallTime]()
         done = {call.name: anyio.Event() for call in graph.step_calls}
@@ -199,8 +194,7 @@ class Trainers:
         return StepResult(statistics, times, version + 1, began, divergence)
 
     async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
-        """End the step that began at a version: the trainers are ready for the next one, have begun to
-        publish, and keep the `needed` published versions."""
+        """End a version's step: the trainers are ready for the next, and publish; `needed` versions stay."""
         await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
 
     async def published(self, version: int) -> WeightsNote:
@@ -209,15 +203,14 @@ class Trainers:
         return (await self.ask(self.placement.lead, "published", request, Published)).note
 
     async def states(self) -> list[TrainerState]:
-        """Return the states of the groups, with that of the lead model's group first."""
+        """Return the groups' states, that of the lead model's group first."""
         groups = [self.placement.lead, *self.placement.groups.values()]
         asked = [each for number, each in enumerate(groups) if each not in groups[:number]]
         request = AskState(self._lease_epoch)
         return [await self.ask(group, "state", request, TrainerState) for group in asked]
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Let all groups copy their models and optimizers for a draft, and write the `needed` older versions.
-        The groups are then ready for the next step; `saved` has to follow."""
+        """Let all groups copy their state for a draft, and write `needed` versions; `saved` has to follow."""
         await self._ask_all("save", Save(self._lease_epoch, draft.place, version, needed), Copied)
 
     async def saved(self, draft: Draft, version: int) -> None:

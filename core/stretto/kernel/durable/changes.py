@@ -126,8 +126,7 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
 
 
 def document_of(folder: Path, number: int) -> dict[str, Any]:
-    """Return the values with this number as a run file: references to another key are references again, so
-    that they follow an override of that key."""
+    """Return values as a run file, whose references to other keys follow overrides of those keys again."""
     document: dict[str, Any] = yaml.safe_load(values_file(folder, number).read_text())
     references = folder / "references.yaml"
     if references.exists():
@@ -241,9 +240,6 @@ def _fingerprint(assembly: Assembly) -> tuple[int, str]:
     return len(dataset), dataset.fingerprint
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 def _read_fingerprints(folder: Path) -> dict[str, str]:
     file = folder / "fingerprints.json"
     try:
@@ -260,8 +256,7 @@ def _write_fingerprints(folder: Path, fingerprints: Mapping[str, str]) -> None:
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:
-    """Set the value at a dotted key that the document has. A change that was killed may have left references
-    to keys that never came into force."""
+    """Set the value at a dotted key, if it is there: a killed change may name keys never in force."""
     *above, last = path.split(".")
     for part in above:
         document = document.get(part) or {}

@@ -54,8 +54,7 @@ class _StoreEntry(msgspec.Struct, frozen=True):
 
 
 class LostData(msgspec.Struct, frozen=True):
-    """What a run has lost for good, because its store or its checkpoints were damaged, or because other
-    values began with an older checkpoint."""
+    """What a run has lost for good to damaged files, or to values that began at an older checkpoint."""
 
     steps: int = 0
     """Train steps that were complete and were not repeated."""
@@ -80,7 +79,6 @@ class KernelState(msgspec.Struct, frozen=True):
     version: int
     incarnation: int
     digest: str
-    """Digest of the weights."""
     snapshot: Snapshot
     log_sequence: int
     """Sequence number of the last log message that the snapshot has taken in."""
@@ -96,17 +94,13 @@ class KernelState(msgspec.Struct, frozen=True):
     needed: tuple[WeightsNote, ...] = ()
     """Older versions that still have to be evaluated. Their weights are in the checkpoint too."""
     lost: LostData = LostData()
-    """All losses up to the checkpoint."""
     problems: tuple[str, ...] = ()
-    """All problems up to the checkpoint that did not end the run."""
     events_after: int = 0
     """Sequence number in the journal's stream: the snapshot has taken in all events up to it."""
     journal: JournalHead = JournalHead(0, "")
-    """The newest message of the journal then."""
     lowest_event: int = 0
     """Sequence number of the first message of the journal that a resumed run needs; 0 if it is unknown."""
     format: int = 1
-    """`FORMAT` of the stretto that wrote the checkpoint."""
 
     @classmethod
     def initial(cls) -> KernelState:
@@ -115,8 +109,7 @@ class KernelState(msgspec.Struct, frozen=True):
 
 
 def checkpoint_name(version: int, values: int | None = None) -> str:
-    """Return the name of a checkpoint's folder, such as `step-000040`. The first one with changed values has
-    their number too, `step-000040-values-2`: it sorts after that of the previous values, which stays."""
+    """Return a folder's name: `step-000040`, or with changed values `step-000040-values-2`, sorted later."""
     return f"{_PREFIX}{version:06d}" + (f"-values-{values}" if values is not None else "")
 
 
@@ -138,7 +131,6 @@ class Draft:
     folder: Path
     """Local folder. Every file in it becomes a part of the checkpoint."""
     remote: RemoteFolder | None = None
-    """Folder in the store, for the files of the trainers."""
     uploaded: dict[str, str] = field(default_factory=dict[str, str])
     """Name -> SHA-256 of the files that the trainers have written to `remote`."""
     digest: str = ""
@@ -154,8 +146,7 @@ class Draft:
 async def writing(
     root: Path, name: str, state: KernelState, store: RemoteFolder | None = None
 ) -> AsyncGenerator[Draft]:
-    """Yield a draft, and make it the checkpoint `root / name` at the end of the block. If the block raises,
-    the draft is removed. `store` is the run's own folder in the store of checkpoints."""
+    """Yield a draft: at the end of the block it becomes `root / name`; after an error it is removed."""
     final = root / name
     # Nothing in a store can be renamed, so each draft has a name of its own there.
     draft = Draft(
@@ -188,14 +179,9 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
 def find_checkpoint(
     folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
 ) -> Path:
-    """Return the folder of an intact checkpoint with all its files. Those in a store are downloaded into a
-    folder of this user's cache.
-
-    Args:
-        version: a version, or the name of a checkpoint; None for the newest intact one.
-        advice: what to do if the run has no checkpoint, for the error.
-        option: the option that gave the version, for the error.
-    """
+    """Return the folder of an intact checkpoint: of a version, or with a name, or None for the newest. Files
+    in a store are downloaded into this user's cache. `advice` (without any checkpoint) and `option` (that
+    gave the version) are for the error."""
     root = folder / "checkpoints"
     if version is None:
         newest = newest_intact(root)
@@ -216,8 +202,7 @@ def find_checkpoint(
 
 
 def damage_of(folder: Path) -> str:
-    """Return what is wrong with a checkpoint; empty if it is intact. Files in a store have to be there; who
-    downloads them compares them with their hashes."""
+    """Return what is wrong with a checkpoint; empty if intact. Files in a store are only listed."""
     try:
         manifest = (folder / _MANIFEST).read_bytes()
         hashes = msgspec.json.decode(manifest, type=dict[str, str])
@@ -242,22 +227,14 @@ def place_of(folder: Path | None) -> tuple[str, str]:
 
 
 def state_of(folder: Path) -> KernelState:
-    """Return the kernel's part of a checkpoint.
-
-    Raises:
-        OSError: if it cannot be read.
-        msgspec.DecodeError: if it is damaged.
-    """
+    """Return the kernel's part. Raise OSError if it cannot be read, msgspec.DecodeError if it is damaged."""
     return msgspec.json.decode((folder / "kernel.json").read_bytes(), type=KernelState)
 
 
 def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
-    """Remove old checkpoints but those of the `spared` versions. Return the sequence numbers of the first
-    messages of log and journal that the newest `keep` need, 0 if unknown.
-
-    Checkpoints with later names than `newest` stay and do not count: a previous kernel wrote them and they
-    are damaged.
-    """
+    """Remove all but the newest `keep` and the `spared` versions. Return the sequence numbers of the first
+    messages of log and journal that those `keep` need, 0 if unknown. Names after `newest` stay and do not
+    count: a previous kernel wrote them, and they are damaged."""
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
     names = {checkpoint_name(version) for version in spared}
     for folder in folders[:-keep]:
@@ -271,9 +248,6 @@ def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> t
             log.warning("checkpoint is damaged", folder=str(folder), damage=str(error))
     log_below = min((state.lowest_sequence for state in states), default=0)
     return log_below, min((state.lowest_event for state in states), default=0)
-
-
-# --------------------------------------------------------------------------------------- private
 
 
 def _remote_of(folder: Path) -> RemoteFolder | None:
@@ -318,7 +292,7 @@ def _with_all_files(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint. If its store refuses, the next checkpoint tries again."""
+    """If its store refuses, the next checkpoint tries again."""
     remote = _named_remote(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if remote is not None:

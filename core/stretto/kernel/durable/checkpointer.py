@@ -67,19 +67,13 @@ class Checkpointer:
         return max(0, self._saved[0])
 
     def newest(self) -> tuple[Path | None, KernelState]:
-        """Return the newest checkpoint and its state; None and the initial state without one.
-
-        Raises:
-            OSError: if it cannot be read.
-            msgspec.DecodeError: if it is damaged.
-        """
+        """Return the newest checkpoint, or None, and its state, or the initial one. Raises as `state_of`."""
         if not self._newest:
             return None, KernelState.initial()
         return self._root / self._newest, state_of(self._root / self._newest)
 
     async def save(self) -> None:
-        """Let the trainers copy the current version, unless it has a checkpoint, which is then written beside
-        the next steps, one at a time. If this fails, report the problem and let the run continue."""
+        """Copy the current version, unless saved; write it beside the next steps. A failure is reported."""
         copied = anyio.Event()
         self._tasks.start_soon(self._save_beside, copied)
         await copied.wait()
@@ -105,8 +99,7 @@ class Checkpointer:
                 await self.save_required()
 
     async def save_required(self, note: WeightsNote | None = None, name: str | None = None) -> None:
-        """Write a checkpoint that the run cannot do without. If this fails, try again for some seconds.
-        `note` is that of the current weights, if they are not announced."""
+        """Write a checkpoint that the run needs, with retries. `note`: of weights that are not announced."""
         version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):
             try:
@@ -123,8 +116,7 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints, the part of the log that only they needed and whose samples are on disk,
-        and the part of the journal that only they needed and the run's folder has."""
+        """Remove old checkpoints, and what only they needed of log and journal, if it is on disk too."""
         config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
         if not self._newest:
             return

@@ -30,8 +30,7 @@ OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
 
 
 class JournalWriter:
-    """Appends the events of a kernel to the journal. The number of its lease is `epoch`, and the lease is the
-    `end` of the journal's stream. `head` is the newest message of its predecessors."""
+    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is the message before."""
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
@@ -39,7 +38,6 @@ class JournalWriter:
         self.epoch = epoch
         self._end = end
         self.head = head
-        """The newest message that the server has stored."""
         self.head_from = 0
         """Sequence number of its first part; 0 if a former kernel wrote it."""
         self._appending = anyio.Lock()
@@ -47,7 +45,6 @@ class JournalWriter:
         """Sequence number in the stream: the scheduler has taken in all inputs up to it."""
         self._stored = 0
         self._pending: list[tuple[float, msgspec.Raw, Event]] = []
-        """Events that wait, with their times and bytes."""
         self._sent: tuple[EventBatch, tuple[Event, ...]] | None = None
         """The message that is on its way, or whose append has failed, and its events."""
         self._any_pending = anyio.Event()
@@ -66,12 +63,8 @@ class JournalWriter:
         self._any_pending.set()
 
     async def flush(self) -> None:
-        """Wait until the server has stored all events that were heard before the call.
-
-        Raises:
-            Superseded: if another kernel has taken the lease.
-            BusError: if the server cannot store them. The next call tries again.
-        """
+        """Wait until the server has stored all events heard before. Raise Superseded if another kernel has
+        the lease, and BusError if the server cannot store them: the next call tries again."""
         heard = self._stored + self._waiting
         async with self._appending:
             while self._stored < heard:
@@ -116,8 +109,7 @@ class JournalWriter:
 
 
 async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
-    """Take the lease of the run in the folder `place`. The server then refuses what a former writer
-    appends."""
+    """Take the lease of the run in `place`: the server then refuses what a former writer appends."""
     await bus.store.make_log(names.journal_stream, names.of_journal)
     while True:
         end = await bus.store.end(names.journal_stream)
@@ -132,16 +124,14 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
 
 
 async def newest_epoch(bus: Bus, names: Subjects) -> int:
-    """Return the number of the newest lease. A checkpoint purges the message of an old one, but the messages
-    with events name theirs."""
+    """Return the newest lease's number. A checkpoint may have purged its message, but events name it."""
     lease = await bus.store.last_sequence(names.journal_stream, names.leases)
     _, newest = await _newest(bus, names)
     return max(lease, newest.lease_epoch if newest else 0)
 
 
 async def _newest(bus: Bus, names: Subjects) -> tuple[int, EventBatch | None]:
-    """Return the newest message with events, and its sequence number. One that cannot be read is None, so
-    that `stretto audit` finds it."""
+    """Return the number and content of the newest events; None if unreadable: `stretto audit` finds it."""
     sequence = await bus.store.last_sequence(names.journal_stream, names.events)
     with suppress(MessageGone, Malformed):
         if sequence:

@@ -57,7 +57,6 @@ log = structlog.get_logger()
 Name = tuple[Purpose, int, int]
 """(purpose, ticket, attempt) of an outcome."""
 OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
-"""See `Repetition`."""
 
 
 class Heard(msgspec.Struct):
@@ -83,7 +82,6 @@ class Journal(msgspec.Struct):
     digests: dict[int, str] = {}
     """Version -> digest of its weights, of that incarnation."""
     draws: dict[int, RecordedDraw] = {}
-    """Draws of a curriculum, by ticket."""
     incarnation: int | None = None
     """That of the newest kernel; None if none has owned the run since the checkpoint."""
     heard_at: float = 0.0
@@ -193,12 +191,9 @@ async def read_store(
 ) -> Stored:
     """Read what journal and log hold for a run that continues from a checkpoint. Nothing is changed.
 
-    Args:
-        scheduler: a scheduler with the kernel's values, to try the events with.
-        samples: whether the run trains on trajectories in the log, and not on rows of a dataset.
-        reached: the newest version that the run has reported. Steps up to it that the journal does not lead
-            to are lost.
-        epoch: number of the kernel's lease.
+    The `scheduler` has the kernel's values, and tries the events. `samples` says that the run trains on
+    trajectories in the log, not on rows of a dataset. Steps up to `reached`, the newest reported version, to
+    which the journal does not lead are lost.
     """
     folder, state = checkpoint
     journal = await _read_journal(bus, names, state)
@@ -257,10 +252,9 @@ async def read_store(
 
 @dataclass
 class Repetition:
-    """Trains the batches again that the stored events start, and brings a scheduler into the state after
-    them. It calls `on_repeated` after each step, with the batch, its result, its divergence if that is known,
-    and the digest of its weights. For a step that need not be repeated, because the trainers are `living`,
-    these are what the former kernel recorded."""
+    """Trains the stored events' batches again, and brings a scheduler into the state after them. After each
+    step, `on_repeated` gets batch, result, divergence if known, and digest; for steps that `living` trainers
+    need not repeat, these are what the former kernel recorded."""
 
     _writer: JournalWriter
     _scheduler: Scheduler
@@ -297,12 +291,9 @@ class Repetition:
             )
 
     async def fold(self, *, expires_batch: bool = False) -> Recovered:
-        """Take in the events. Train the batches that they start, also the one that was not complete, unless
-        it expires.
-
-        If a repeated step does not reach its recorded digest, its weights begin a new incarnation. What the
-        weights of the previous one sampled then expires, and the events that follow do not count.
-        """
+        """Take in the events, and train the batches that they start, the incomplete one too unless it
+        expires. A repeated step with another digest than recorded begins a new incarnation: samples of the
+        previous weights expire, and later events do not count."""
         scheduler, stored = self._scheduler, self._stored
         start: StartBatch | None = None
         for event, outcome in stored.fold.events:
@@ -552,8 +543,7 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
 
 
 def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
-    """Begin with other values: what had ended the run does not count, and evaluations whose results the
-    journal has are not repeated."""
+    """What had ended the run does not count, and evaluations with results are not repeated."""
     former = snapshot.evaluation
     known = [*former.results, *(each for each in results if each.version <= snapshot.version)]
     due = [each for each in former.needed_versions if each not in {result.version for result in known}]

@@ -49,8 +49,7 @@ class Resumption:
         self._journal.incarnation = self._state.incarnation
 
     async def read(self) -> None:
-        """Find out what the store still holds, and report what is lost. A `ConfigError` says that nothing is
-        left to continue from; no file has changed then."""
+        """Find out what the store holds; report losses. ConfigError: nothing is left, no file has changed."""
         state, setup = self._state, self._setup
         if setup.replays is not None:
             self.stored = Stored.of_replay(state, setup.replays)
@@ -79,8 +78,7 @@ class Resumption:
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
 
     async def living(self) -> Living | None:
-        """Return the state of the trainers that a former kernel has started; None if they have other weights
-        than those to which the events lead."""
+        """Return the former kernel's trainers; None if the events lead to other weights."""
         stored = self.stored
         before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
         lead, *others = await self._trainers.states()

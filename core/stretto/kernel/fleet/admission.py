@@ -100,8 +100,6 @@ class Admission:
             for each in member.held
         )
 
-    # ----------------------------------------------------------------------------------- private
-
     def _look(self, member: FleetMember) -> None:
         self._routes.look(member)
         self._notify()
@@ -132,8 +130,7 @@ class Admission:
         )
 
     async def _take_beat(self, role: Role, message: Heartbeat) -> None:
-        """A process that is no worker of the run hears that it must leave: it would take tickets, and nobody
-        would call it or stop it."""
+        """A process that is no worker of the run must leave: nobody could stop what takes tickets."""
         if not self._fleet.beat(message):
             subject = self._setup.names.worker(role, message.worker, message.nonce, "dismiss")
             await self._bus.publish(subject, Dismissal(self._journal.epoch))
@@ -180,7 +177,6 @@ class Admission:
             self._look(member)
 
     def _on_change(self, member: FleetMember) -> None:
-        """A worker is lost, has left, or begins to drain."""
         self._look(member)
         self._engines.changed(member)
 

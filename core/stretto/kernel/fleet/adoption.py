@@ -34,8 +34,7 @@ class _Processes(msgspec.Struct, frozen=True):
 
 
 class Adoption:
-    """Records the processes of one kernel's workers, and finds those of the former one. Workers with other
-    `values` are not adopted."""
+    """Records one kernel's worker processes, and finds the former one's, unless they have other `values`."""
 
     def __init__(self, launcher: Launcher, folder: Path, values: int) -> None:
         self._launcher = launcher if isinstance(launcher, AdoptingLauncher) else None
@@ -61,8 +60,7 @@ class Adoption:
             )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
-        """Return the jobs whose processes a former kernel left. If a trainer is missing, the others are
-        ended."""
+        """Return the jobs whose processes a former kernel left. If one trainer is missing, end the others."""
         former = self._former()
         if self._launcher is None or former is None or former.values != self._values:
             return []
@@ -80,9 +78,8 @@ class Adoption:
         return found
 
     async def until_others_left(self, over: anyio.Event, reconnect_s: float) -> None:
-        """If the launcher cannot take over workers, wait until those of a former kernel have left, or until
-        the run is over. They hear this kernel's beacons, may not join again, and end. Otherwise each would
-        share its GPU with its successor."""
+        """Where the launcher takes over no workers, wait until a former kernel's have left: they hear this
+        one's beacons, may not join, and end. Otherwise each would share its GPU with its successor."""
         if self._launcher is not None:
             return
         log.info("all workers start again: the launcher takes over none of a former kernel")
@@ -107,6 +104,5 @@ class Adoption:
         return former
 
     def admits(self, join: Join) -> bool:
-        """Return whether a process may join again: its worker is adopted, or a user has started it (see
-        `stretto.bus.joining.reserve_worker`)."""
+        """Whether a process may join: adopted, or a user's (see `stretto.bus.joining.reserve_worker`)."""
         return join.worker in self.absent or join.worker.rpartition("-")[2].startswith("h")

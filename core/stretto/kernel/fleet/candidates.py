@@ -23,8 +23,7 @@ _POINTS = 8
 
 
 class Candidates:
-    """The rollout workers of a run, and the workers that they can call. The same calls in the same order give
-    the same choices. With m rollout workers and n workers, a change takes O((m + n) log n)."""
+    """The m rollout workers and the n that they can call; deterministic. A change is O((m + n) log n)."""
 
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}
@@ -56,8 +55,7 @@ class Candidates:
         self._known = None
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """Add a worker that can be called to a group, of which a rollout worker knows `least` if it has that
-        many. It leaves its previous group."""
+        """Move a worker to a group, of which a rollout worker knows `least`, if there are as many."""
         if self._group_of.get(worker) != (group, least):
             self._group_of[worker], self._known = (group, least), None
 

@@ -42,8 +42,7 @@ _HUNG_S = 600.0
 _STACKS_S = 1.0
 """A worker that is stopped because it hangs has this many seconds to write the stacks of its threads."""
 _KILLED_S = 30.0
-"""Wait this many seconds for the end of a killed process. One that hangs in the system, in a driver or on a
-network disk, ends at no signal."""
+"""Wait for a killed process to end: one that hangs in a driver or on a network disk ends at no signal."""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
@@ -82,7 +81,6 @@ class FleetMember:
     paused: str = ""
     """Why its reward or environment pauses; empty if it does not."""
     has_beaten: bool = False
-    """Whether this kernel has had a heartbeat of it."""
 
     @property
     def is_evaluator(self) -> bool:
@@ -125,8 +123,7 @@ class Fleet:
         self._loads: list[Load] = []
         self._verifiers_used: list[float] = []
         self._sampled = self._lost = 0
-        """Since the last call of `load_figures`: figures of the heartbeats, used shares of verifiers, and
-        tokens that engines sampled and that they computed again."""
+        """Since the last `load_figures`: of heartbeats, verifiers, tokens sampled and computed again."""
         self._lasting: set[str] = set()
         """Workers that did enough since their start that the count of their restarts begins again."""
         self._hanging: set[str] = set()
@@ -152,7 +149,6 @@ class Fleet:
         self.members: dict[str, FleetMember] = {}
         self.restarts = 0
         self.starting: dict[str, str] = {}
-        """Workers that are not ready yet, with their states."""
 
     # -------------------------------------------------------------------------------- launching
 
@@ -195,8 +191,7 @@ class Fleet:
             self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for the workers to leave, and stop those that run after `grace_s` seconds. Those that have not
-        joined are stopped at once: they cannot have received the last beacon."""
+        """Stop what runs after `grace_s`; at once what has not joined, as it has heard no beacon."""
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 
@@ -440,8 +435,7 @@ class Fleet:
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
-        """Treat workers without a heartbeat as lost, and stop their processes, so that they are restarted.
-        While the bus is out, no worker counts as silent."""
+        """Stop silent workers, so that they start again. While the bus is out, none counts as silent."""
         async with anyio.create_task_group() as tasks:
             while True:
                 late = await sleep_and_measure_delay(1)
@@ -513,11 +507,8 @@ class Fleet:
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def load_figures(self) -> dict[str, float]:
-        """Return the mean load of the engines and verifiers over their heartbeats since the last call.
-
-        `slots_used`, `kv_used` and `verifiers_used` are shares from 0 to 1, `samples_waiting` is per engine,
-        and `lost_per_token` the number of tokens computed again for each sampled token.
-        """
+        """Return the mean load since the last call: `slots_used`, `kv_used` and `verifiers_used` from 0 to 1,
+        `samples_waiting` per engine, and `lost_per_token`, tokens computed again per sampled token."""
         loads, sampled, lost = self._loads, self._sampled, self._lost
         self._loads, self._sampled, self._lost = [], 0, 0
         used, self._verifiers_used = self._verifiers_used, []

@@ -80,8 +80,7 @@ class _ForkLoop:
         return True
 
     def _fork(self, order: _ForkOrder) -> bool:
-        """Fork a process and report it. Return whether this is the process. It is not forked while this
-        process has threads: the new one would have only one of them, and all their locks."""
+        """Return whether this is the fork. None is made while threads run: it would have their locks only."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:
             self._answer({"id": order.id, "error": f"the fork server has {threads} threads"})
@@ -142,8 +141,7 @@ def _run(order: _ForkOrder) -> None:
 
 
 def _draw_new_random_state() -> None:
-    """Draw the state of numpy's generator again, as a new interpreter does. `random` does it by itself, and
-    torch begins with a constant."""
+    """Seed numpy again: `random` reseeds itself after a fork, and torch begins with a constant."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
 

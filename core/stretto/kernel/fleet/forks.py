@@ -87,12 +87,8 @@ class ForkedProcess:
 
 @contextmanager
 def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
-    """Have a fork server import what the workers of a run need, for the duration of the block. None on a
-    system that does not have what it needs: Linux with pidfds.
-
-    The imports take longer than all else that a run does before its workers start. So the server starts as
-    soon as the run file is read, and before the run is checked.
-    """
+    """Yield a fork server that imports what the workers need; None except on Linux with pidfds. The imports
+    are the longest part of a start: call it as soon as the run file is read, before the checks."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield None
         return
@@ -107,8 +103,7 @@ def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
 
 
 class ForkServer:
-    """A running fork server, until `close`, which imports the `modules` that all processes need. It shows the
-    run's folder only for `ps`."""
+    """A running fork server, until `close`; it imports `modules` first. `ps` shows the run's folder."""
 
     def __init__(self, folder: Path, modules: Sequence[str] = _MODULES) -> None:
         self._env = process_environment(Resources(), ())
@@ -117,7 +112,6 @@ class ForkServer:
         self._answers: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.is_open = True
-        """Whether the server can still fork."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", _SERVER, str(folder), str(theirs.fileno())]
         with theirs:
@@ -161,8 +155,7 @@ class ForkServer:
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> ForkedProcess | None:
-        """Start `python -m MODULE ARGUMENT ...` in its own session, with its output appended to `log_file`.
-        None if the server starts no process any more; when it ends or refuses, the log says so."""
+        """Start a command in its own session, its output in `log_file`; None, with a log line, on failure."""
         if not self.is_open:
             return None  # a killed server takes requests until it has ended, but nobody reads its answers
         loop = asyncio.get_running_loop()

@@ -21,19 +21,16 @@ from stretto.machine import clock
 
 _REFRESH_S = 1.0  # rollout workers balance by figures of this age; a lost message is made good after it
 _LEAST = {"inference": 8, "verifier": 4}
-"""Candidates of a rollout worker for each role, if there are that many. Verifiers send no figures, so more of
-them would not balance better."""
+"""Candidates of a rollout worker. More verifiers would not balance better: they send no figures."""
 _PART = 50
-"""The kernel sends the routes of this many rollout workers at a time, so that its event loop stays free. Up
-to this many rollout workers also hear at once that an engine serves a new version; more of them hear it with
-the next routes."""
+"""Rollout workers whose routes are sent at a time, so that the event loop stays free. Up to this many hear of
+an engine's new version at once, more of them with the next routes."""
 _GAP_S = 0.05
 """Seconds between two rounds of changes. Workers that join together cause one message, not many."""
 
 
 class RouteSender:
-    """The routes of one kernel's rollout workers. They may finish their calls to a former candidate, which is
-    none any more because others have joined, for `finish_s`."""
+    """Routes of a kernel's rollout workers. Calls to a former candidate may finish within `finish_s`."""
 
     def __init__(self, bus: Bus, names: Subjects, fleet: Fleet, lease_epoch: int, *, finish_s: float) -> None:
         self._bus = bus
@@ -50,8 +47,7 @@ class RouteSender:
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:
-        """Take in that a worker can be called now, is lent, serves another version, drains, or is gone. A
-        rollout worker keeps its routes while it drains."""
+        """Take in any change of a worker. A rollout worker keeps its routes while it drains."""
         is_callable = member.callable and self._fleet.members.get(member.worker) is member
         is_open = is_callable and not member.leaving
         match member.role:

@@ -1,5 +1,4 @@
-"""The kernel's side of the sample writer: starts it, gives it the log to read, and keeps the log for it. The
-kernel writes to the log which tickets it retired; it never reads or writes a sample."""
+"""Starts the sample writer and keeps the log for it. The kernel itself never reads or writes a sample."""
 
 from __future__ import annotations
 
@@ -29,12 +28,10 @@ _LONGEST_PAUSE_S = 30.0
 _LONG_LIFE_S = 60.0
 """After a life of this many seconds, the pause is the first one again."""
 _SILENT_S = 60.0
-"""A writer that is silent for this many seconds hangs: it is killed and started again. It has more time than
-a worker, because only the purge of the log waits for it."""
+"""A writer this long silent is killed. It has more time than a worker: only the purge waits for it."""
 _IMPORTS_S = 120.0
 """A writer has this many seconds more before it is heard for the first time."""
 _KILLED_S = 10.0
-"""Wait this many seconds for the end of a writer that was killed."""
 _START_S = 30.0  # the first tickets wait no longer for a writer: a run can go on without one
 _STOP_S = 20.0
 """At the end of the run, the writer has this many seconds to write what is in the log."""
@@ -112,8 +109,6 @@ class SampleWriterSupervisor:
             await ended(self._process, _KILLED_S)
             if not at_once:
                 self._report_loss(f"it had not written everything after {_STOP_S:.0f} s")
-
-    # ------------------------------------------------------------------------------------ private
 
     async def _live(self) -> Failure | None:
         began = clock.now()

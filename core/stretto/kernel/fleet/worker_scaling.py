@@ -25,7 +25,6 @@ from stretto.launcher import Role
 log = structlog.get_logger()
 
 _ASK_S = 10.0
-"""Deadline for a worker to say that it drains."""
 _LEAVE_S = 20.0
 """Seconds beyond `launcher.drain_s` after which a worker that drains is stopped."""
 
@@ -46,11 +45,9 @@ class WorkerScaler:
         self.roles: tuple[Role, ...] = tuple(
             role for role in NUMBER_KEYS if any(worker.role == role for worker in setup.workers)
         )
-        """The roles whose numbers can change: those that the run has workers of."""
 
     async def scale(self, numbers: Mapping[str, int]) -> tuple[str, ...]:
-        """Change the numbers of roles and of worker groups. Return what is done, a sentence for each, when
-        the new workers have been started, and the others know that they have to leave."""
+        """Change the numbers. Return a sentence for each, once workers start or know that they leave."""
         async with self._scaling:
             self._check(numbers)
             roles: dict[Role, int] = {role: numbers[role] for role in self.roles if role in numbers}
@@ -62,8 +59,7 @@ class WorkerScaler:
             return (*done, *self._scale_groups(groups))
 
     def write_groups(self) -> None:
-        """Give worker groups the numbers that were asked for, after the kernel's last checkpoint: a kernel
-        that repeats steps needs the processes that they were made with."""
+        """Write the groups' new numbers, after the last checkpoint: repeated steps need the old processes."""
         for path, number in self._next_groups.items():
             self._setup.assembly.numbers.change(f"{path}.processes", number)
 

@@ -22,7 +22,6 @@ class SchedulerSettings:
     max_staleness: int
     """η."""
     rows: int
-    """Number of rows in the dataset."""
     max_divergence: float | None = None
     """Bound of the divergence gate, in nats per token; None turns the gate off."""
     group_size: int = 1
@@ -39,7 +38,6 @@ class SchedulerSettings:
     evaluation_pace: float = 0.0
     """Rows of an evaluation that begin for each group of training that ends; 0 begins all at once."""
     stops_on_collapse: bool = False
-    """Whether the run ends when its reward has collapsed."""
     variants: Mapping[str, float] = field(default_factory=dict[str, float])
     """Weight of each variant of the A/B test; empty without one."""
 
@@ -48,7 +46,6 @@ class RecordDraws(msgspec.Struct, frozen=True):
     """The curriculum has chosen these rows. The journal has them before the tickets are issued."""
 
     version: int
-    """Training version at the draws."""
     draws: tuple[tuple[int, int], ...]
     """(ticket, row)."""
 

@@ -33,7 +33,6 @@ class Draw(msgspec.Struct, frozen=True):
 
     row: int
     version: int
-    """Training version when the row was drawn."""
     drops: int
     """How often earlier tickets with the row expired because they were late."""
 
@@ -78,8 +77,7 @@ class Draws:
         return self._curriculum is not None
 
     def next(self, ticket: int, version: int) -> Draw:
-        """Draw a new ticket's row: the one that the journal records, else one to draw again, else a new
-        one."""
+        """Draw a ticket's row: the journal's, else one to draw again, else a new one."""
         recorded, drops = self._recorded.pop(ticket, None), 0
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
@@ -148,8 +146,6 @@ class Draws:
                     self._pending.setdefault(drawn_at, []).append(end)
             self._curriculum.restore(state.curriculum)
             self._recorded = state.recorded | self._recorded
-
-    # ----------------------------------------------------------------------------------- private
 
     def _choose(self, ticket: int, version: int) -> int:
         assert self._curriculum is not None

@@ -64,11 +64,9 @@ class EvaluationState(msgspec.Struct):
     round: Round | None = None
     """None if no evaluation is under way."""
     open: list[OpenTicket] = []
-    """Unfinished tickets of the evaluation under way."""
     due: list[int] = []
     """Versions to evaluate after the evaluation under way."""
     issued: int = 0
-    """Number of tickets so far."""
     credit: float = 0.0
     """Rows that may begin, of those that have not; see `SchedulerSettings.evaluation_pace`."""
     held_back: int = 0
@@ -81,8 +79,7 @@ class EvaluationState(msgspec.Struct):
 
 
 class EvaluationRounds:
-    """The held-out evaluations of a run. `source` gives the name of a row's source; `reasons`, the number of
-    rows without a result, and the `commands` are the scheduler's."""
+    """Held-out evaluations. `source` names a row's source; `reasons` and `commands` are the scheduler's."""
 
     def __init__(
         self,
@@ -101,7 +98,6 @@ class EvaluationRounds:
         self._commands = commands
         self._round: Round | None = None
         self._due: deque[int] = deque([0] if settings.evaluation_rows else [])
-        """Versions to evaluate after the evaluation under way."""
         self._holding_back = False
         self._ids = 0
         self._waiting: deque[OpenTicket] = deque()
@@ -153,8 +149,7 @@ class EvaluationRounds:
         return any(evaluation.version == version for evaluation in self.results)
 
     def must_hold_back(self, version: int) -> bool:
-        """Whether the step to this version would make an evaluation due while another one waits. There is one
-        `HeldBack` command for each such wait."""
+        """Whether this version's step would make a second evaluation wait. Each wait has one `HeldBack`."""
         if len(self.needed_versions) < 2 or not self.is_due(version):
             return False
         if not self._holding_back:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import msgspec
 
 _WINDOW = 3
-"""Number of newest figures whose median the gate judges. With three, one outlier never moves the limit, and
-two in a row do."""
+"""Newest figures whose median counts: with three, one outlier never moves the limit, two in a row do."""
 _CAP = 100.0
-"""A figure counts as at most this multiple of the bound. A figure that is not a number counts as that
-multiple."""
+"""A figure counts as at most this multiple of the bound; so does one that is not a number."""
 _WIDEN_BELOW = 0.5
 """The limit widens only while the median is below this fraction of the bound."""
 _PATIENCE = 4

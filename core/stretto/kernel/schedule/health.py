@@ -49,8 +49,7 @@ class HeldOutScore(NamedTuple):
 
 
 def held_out(evaluations: Iterable[Evaluation]) -> list[HeldOutScore]:
-    """Return what the evaluations with a result say, in order: accuracies, if all of them have one; otherwise
-    rewards. No list has both measures."""
+    """Return the evaluations' results in order: accuracies if all have one, else rewards; never both."""
     known = [each for each in evaluations if (each.accuracy, each.reward) != (None, None)]
     accuracies = [
         HeldOutScore(each.version, each.accuracy, each.samples) for each in known if each.accuracy is not None
@@ -104,8 +103,7 @@ class RewardHistory(msgspec.Struct):
     deviations: list[tuple[int, float]] = []
     """(step, standard deviation of the rewards) of the newest steps."""
     start: Window | None = None
-    """The first 3 steps. Its error is from the differences between successive steps of the first 10, so a
-    fall among them does not hide itself."""
+    """The first 3 steps; see `_start`."""
     best: Window | None = None
     """The 10 steps in a row with the highest mean reward."""
     spread: float = 0.0
@@ -132,8 +130,8 @@ class RewardHistory(msgspec.Struct):
         )
 
     def _start(self) -> Window:
-        """Return the first 3 of 10 steps. The variance of a step is half of the mean squared difference
-        between successive steps (von Neumann 1941)."""
+        """Return the first 3 of 10 steps. A step's variance is half of the mean squared successive difference
+        (von Neumann 1941), so that a fall among the 10 does not hide itself."""
         steps, rewards = zip(*self.newest, strict=True)
         error = math.sqrt(float(np.square(np.diff(rewards)).mean()) / 2 / 3)
         return Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
@@ -197,8 +195,7 @@ class Health(msgspec.Struct):
         skipped: bool,
         stops_on_collapse: bool,
     ) -> Fail | None:
-        """Take in a step, the rewards of its samples, and the complete evaluations in order. Return a command
-        to end the run if it cannot go on."""
+        """Take in a step with its rewards, and all evaluations in order. Return the command to end."""
         fall = self.collapse.observe(step, rewards, held_out(evaluations))
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped == _MOST_SKIPPED:

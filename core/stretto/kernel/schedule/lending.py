@@ -48,16 +48,11 @@ class Lending:
         now: float,
         own: frozenset[str] | None = None,
     ) -> float:
-        """Set `lent` to the workers that are lent now.
+        """Set `lent`, and return the time of the next call if nothing changes before; infinite without one.
 
-        Args:
-            workers: worker -> the version that it serves only to an evaluation; None if it serves training.
-            now: seconds, of any clock.
-            own: other workers, which serve evaluations alone; None if the run has none. While this is empty,
-                the evaluation waits for one to be ready.
-
-        Returns:
-            The time of the next call if nothing changes before; infinite if no such call is needed.
+        `workers` maps each to the version that it serves to an evaluation, None for training. `now` is in
+        seconds of any clock. `own` are others, which serve evaluations alone; None if the run has none. While
+        `own` is empty, the evaluation waits for one.
         """
         must_share = len(workers) == 1 and not demand.resting and own is None
         if demand.version is not None and must_share and not demand.untrained:

@@ -124,8 +124,7 @@ class Failures(msgspec.Struct):
         }
 
     def figures(self) -> dict[str, float]:
-        """Return by how many tokens the samples that can be trained differ from all samples so far, with
-        standard errors; empty if no sample has failed."""
+        """Return the shifts of lengths in tokens, with standard errors; empty if no sample has failed."""
         biases = {"answer_bias": self.answers, "prompt_bias": self.prompts}
         figures: dict[str, float] = {}
         for name, bias in biases.items():

@@ -27,7 +27,6 @@ class DeadlineQueue:
 
     def __init__(self) -> None:
         self._deadlines: dict[int, int] = {}
-        """Ticket -> its deadline."""
         self._heap: list[tuple[int, int]] = []
         """(deadline, ticket)."""
         self.due: dict[int, int] = {}
@@ -120,7 +119,6 @@ class OpenTicket(msgspec.Struct):
     deadline: int
     """Last training version at which the group may be trained, also if η changes at a resume."""
     drawn_at: int = 0
-    """Training version when its row was drawn."""
     drops: int = 0
     """How often earlier tickets with the same prompt expired because they were late."""
     attempt: int = 0
@@ -130,8 +128,7 @@ class OpenTicket(msgspec.Struct):
     worker: str = ""
     """The worker of the current attempt; empty until it is known."""
     bounds: dict[int, int] = {}
-    """Attempt -> lower bound on the version of the attempt's oldest token. The bound is the training version
-    at the attempt's issue until the version of the oldest token is known. Any attempt may finish first."""
+    """Attempt -> lower bound of its oldest token's version; until known, the version at its issue."""
     done: GroupDone | None = None
 
     @property
@@ -185,8 +182,7 @@ class OpenTickets:
                 self._holders.put(ticket.id, ticket.worker)
 
     def take_over(self, held: Iterable[TicketStarted]) -> None:
-        """Keep the attempts of a former kernel on which its workers go on. The caller issues the other
-        unfinished tickets again."""
+        """Keep attempts on which a former kernel's workers go on. The caller issues the others again."""
         for ticket in self.open.values():
             if ticket.done is None:
                 ticket.worker, ticket.tries = "", 0
@@ -226,9 +222,8 @@ class OpenTickets:
         }
 
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
-        """Issue the next attempt of a ticket, unless `max_attempts` have been begun. Return why there is
-        none; empty if there is one. `reason` says why the previous attempt ended; no token is older than
-        `version`."""
+        """Issue the next attempt. Return why there is none (`max_attempts`), else empty. `reason` says why
+        the previous one ended; no token is older than `version`."""
         if ticket.tries == self._max_attempts:
             return reason if ticket.tries == 1 else f"begun {ticket.tries} times; at last {reason}"
         if ticket.attempt in ticket.bounds:
@@ -344,7 +339,6 @@ class TrainingTickets(OpenTickets):
         for j in range(-1, bound + 1):
             behind += remaining.get(version + 1 + j, 0)
             if behind > (j + 1) * size:
-                # Admission ensures that the tickets beyond the bound are unfinished: all finished ones with
-                # such a deadline are in the batch.
+                # Those beyond the bound are unfinished: finished ones with such a deadline are in the batch.
                 return self.open[self.unfinished.first()]
         return None

@@ -148,8 +148,7 @@ def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
 
 
 class Scheduler:
-    """The scheduler of one kernel, with the same lifetime. `keep` is the algorithm's filter on finished
-    groups. The `curriculum` chooses the rows of training tickets; without one they come in epochs."""
+    """One kernel's scheduler. `keep` is the algorithm's filter. Without `curriculum`, rows come in epochs."""
 
     def __init__(
         self,
@@ -254,9 +253,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ events
 
     def owned(self, attempts_from: int) -> None:
-        """Another kernel owns the run from here on. Until `start` it takes in what the workers of the former
-        one finished, and nothing begins. `start` numbers the attempts of unfinished tickets from
-        `attempts_from` + 1, and groups of former attempts are ignored afterwards."""
+        """Another kernel owns the run. Until `start`, take in what former workers finish, and begin nothing.
+        Then attempts count from `attempts_from` + 1, and groups of former ones are ignored."""
         self._phase = "waiting"
         self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
 
@@ -280,8 +278,7 @@ class Scheduler:
         self._proceed()
 
     def restore(self, snapshot: Snapshot, recorded: Mapping[int, RecordedDraw] | None = None) -> None:
-        """Take over the state of a snapshot, and no other. `recorded` has the draws in the journal of tickets
-        that are not in the snapshot yet."""
+        """Take over a snapshot's state, and no other. `recorded` has the journal's draws of later tickets."""
         self.version = snapshot.version
         self._phase = snapshot.phase
         self._held, self._closing = snapshot.held, snapshot.closing
@@ -315,9 +312,8 @@ class Scheduler:
         self.variants.restore(snapshot.variants)
 
     def fit(self, expire: str = "") -> None:
-        """Continue with other values than before, or without what is lost. An evaluation under way begins
-        again. As after `owned`, nothing begins before `start`. With a reason to `expire`, all finished groups
-        do."""
+        """Continue with other values, or without what is lost; an evaluation under way begins again. Nothing
+        begins before `start`. With a reason to `expire`, all finished groups do."""
         assert not self.training
         self._phase = "waiting"
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
@@ -363,8 +359,7 @@ class Scheduler:
         allowed = found.bounds[group.attempt]
         most = self.version if group.purpose == "train" else found.since
         if not allowed <= oldest <= newest <= most:
-            # The worker claims these versions. Either the claim is false, or the engine broke the ticket's
-            # terms.
+            # Either the worker's claim is false, or the engine broke the ticket's terms.
             reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
             self.group_failed(GroupFailed(group.purpose, found.id, group.attempt, group.worker, reason))
             return
@@ -413,9 +408,8 @@ class Scheduler:
         self._proceed()
 
     def worker_gone(self, worker: str, *, drained: bool) -> None:
-        """A rollout worker is lost, or has left after a drain: its tickets are issued again, after a loss
-        also those that nobody has begun, which may have been on their way to it. An attempt of a worker that
-        has left does not count as one of `max_attempts`: nothing went wrong in it."""
+        """Issue a gone worker's tickets again; after a loss also those that nobody has begun, which may have
+        been on their way. A drained worker's attempt does not count to `max_attempts`."""
         if self._phase == "waiting":
             return  # `start` issues all of them
         workers = (worker,) if drained else ("", worker)
@@ -431,9 +425,8 @@ class Scheduler:
     def step_finished(
         self, *, hold: bool = False, divergence: float | None = None, skipped: bool = False
     ) -> None:
-        """The batch that was started is trained and its weights are published. With `hold`, no further batch
-        starts before `release`, so that the kernel can write a checkpoint. `divergence` is in nats per token;
-        None if it was not measured. A step is `skipped` if it did not change some model."""
+        """The batch is trained and its weights are published. With `hold`, none starts before `release`.
+        `divergence` is in nats per token, None if not measured; `skipped`: some model is unchanged."""
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None
         assert self.training, "no batch was started"
@@ -475,8 +468,7 @@ class Scheduler:
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
-        """Start the batch that a record names, in a run that only trains recorded batches again. Its groups
-        are those of the attempts that were trained."""
+        """Start a recorded batch in a replay. Its groups are those of the attempts that were trained."""
         assert not self.training
         ids, finished = sorted(tickets), {group.ticket: group for group in groups}
         for id in ids:
@@ -485,8 +477,6 @@ class Scheduler:
             self.variants.observe(finished[id])
             self.tickets.open[id].done = finished[id]
         return self._train(ids)
-
-    # ----------------------------------------------------------------------------------- private
 
     def _proceed(self) -> None:
         evaluation = self.evaluation

@@ -18,11 +18,8 @@ log = structlog.get_logger()
 
 
 class TicketQueue:
-    """Puts the scheduler's tickets on the bus and follows their outcomes.
-
-    Unless the policy `samples` the sequences, the trainers read them from the dataset, and a training ticket
-    is finished as soon as it is issued.
-    """
+    """Puts tickets on the bus and follows their outcomes. Unless the policy `samples`, trainers read the
+    sequences from the dataset, and a training ticket is finished when it is issued."""
 
     def __init__(self, bus: Bus, names: Subjects, lease_epoch: int, *, samples: bool) -> None:
         self._bus = bus
@@ -42,16 +39,14 @@ class TicketQueue:
     def continue_from(
         self, log_sequence: int, lowest_sequence: int, *, tickets: Iterable[int], evaluating: bool
     ) -> None:
-        """Continue the queue of a former kernel, whose workers may go on with the training `tickets` that
-        have no outcome yet, and may have stored some of their data. The newest checkpoint needs the log from
-        `lowest_sequence` on."""
+        """Continue a former kernel's queue, whose workers may go on with `tickets` without an outcome, and
+        may have stored some data. The newest checkpoint needs the log from `lowest_sequence` on."""
         self.log_sequence = log_sequence
         self._log_at_issue = dict.fromkeys(tickets, lowest_sequence - 1)
         self._log_at_evaluation = lowest_sequence - 1 if evaluating else None
 
     async def issue(self, ticket: Ticket) -> None:
-        """Put a ticket into the work queue. If the trainers read the sequences from the dataset, append the
-        outcome of a training ticket to the log instead."""
+        """Put a ticket into the work queue, or, if trainers read the dataset, its outcome into the log."""
         if ticket.purpose == "train" and not self._samples:
             await self._bus.store.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
             return
@@ -71,9 +66,8 @@ class TicketQueue:
         await self._bus.publish(self._names.abort_ticket, abort)
 
     async def clear(self, last: int) -> None:
-        """Remove the tickets that a previous kernel left in the queue, up to this sequence number: no engine
-        is ever lent to an evaluation of the previous kernel, so its tickets would never end. Those of a
-        kernel that has replaced this one meanwhile stay."""
+        """Remove a previous kernel's tickets, up to this sequence number: no engine is lent to its
+        evaluation, so they would never end. Those of a kernel that has replaced this one stay."""
         await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:

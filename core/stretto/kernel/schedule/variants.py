@@ -88,8 +88,7 @@ class VariantAccounts:
 
 
 def variant_of(seed: int, ticket: int, weights: Mapping[str, float]) -> str:
-    """Return the variant of a ticket, drawn by weight. It depends on nothing else, so that every attempt of
-    the ticket and every repetition of the run have the same variant."""
+    """Draw a ticket's variant by weight: the same in each attempt and each repetition of the run."""
     digest = hashlib.sha256(f"{seed}/variant/{ticket}".encode()).digest()
     place = int.from_bytes(digest[:8], "little") / 2**64 * sum(weights.values())
     for name, weight in weights.items():
@@ -112,8 +111,7 @@ def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
 
 
 def metric_figures(samples: Sequence[Member], beginning: str, names: Iterable[str]) -> dict[str, float]:
-    """Return the mean of each metric over the samples that have it, such as `reward/accuracy`. If others have
-    not, `reward/accuracy/answers` is the number of those that have."""
+    """Return means such as `reward/accuracy`, and `reward/accuracy/answers` if some have none."""
     figures: dict[str, float] = {}
     for name in names:
         values = [each.metrics[name] for each in samples if name in each.metrics]
