@@ -1,4 +1,1 @@
-"""The command line.
-
-Private to the core: plugins import nothing from here.
-"""
+"""The command line. Private to the core: plugins import nothing from here."""

@@ -40,8 +40,7 @@ _GROUP = "stretto.command"
 
 
 class _Commands(TyperGroup):
-    """stretto's commands, and those that installed packages add by entry points in the group
-    `stretto.command`. Such a package is only imported for its own command, and for the list of all."""
+    """stretto's commands, and those of entry points, imported only for their command and for the list."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         own = super().list_commands(ctx)

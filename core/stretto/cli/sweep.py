@@ -1,8 +1,5 @@
-"""`stretto sweep`: a run for every combination of values and seeds, each in a folder of its own.
-
-A value list is written `key=a,b`, as the items of a YAML list are: a comma inside brackets, braces or quotes
-belongs to a value.
-"""
+"""`stretto sweep`: a run for every combination of values and seeds, each in a folder of its own. A value list
+is written `key=a,b`, as in YAML: a comma inside brackets, braces or quotes belongs to a value."""
 
 from __future__ import annotations
 
@@ -122,8 +119,7 @@ def values_in(item: str) -> tuple[str, list[str]]:
 
 
 def _in_name(value: str) -> str:
-    """Return a value as a part of a folder's name. A value that is long or has other characters than letters,
-    digits, `.`, `+` and `-` gets a hash, so that two values never have the same name."""
+    """Return a value for a folder's name. A long one, or one with more than `A-Za-z0-9.+-`, gets a hash."""
     plain = re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-.")
     if plain == value and len(value) <= _MOST_CHARACTERS:
         return value
@@ -132,8 +128,7 @@ def _in_name(value: str) -> str:
 
 
 def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, int]:
-    """Check all runs before the first starts, once where only seeds differ. Print their warnings once, and
-    return the steps of each."""
+    """Check all runs first, once where only seeds differ. Print warnings once; return the steps of each."""
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.checks import faults_and_warnings

@@ -1,8 +1,5 @@
-"""The kernel owns a run on the bus. It carries out the scheduler's commands and never touches token data.
-
-A `Kernel` lives as long as one open bus (see `stretto.runs.life`). It lets the scheduler take in events,
-writes them into the journal, and carries out the commands.
-"""
+"""The kernel owns a run on the bus. It lets the scheduler take in events, writes them into the journal,
+carries out the commands, and never touches token data. It lives as long as one bus (`stretto.runs.life`)."""
 
 from __future__ import annotations
 

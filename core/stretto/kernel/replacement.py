@@ -1,10 +1,7 @@
-"""Trainers that are lost are replaced while generation, scoring and evaluation go on.
-
-When one process is lost, those of all worker groups end and start again: the others of its group may wait for
-it for ever, and all models have to be of one version. They load the newest checkpoint and train the later
-batches again. The scheduler does not notice: no version is announced twice. The newest one is published again
-with the same digest, so that an engine that starts later finds it.
-"""
+"""Lost trainers are replaced while generation, scoring and evaluation go on. Those of all groups start again:
+the others may wait for the lost one for ever, and all models have to be of one version. They load the newest
+checkpoint and train the later batches again. The scheduler does not notice: the newest version is published
+again with the same digest, for engines that start later."""
 
 from __future__ import annotations
 

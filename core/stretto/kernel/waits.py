@@ -1,8 +1,6 @@
-"""What training waits for between two steps, and for how long.
-
-The scheduler knows what the next batch lacks. Where it lacks groups, and no inference engine samples for
-training, training waits for what keeps the engines from it: an evaluation that they are lent to, or a swap.
-"""
+"""What training waits for between two steps, and for how long. The scheduler knows what the next batch lacks.
+If these are groups and no engine samples for training, it is what keeps engines away: an evaluation or a
+swap."""
 
 from __future__ import annotations
 

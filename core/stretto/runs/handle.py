@@ -117,8 +117,7 @@ class RunHandle:
 
     @property
     def samples(self) -> SampleStore:
-        """The samples that the run has kept so far: `run.samples.find(limit=10, order="-reward")` returns
-        dicts (see docs/samples.md)."""
+        """The kept samples: `run.samples.find(limit=10, order="-reward")` returns dicts (docs/samples.md)."""
         from stretto.records.samples.store import SampleStore
 
         return SampleStore(self.folder)
@@ -132,8 +131,7 @@ class RunHandle:
 
     @property
     def state(self) -> State:
-        """`running`, or how the run ended: `completed`, `interrupted`, `failed`, or `stopped` if its kernel
-        was killed."""
+        """`running`, `completed`, `interrupted`, `failed`, or `stopped` if its kernel was killed."""
         if self._kernel.poll() is None:
             return "running"
         record = self._record()
@@ -148,12 +146,9 @@ class RunHandle:
     # ------------------------------------------------------------------------------------- its end
 
     def stop(self, *, now: bool = False) -> None:
-        """Ask the run to end, as Ctrl-C does: it finishes the step under way and writes a checkpoint.
-        `stretto resume` continues it.
-
-        Args:
-            now: end at once, as the second Ctrl-C does. What the step has done is repeated by a resume.
-        """
+        """Ask the run to end, as Ctrl-C does: it finishes the step and writes a checkpoint, from which
+        `stretto resume` continues. With `now` it ends at once, as at the second Ctrl-C: a resume repeats the
+        step."""
         self._kernel.stop(now=now)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -222,8 +217,6 @@ class RunHandle:
         with CancelScope(shield=True):
             while self._kernel.poll() is None:
                 await sleep(_LOOK_S)
-
-    # ------------------------------------------------------------------------------------- private
 
     def _record(self) -> RunFolder | None:
         """Return the run's files as they are now; None while there are none."""

@@ -97,8 +97,7 @@ Kernels = Generator[RunSetup, dict[str, Any], dict[str, Any]]
 
 
 def checkpoint_to_resume(assembly: Assembly) -> Checkpoint:
-    """Return the newest checkpoint of a run that is not complete. If other values are in force since, tell
-    the user how many steps are trained again."""
+    """Return an incomplete run's newest checkpoint; print how many steps changed values train again."""
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
         raise ConfigError(
@@ -121,11 +120,8 @@ def kernels_to_the_end(
     *,
     expire_batch: bool = False,
 ) -> Kernels:
-    """Yield kernels until the run ends; `checkpoint` is None for a new run.
-
-    A kernel that is asked for another number of trainers writes a checkpoint and ends; the next one continues
-    from there with that number (`stretto.kernel.fleet.worker_scaling`).
-    """
+    """Yield kernels until the run ends; `checkpoint` is None for a new run. For another number of trainers, a
+    kernel writes a checkpoint and ends, and the next continues (`stretto.kernel.fleet.worker_scaling`)."""
     values = newest_values(assembly.folder)
     while True:
         summary = yield RunSetup(
@@ -140,9 +136,6 @@ def kernels_to_the_end(
 def exit_status(summary: Mapping[str, Any]) -> int:
     """Return the exit status of a command whose run ended with this summary."""
     return {"completed": 0, "interrupted": 130}.get(summary["status"], 1)
-
-
-# ----------------------------------------------------------------------------------------- helpers
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint:
@@ -252,8 +245,7 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
 
 
 def _full_disk(folder: Path, reason: str) -> str:
-    """Return which disk has no room, and how much it has, if that ended the run or may have; empty otherwise.
-    It is the disk of the file that the reason names, or else that of the run."""
+    """Return which disk, of the file in the reason or of the run, is full, if that may have ended it."""
     is_named = any(words in reason for words in _NO_ROOM)
     named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_named else []
     disk = (named or [folder])[0]
@@ -272,12 +264,9 @@ def _full_disk(folder: Path, reason: str) -> str:
 
 @asynccontextmanager
 async def served(setup: RunSetup) -> AsyncGenerator[None]:
-    """Run the bundled server for the duration of the block, unless `bus.url` names another one. Remove
-    published weights afterwards, but not those of a kernel that has taken the run over.
-
-    A kernel that has not begun leaves the server and the weights of a former one: that one's workers wait for
-    the next.
-    """
+    """Run the bundled server during the block, unless `bus.url` names another, and remove published weights
+    afterwards; but not those of a kernel that has taken over, nor, if this one has not begun, server and
+    weights of a former one: its workers wait for the next."""
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:

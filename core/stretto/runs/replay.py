@@ -112,9 +112,8 @@ def train_again(
     start: tuple[Path, KernelState] | None,
     source: GroupSource,
 ) -> tuple[dict[str, Any], list[StepWeights]]:
-    """Train the batches of the segments in a new folder, from the state `start` of the recorded run on; None
-    for the initial models. Return the summary of the last kernel, and the importance weights of all
-    trajectories; none if a kernel did not complete."""
+    """Train the segments' batches in a new folder, from `start` or, if None, from the initial models. Return
+    the last kernel's summary, and all trajectories' importance weights, none if a kernel did not complete."""
     with lock_run(folder / "bus"):
         for number, segment in enumerate(segments[:-1], 1):
             text = yaml.safe_dump(dict(segment.assembly.composed.document), sort_keys=False)

@@ -1,4 +1,1 @@
-"""The worker processes: trainer, inference, rollout and verifier.
-
-Private to the core: plugins import nothing from here.
-"""
+"""Trainer, inference, rollout and verifier workers. Private to the core: plugins import nothing from here."""

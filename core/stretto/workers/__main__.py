@@ -1,8 +1,5 @@
-"""`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers start this command.
-
-It is not a command of `stretto`, whose command line takes a tenth of a second to import. `stretto worker`
-starts it for a worker that a user adds by hand.
-"""
+"""`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers start this command,
+and not one of `stretto`, whose command line takes a tenth of a second to import."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ _NICE = 10
 
 
 def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
-    """Run a worker process, and return its exit status. One that a user has started `by_hand`, perhaps on
-    another machine, shows its log on the terminal too, and joins without the kernel's lock."""
+    """Run a worker. One started `by_hand` also logs to the terminal, and joins without the kernel's lock."""
     # Writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel

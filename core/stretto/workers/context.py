@@ -99,8 +99,7 @@ class WorkerContext:
         self._routes_listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
-        """Accept a command only from the kernel that owns the run. A kernel announces its lease epoch with
-        its welcome and its beacons; a command cannot announce another one."""
+        """Refuse commands of another kernel than the one whose welcome and beacons gave its lease epoch."""
         if lease_epoch != self.lease_epoch:
             raise Refused(
                 self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"
@@ -162,22 +161,19 @@ class RoleWorker(Protocol):
         ...
 
     async def drain(self) -> None:
-        """Take no new work, and return when the work that the worker has is finished. Called at most once,
-        beside `run`."""
+        """Take no new work, and return when the rest is finished. Called at most once, beside `run`."""
         ...
 
 
 class ComputeThread:
-    """One thread for all computation of an engine. The event loop stays free, and the compute threads that
-    belong to this thread are created only once."""
+    """One thread for an engine's computation: the event loop stays free, compute threads are made once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.busy_s = 0.0
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """Run a function in the thread, after the functions submitted before it. It has the caller's context
-        variables, so that its log lines name the worker."""
+        """Run a function after earlier ones, in the caller's context, so that log lines name the worker."""
         return await asyncio.wrap_future(self.submit(function, *arguments, **keywords))
 
     def submit(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:

@@ -1,6 +1,5 @@
 """A worker's heartbeats. A thread with a connection of its own sends them, so they come even while the event
-loop stands still, for example because it imports a library. Each says for how long the loop has stood still.
-"""
+loop stands still, for example because it imports a library. Each says for how long it has stood still."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ log = structlog.get_logger()
 
 BEAT_S = 1.0
 _STACKS_S = 60.0
-"""After the event loop has stood still for this many seconds, the thread writes the stacks of all threads to
-stderr, once."""
+"""After the event loop has stood still this long, the thread writes all stacks to stderr, once."""
 
 
 @contextmanager
@@ -53,8 +51,7 @@ class Heartbeats:
         self._wrote_stacks = False
 
     def update(self, heartbeat: Heartbeat) -> None:
-        """Set the heartbeat to send from now on. The worker's event loop calls it every `BEAT_S`, so the time
-        of the latest call shows whether the loop runs."""
+        """Set the heartbeat to send. The event loop calls this every `BEAT_S`, which shows that it runs."""
         self._newest, self._updated_at = heartbeat, clock.now()
         self._wrote_stacks = False
 

@@ -1,8 +1,6 @@
-"""Images in rollout workers, and on their way to engines: each goes once to each engine, under its digest.
-
-A request names its images by their digests. An engine's worker that does not have an image asks the rollout
-worker that sent the request, in parts that fit into a message, and keeps what it was sent last.
-"""
+"""Images in rollout workers, and on their way to engines: each goes once to each engine, under its digest. An
+engine's worker that lacks an image asks the rollout worker that sent the request, in parts that fit into a
+message, and keeps what it got last."""
 
 from __future__ import annotations
 
@@ -78,7 +76,6 @@ class TicketImages:
         self._images = images
         self._files: dict[str, bytes] = {}
         self._tokens: dict[str, int] = {}
-        """Number of tokens of images, as far as it is known."""
         self._added_bytes = 0
         self.of_row: Sequence[str] = ()
         self._of_row_tokens = 0

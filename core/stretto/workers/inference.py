@@ -148,8 +148,7 @@ class InferenceWorker:
         return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)
 
     async def drain(self) -> None:
-        """Wait until every request is finished and its chunks are sent. Rollout workers send no new ones once
-        they know that this worker leaves."""
+        """Wait until every request is finished and sent. Rollout workers that know of this send no more."""
         while self._outgoing or any(request.unfinished for request in self._requests.values()):
             await anyio.sleep(_DRAIN_POLL_S)
 
@@ -362,8 +361,7 @@ class InferenceWorker:
         return Drift(float(difference.mean()), float(difference.max())), ""
 
     async def _measure_engine_error(self, result: SwapDone, swap: Swap) -> SwapDone:
-        """Add the engine's error at the version that it serves now, if the run bounds the divergence.
-        Requests do not wait for this."""
+        """Add the engine's error at this version, if the run bounds divergence. No request waits for it."""
         trainer = swap.trainer
         if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result

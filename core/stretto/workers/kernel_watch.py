@@ -14,9 +14,8 @@ _SILENT_S = 2.0
 
 
 class KernelWatch:
-    """Notices that the kernel is gone: for a worker that can see the lock, after `grace_s` seconds without
-    beacon and lock; such a worker waits for a kernel that stands still, and for a bus that is out. For any
-    other worker, after `outage_s` seconds without a beacon."""
+    """Notices that the kernel is gone: after `grace_s` without beacon and lock, where the worker sees the
+    lock and so outwaits a hanging kernel or bus; elsewhere after `outage_s` without a beacon."""
 
     def __init__(self, lock: KernelLock, *, grace_s: float, outage_s: float) -> None:
         self._grace_s, self._outage_s = grace_s, outage_s

@@ -1,7 +1,4 @@
-"""Keep what a worker and its children write to standard output and standard error to a bounded size.
-
-A launcher sends both to one file. The worker keeps it small, so this also works when the kernel has ended.
-"""
+"""Bounds the file of a worker's and its children's output. The worker does it: this needs no kernel."""
 
 from __future__ import annotations
 
@@ -64,8 +61,7 @@ def _keep_end(size: int) -> None:
 
 
 class ChildOutput:
-    """A pipe for the standard error of children, and a thread that copies from it to this process's. So they
-    cannot write faster than the worker copies, and have no handle of the file."""
+    """A pipe for children's standard error, copied by a thread: they write no faster, and have no handle."""
 
     def __init__(self) -> None:
         self._reading, self.pipe = os.pipe()

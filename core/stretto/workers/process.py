@@ -38,8 +38,7 @@ class HostProcess:
         return anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
 
     def limit_threads(self, resources: Resources) -> None:
-        """Tell libraries how many threads they may start. None of them has read it yet, also in a worker that
-        was started by hand."""
+        """Tell libraries, which have not read it yet, how many threads they may start."""
         os.environ |= thread_variables(resources)
 
     def executor(self, name: str) -> Executor:

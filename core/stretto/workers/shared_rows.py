@@ -1,6 +1,5 @@
 """The engine's error, measured on a few rows of the last batch that trainer and engine score with the same
-weights. The trainer keeps the rows, and inference workers request them after a swap.
-"""
+weights. The trainer keeps the rows, and inference workers request them after a swap."""
 
 from __future__ import annotations
 
@@ -20,11 +19,9 @@ if TYPE_CHECKING:
 
 _ROWS = 4
 _TRAINED_TOKENS = 64
-"""Maximum number of trained tokens of each row. All rows together cost trainer and engine no more than a few
-prompts."""
+"""Most trained tokens of a row: all rows together cost trainer and engine no more than a few prompts."""
 _BOUND = 1.0
-"""Maximum number of nats that a token contributes, as in `stretto.rl.functional.bounded_kl`. The kernel
-subtracts this error from the divergence that `bounded_kl` measures."""
+"""Most nats of a token, as in `stretto.rl.functional.bounded_kl`, from which this error is subtracted."""
 
 
 def choose_rows(rows: Sequence[int]) -> list[int]:
@@ -33,8 +30,7 @@ def choose_rows(rows: Sequence[int]) -> list[int]:
 
 
 def score_rows(engine: TrainingEngine, batch: Batch) -> tuple[ScoredRow, ...]:
-    """Return the logprobs of each sequence up to its 64th trained token. All ranks of the group call it; only
-    rank 0's result counts."""
+    """Score each sequence up to its 64th trained token. All ranks call it; only rank 0's result counts."""
     short = _shorten(batch)
     columns = zip(
         short["tokens"].split(short.lengths),

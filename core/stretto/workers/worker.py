@@ -112,8 +112,7 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
 
 
 def _leaving_after(error: BaseException, join: Join, text: str, config: bytes) -> Leaving:
-    """Return why a worker leaves after an error: its text, and the paths in the run's config that do not
-    exist on this machine. The run file was written for the kernel's machine, so they may be the cause."""
+    """Return why a worker leaves: the error, and as likely causes the config's paths that are not here."""
     remark = _absent_paths(config)
     error.add_note(remark)
     reason = "; ".join(filter(None, (text, remark)))
@@ -186,8 +185,7 @@ async def _obey_drain(context: WorkerContext, message: Drain) -> Draining:
 
 
 async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Heartbeats) -> None:
-    """Once asked to drain, finish the work in hand, for at most `launcher.drain_s`, and leave. The kernel
-    gives what is not finished then to other workers."""
+    """Once asked, finish the work within `launcher.drain_s`, and leave. Others get what is not finished."""
     await context.drain.wait()
     limit_s = context.composed.config.launcher.drain_s
     log.info("draining", reason=context.drain_reason, limit_s=limit_s)
@@ -227,8 +225,7 @@ async def _watch_kernel(context: WorkerContext) -> None:
 async def _join_successors(
     context: WorkerContext, join: Join, config: bytes, beat: Callable[[], Awaitable[None]]
 ) -> None:
-    """Join each later kernel of the run with the work in hand. Leave if it wants another process, or if the
-    run has other values than `config`."""
+    """Join later kernels with the work in hand. Leave if one wants another process or has other values."""
     subject = context.names.kernel(context.role, "join")
     while True:
         await context.has_successor.wait()

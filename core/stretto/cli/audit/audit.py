@@ -1,9 +1,6 @@
-"""`stretto audit RUN`: compare a run's accounts with its journal, kept samples and checkpoints.
-
-The audit computes everything again from the events of the journal and from the kept samples. It shares their
-formats with the kernel, and none of the kernel's accounting. For each check it says which versions it could
-check, and which it could not: a run may keep only some samples, for example.
-"""
+"""`stretto audit RUN`: compare a run's accounts with its journal, kept samples and checkpoints. It computes
+everything again, with the kernel's formats and none of its accounting. Each check says which versions it
+could check: a run may keep only some samples."""
 
 from __future__ import annotations
 
@@ -146,8 +143,7 @@ class _Checker:
     # ------------------------------------------------------------------------------------- journal
 
     def _check_chain(self) -> Check:
-        """Each message of the journal follows the one before it, and those that checkpoints and the summary
-        name are there. What they named before a part of the journal was lost need not be there."""
+        """Messages follow each other; those that checkpoints and summary name are there, unless lost."""
         messages, (named, lost) = self._journal.messages, self._named_messages()
         newest = max((each.sequence for each in named), default=0)
         later = [message.sequence for message in messages if message.sequence > newest]
@@ -162,8 +158,7 @@ class _Checker:
         )
 
     def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
-        """Return the messages that checkpoints and the summary name, and which of these files are older than
-        the newest loss of a part of the journal."""
+        """Return the messages that files name, and which files are older than the journal's newest loss."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
         for place, record in records:
@@ -321,8 +316,7 @@ class _Checker:
     # -------------------------------------------------------------------------------------- samples
 
     def _check_staleness(self) -> Check:
-        """At its train step, each token under the loss mask is at most `max_staleness` versions old. Where
-        samples are not kept, the figures in metrics.jsonl keep the bound."""
+        """Trained tokens are at most `max_staleness` versions old; of samples not kept, by metrics.jsonl."""
         violations: list[str] = []
         checked: Counter[int] = Counter()
         left_out: set[int] = set()
@@ -358,8 +352,7 @@ class _Checker:
         )
 
     def _check_samples(self) -> Check:
-        """Each kept sample is what its columns say; the trained rows of a group are its kept samples, in
-        order, with the lengths that the journal says."""
+        """Kept samples are as their columns say; trained rows are a group's samples, as the journal says."""
         violations = list(self._samples.faults)
         checked: set[int] = set()
         for version, batch in self._batches.items():
@@ -535,9 +528,6 @@ class _Checker:
                 yield f"metrics.jsonl lacks the evaluation of version {version}"
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 def _in_several(what: str, batches: Mapping[Any, Sequence[int]]) -> Iterator[str]:
     for each, versions in batches.items():
         if len(versions) > 1:
@@ -557,9 +547,8 @@ def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
 
 
 def _result_of(answers: Sequence[TrajectoryFacts]) -> tuple[int, float | None]:
-    """Return the number of samples of an evaluation and their mean accuracy, or reward if some have no
-    accuracy. The score is None if there are none, or if several kernels worked on them: the first one's
-    samples then do not count."""
+    """Return an evaluation's number of samples, and their mean accuracy, or reward if some have none; None
+    without samples, or if several kernels worked on them: the first one's do not count."""
     first: dict[int, int] = {}
     for each in answers:
         first.setdefault(each.ticket, each.attempt)  # the first complete attempt counts

@@ -102,8 +102,7 @@ _batch_of = decoder(EventBatch)
 
 
 def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessage]) -> Iterator[str]:
-    """Yield where messages do not follow each other, and which of those that files name are others or
-    gone."""
+    """Yield where messages do not follow each other, and which named ones are others or gone."""
     for former, message in pairwise([JournalMessage(0, "", ""), *messages]):
         if message.former != former.digest:
             before = f"message {former.sequence}" if former.sequence else "the beginning"

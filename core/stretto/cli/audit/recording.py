@@ -1,8 +1,5 @@
-"""What a run has kept of its training: the batches in their order, their digests, and the groups' data.
-
-The journal has the batches and the digests of all steps. The data of a group is in the kept samples. Both are
-read from the run's folder, which stays as it is.
-"""
+"""What a run has kept of its training: batches in order and digests, from the journal, and the groups' data,
+from the kept samples. The run's folder is only read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`stretto replay RUN`: train the recorded steps of a run again, and compare with the recorded weights.
-
-Nothing is generated: the batches are those of the journal, with the trajectories that the run has kept. The
-replay has a folder of its own, and changes no file of the run.
-"""
+"""`stretto replay RUN`: train the recorded steps again on the kept trajectories, and compare the weights. The
+replay has a folder of its own, and changes no file of the run."""
 
 from __future__ import annotations
 

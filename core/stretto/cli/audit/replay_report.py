@@ -127,8 +127,7 @@ def report_of(
 
 
 def _break_before(recording: RunHistory, version: int) -> int | None:
-    """Return the last version up to this one at which a new incarnation began, but not with other values;
-    None without one."""
+    """Return the last version up to this one with a new incarnation, other than by new values, or None."""
     batches, changes = recording.batches, dict(recording.values)
     for each in range(min(version, len(batches) - 1), 0, -1):
         if each not in changes and batches[each].incarnation != batches[each - 1].incarnation:

@@ -1,7 +1,4 @@
-"""`stretto doctor`: what is wrong with the installed plugins, and what this machine has.
-
-It imports every plugin, so a fault shows here and not in a run. Private to the core.
-"""
+"""`stretto doctor`: faults of installed plugins, which it imports to find them, and what this machine has."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ class Observation:
     """One line of the report."""
 
     level: Level
-    """`fault`: it does not work. `warning`: it may fail later. `note`: it is not installed, and not needed
-    by other components."""
+    """`fault`: does not work. `warning`: may fail later. `note`: not installed, and nothing needs it."""
     subject: str
     text: str
 

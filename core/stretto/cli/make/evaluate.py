@@ -142,8 +142,7 @@ def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
 
 
 def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
-    """Return the model of a version: a folder, or the run's `model` for version 0 without a checkpoint.
-    `version` None means the newest intact checkpoint."""
+    """Return a version's folder (None: the newest intact one), or the run's `model` for an unsaved 0."""
     first = checkpoint_name(0)
     if version in ("0", first) and run.get("model") and not (folder / "checkpoints" / first).is_dir():
         if adapter := (run["training"].get("lora") or {}).get("adapter"):
@@ -222,11 +221,9 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
 def run_evaluation(
     assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
-    """Run the evaluation to its end. Return its result and the run's summary; see `stretto.runs.life.run`.
-
-    The result is None if the run did not complete, or if it has no answer or lacks some. Otherwise
-    `summary.json` also gets the result, and the answers are written to `answers_file`.
-    """
+    """Run the evaluation. Return its result and the run's summary (`stretto.runs.life.run`). The result is
+    None if the run did not complete or lacks answers; else `summary.json` has it, and `answers_file` the
+    answers."""
     from stretto.runs.life import run
 
     config, folder = assembly.config, assembly.folder
@@ -271,8 +268,7 @@ def result_of(
     threshold: float,
     tokens_per_s: float,
 ) -> Result:
-    """Compute the figures of one or more answers. If a sample has several answers, its last one counts, and
-    the tokens of all of them."""
+    """Compute the figures of answers. Of a sample's answers the last one counts, with the tokens of all."""
     tokens = sum(answer.tokens for answer in answers)
     answers = list(by_sample(answers).values())
     rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)

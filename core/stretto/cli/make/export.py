@@ -58,8 +58,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write the model of a checkpoint (default: the newest intact one) to a free folder (default: here,
-    `<run>-step-000040`), and return the folder. It is complete or absent."""
+    """Write a checkpoint's model, by default the newest, to a free folder, which is complete or absent."""
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -193,19 +192,15 @@ class ExportedSamples:
     truncated: int
     """Samples that reached the limit of tokens. They are left out: a model would learn to stop there."""
     unusable: int
-    """Samples that are left out because their row has its images in itself, or because they are conversations
-    with images."""
+    """Samples left out because their row holds its images itself, or as conversations with images."""
 
 
 def export_samples(
     folder: Path, file: Path, *, min_reward: float | None = None, best_of_group: bool = False
 ) -> ExportedSamples:
-    """Write the training samples of a run as JSON lines with `id`, `prompt`, `completion` and `reward`, and
-    with `images`, if the rows have some. The file is complete or unchanged.
-
-    A row trains the tokens that the run has trained. If the algorithm `sft` would make other tokens of its
-    prompt and completion, the row also has `tokens` and `loss_mask`.
-    """
+    """Write a run's training samples as JSON lines: `id`, `prompt`, `completion`, `reward`, and `images` if
+    there are some. The file is complete or unchanged. Where `sft` would make other tokens than the run
+    trained, a row also has `tokens` and `loss_mask`."""
     wanted = SampleFilter(purpose="train", reward=(min_reward, None))
     store = open_samples(folder)
     every = store.find(wanted, limit=None, texts=False)

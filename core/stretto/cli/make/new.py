@@ -40,8 +40,7 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
 
 
 def new_model(folder: Path, characters: str | None, seed: int) -> None:
-    """Write an untrained model of the quickstart's size, with a token for each character, by default
-    ASCII."""
+    """Write an untrained model of the quickstart's size, with a token per character, by default ASCII."""
     if characters == "":
         raise ConfigError("--characters is empty; expected the characters of your prompts and answers")
     if not is_free(folder):

@@ -1,7 +1,5 @@
-"""Describe config structs for people and editors: fields with types and meanings, and one JSON schema.
-
-A field's meaning is the string literal under it in the class body. Private to the core.
-"""
+"""Config structs for people and editors: fields with types and meanings, and one JSON schema. A field's
+meaning is the string literal under it in the class body."""
 
 from __future__ import annotations
 
@@ -101,9 +99,6 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
         "$ref": "#/$defs/RunConfig",
         "$defs": definitions,
     }
-
-
-# --------------------------------------------------------------------------------------- private
 
 
 def _nested(place: str, info: types.Type) -> Iterator[tuple[str, type[msgspec.Struct]]]:

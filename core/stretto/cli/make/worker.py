@@ -1,8 +1,6 @@
 """`stretto worker`: a worker that a user starts by hand. `stretto invite`: the file with which one may join.
-
-The worker runs in a session of its own. So Ctrl-C in the terminal reaches this command alone, which passes it
-on to the worker and not to the processes that the worker has started: those finish what they do.
-"""
+The worker has its own session, so that Ctrl-C reaches this command alone, which passes it on to the worker,
+not to its children: those finish what they do."""
 
 from __future__ import annotations
 
@@ -23,8 +21,7 @@ from stretto.errors import ConfigError
 def work_by_hand(
     folder: Path | None, role: str, invitation: Path | None, *, url: str | None, credentials: str | None
 ) -> int:
-    """Run a worker until it leaves, and return its exit status. With `folder` it takes the next free id of
-    its role there, else that of the invitation."""
+    """Run a worker until it leaves: in `folder` with the next free id of its role, else the invitation's."""
     options = [*(["--bus", url] if url else []), *(["--credentials", credentials] if credentials else [])]
     with _bootstrap_file(folder, role, invitation) as file:
         bootstrap = Bootstrap.read(file).reached(url, credentials)
@@ -37,8 +34,7 @@ def work_by_hand(
 
 
 def invite_guest(folder: Path, guest: str) -> list[str]:
-    """Write the file with which a guest (a role, a worker's id, or `viewer`) may join a run, and return the
-    command that uses the file."""
+    """Write a guest's file (a role, a worker's id, or `viewer`), and return the command that uses it."""
     bus = folder / "bus"
     if guest == VIEWER:
         Bootstrap.read(bus / f"{VIEWER}.json")
@@ -71,8 +67,7 @@ def _bootstrap_file(folder: Path | None, role: str, invitation: Path | None) -> 
 
 
 def _run(command: list[str]) -> int:
-    """Run a command in a session of its own, and pass signals on to it. Return its exit status. No process of
-    its session is left."""
+    """Run a command in its own session, of which no process is left; pass signals on to it."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, frame: object) -> None:

@@ -14,8 +14,7 @@ _LOOK_S = 0.3  # a line is seen soon enough for a reader, and a look costs a few
 
 
 def log_lines(folder: Path, worker: str, *, newest: int | None, follow: bool) -> Iterator[str]:
-    """Yield the lines of the kernel's or a worker's log as text: the `newest` ones, or all; to `follow` it,
-    also new lines until the run has ended."""
+    """Yield a log's `newest` lines, or all; with `follow`, also new ones until the run has ended."""
     run = RunFolder(folder)
     with open_log(folder, worker) as log:
         yield from map(log_text, deque(whole_lines(log), maxlen=newest))

@@ -1,7 +1,5 @@
-"""`stretto watch`: the live view of a run that another process owns, from its folder or over the bus.
-
-A viewer only reads. What it reads may be false: a view draws it as plain text, and shortens what is too long.
-"""
+"""`stretto watch`: the live view of a run that another process owns, from its folder or over the bus. What it
+reads may be false: a view draws it as plain text, and shortens what is too long."""
 
 from __future__ import annotations
 
@@ -71,8 +69,7 @@ def watch_bus(viewer: Bootstrap) -> int:
 def bootstrap_elsewhere(
     file: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read the bootstrap file of a viewer who is not on the run's machine. The certificate for a server of
-    the user's own has its key in the file with the suffix `.key`."""
+    """Read the bootstrap file of a viewer on another machine. A certificate's key is beside it, as `.key`."""
     bootstrap = Bootstrap.read(file)
     if bootstrap.role != VIEWER:
         raise ConfigError(
@@ -114,8 +111,7 @@ class _Listener:
 
 
 async def _watch(source: Callable[[], Status | None], until_the_end: Callable[[], Awaitable[None]]) -> int:
-    """Draw until the run ends or the user ends the view; without a terminal, print a line for each step.
-    Return the exit status."""
+    """Draw until the run or the user ends it; without a terminal, print a line for each step."""
     view = View(source)
     received: list[int] = []
 

@@ -26,8 +26,7 @@ def accepted(
     memory_limit: bool = True,
     show: Callable[[str, str], None] = print_notice,
 ) -> Assembly:
-    """Return the run if it has no errors, and show each decision and each warning. A `starting` run is also
-    refused for faults of this machine's environment."""
+    """Return the run if it has no errors; show warnings. `starting`: this machine's faults refuse it, too."""
     from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
 
     for notice in assembly.composed.notices:
@@ -46,8 +45,7 @@ def accepted(
 def accepted_start(
     assembly: Assembly, show: Callable[[str, str], None] = print_notice, *, memory_limit: bool = True
 ) -> Generator[ForkServer | None]:
-    """Refuse a run as `accepted` does, while a fork server already imports what its workers need. Then
-    download models of the hub. Give the server, for the duration of the block."""
+    """Yield a fork server that imports while `accepted` checks the run; then models are downloaded."""
     with fork_server(assembly) as forks:
         accepted(assembly, starting=True, memory_limit=memory_limit, show=show)
         for model in _models_of_hub(assembly):

@@ -27,8 +27,7 @@ _SHOWN = 400
 
 
 def chat_lines(assembly: Assembly) -> Iterator[str]:
-    """Yield the model's chat form in five lines, and the first row's prompt as the model reads it; nothing
-    for a model that is not on this machine, or that reads images."""
+    """Yield the model's chat form and the first row's prompt; nothing if it is not here or reads images."""
     config = assembly.config
     tokenizer = _tokenizer_of(assembly)
     if tokenizer is None:

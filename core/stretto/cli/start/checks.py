@@ -1,8 +1,4 @@
-"""Find what is wrong with a composed run before any worker process starts.
-
-Composing a run checks the type of each key. `problems` makes all other checks of `stretto check` and
-`stretto run`.
-"""
+"""All checks of `stretto check` and `stretto run` before a worker starts, but types: composing has those."""
 
 from __future__ import annotations
 
@@ -68,11 +64,9 @@ _FAR_STALENESS = 16
 def problems(
     assembly: Assembly, *, starting: bool = True, resumed: bool = False, memory_limit: bool = True
 ) -> list[Problem]:
-    """Return everything wrong with the run as a whole, errors first.
-
-    The workers of a run that is `starting` will make its engines: no trial makes them. Only a run that is not
-    `resumed` needs an empty folder, and with `memory_limit` enough memory for its engines.
-    """
+    """Return everything wrong with the run, errors first. The workers of a `starting` run make its engines,
+    so no trial does. Only a run that is not `resumed` needs an empty folder, and with `memory_limit` enough
+    memory."""
     faults = [*_problems(assembly, starting, memory_limit and not resumed)]
     faults += [] if resumed else _folder_problems(assembly)
     # A variant has the faults of the sections that it takes over; an engine may have one for each model.
@@ -83,8 +77,7 @@ def problems(
 def faults_and_warnings(
     assembly: Assembly, *, starting: bool, resumed: bool = False, memory_limit: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Return the problems as texts with their places: those that refuse the run, and those that do not. A
-    fault of this machine's environment refuses only a run that is `starting`."""
+    """Return the texts of faults and of warnings. This machine's faults refuse only a `starting` run."""
     composed = assembly.composed
     faults: list[str] = []
     warnings: list[str] = []
@@ -227,8 +220,7 @@ def _launcher_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str]) -> Iterator[Problem]:
-    """Make the components that the kernel does not make, in a child process, to see if they keep their
-    contracts. Skip stretto's own components: they keep theirs, and its engines take seconds to import."""
+    """Try other packages' components in a child process; stretto's own keep their contracts."""
     roles = {worker.role for worker in assembly.workers}
     paths = [path for path in assembly.composed.components if path.startswith("trackers.")]
     if "inference" in roles:
@@ -315,8 +307,7 @@ def _reward_problems(
 def _scoring_tasks(
     assembly: Assembly, read: Mapping[str, ReadRows]
 ) -> dict[tuple[str, RowForm | None], Task]:
-    """Return the tasks of the reward's trial, by the section of the dataset that has the row, with the row's
-    form if it is not that of the first row."""
+    """Return the reward's trial tasks, by the dataset's section and the row's form, None for the first."""
     from stretto.user_code.reward import Task
 
     columns = assembly.composed.components["workflow"].reward_columns

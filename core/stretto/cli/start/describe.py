@@ -104,8 +104,7 @@ def _row(role: str, processes: int, resources: Resources, component: str) -> lis
 
 
 def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Yield one line for each model; none if the run has one model in the default worker group and no
-    `models` section, because the line `model` says the same."""
+    """Yield a line for each model; none for one model in the default group: the line `model` has it."""
     if list(placement.groups) == [DEFAULT_GROUP] and len(placement.graph.models) == 1 and not config.models:
         return
     for group in placement.groups.values():
@@ -117,8 +116,7 @@ def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
 
 
 def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Yield one line for each worker group: the memory for the copy of a checkpoint. Nothing is known of
-    models that are not on this machine, nor of other engines than those of Hugging Face models."""
+    """Yield each group's memory for a checkpoint's copy, if its Hugging Face model is on this machine."""
     for group in placement.groups.values():
         section, size = group.section, 0.0
         for name in group.models:

@@ -1,9 +1,6 @@
-"""A process that checks rows of a dataset. `stretto check` starts it.
-
-It calls `Component.check_row` for many rows, or reads the first row with the model's processor, which the
-kernel does not load. It reads the run from its standard input and writes a `RowFaults` to its standard
-output; output of plugins goes to stderr.
-"""
+"""A process of `stretto check` that calls `Component.check_row` for many rows, or reads the first row with
+the model's processor, which the kernel does not load. It reads the run from stdin and writes a `RowFaults` to
+stdout; output of plugins goes to stderr."""
 
 from __future__ import annotations
 
@@ -87,12 +84,8 @@ def faults_of_rows(
     document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
 ) -> RowFaults:
     """Check rows of the dataset at the key `path` in a child process, with the components of `section`; with
-    `model`, by the processor of a vision-language model.
-
-    Raises:
-        TimeoutError: if the child does not end within `timeout_s`.
-        ChildProcessError: if the child fails; the text is the last line that it wrote to stderr.
-    """
+    `model`, by the processor of a vision-language model. Raise TimeoutError after `timeout_s`, and
+    ChildProcessError, with the last line of its stderr, if the child fails."""
     setup = msgspec.msgpack.encode((document, path, section, context))
     done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:

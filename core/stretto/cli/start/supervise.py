@@ -1,9 +1,6 @@
-"""`--supervise`: a process that starts the next kernel of a run whenever one is killed.
-
-From the first death on, the supervisor holds a lock, so that the workers wait for the next kernel. It
-starts the command without `--supervise` and hands signals on.
-When the command was killed by a signal that it cannot handle, such as SIGKILL, it starts `stretto resume`.
-"""
+"""`--supervise`: a process that runs `stretto resume` whenever a run's kernel was killed by a signal that it
+cannot handle, such as SIGKILL. It hands signals on. From the first death on it holds a lock, so that the
+workers wait for the next kernel."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ def supervise(
     arguments: Sequence[str], folder: Path, options: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> int:
     """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
-    killed. Return the exit status of the last command. Each one gets the overrides until they are in force: a
-    kernel may be killed before."""
+    killed. Each command gets the overrides until they are in force: a kernel may be killed before."""
     deaths, reached, lock, values = 0, _version(folder), None, newest_values(folder)
     while True:
         status, is_stopped = _run(arguments)

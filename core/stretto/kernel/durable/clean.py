@@ -1,8 +1,6 @@
-"""`python -m stretto.kernel.durable.clean RUN`: remove what killed processes of a run left behind.
-
-The guard of the run's nats-server starts it when the kernel has been gone for the grace time. The weights
-that a killed trainer published lie in shared memory; the run's weight transport removes them.
-"""
+"""`python -m stretto.kernel.durable.clean RUN`: remove what killed processes of a run left behind. The guard
+of the run's nats-server starts it when the kernel has been gone for the grace time. Weights of a killed
+trainer lie in shared memory; the run's weight transport removes them."""
 
 from __future__ import annotations
 

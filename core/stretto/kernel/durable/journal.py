@@ -1,9 +1,6 @@
-"""The journal's writer: the kernel that owns the run.
-
-The server has stored an event before the kernel acts on it. A kernel becomes the writer with a lease, which
-the journal's stream has too. The server stores events only at the end that their writer knows: so it refuses
-those of a kernel after another one has taken the lease.
-"""
+"""The journal's writer, the kernel that owns the run. The server stores an event before the kernel acts on
+it, and only at the end that the writer knows. A kernel becomes the writer with a lease, which is in the
+stream too: so the server refuses events of a kernel after another one has taken the lease."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones.
-
-A worker that a user has started by hand joins like the others. The fleet has no handle of it, so it cannot be
-restarted, and its loss never ends the run.
-"""
+"""The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones. It has no
+handle of a worker that a user has started: its loss never ends the run, and nothing restarts it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Sends each rollout worker the engines and verifiers it may call, and how busy they are.
-
-Each rollout worker gets its own few candidates (`stretto.kernel.fleet.candidates`) as one whole list: every
-second, and at once when a candidate appears, is lost or is lent. So a lost message does no harm, and what a
-change costs does not depend on the number of workers.
-"""
+"""Sends each rollout worker its few candidates (`stretto.kernel.fleet.candidates`) with their load, as one
+whole list: every second, and at once when a candidate appears, is lost or is lent. So a lost message does no
+harm, and a change costs the same with any number of workers."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The numbers of a living run's workers: the kernel starts more of them, and lets those with the highest
-numbers drain and leave. Workers that were started by hand are not counted.
-
-Another number of trainers needs other processes of the whole group: the kernel writes a checkpoint and ends,
-and the next kernel of the run continues with the new number.
-"""
+"""The numbers of a living run's workers: the kernel starts more, or lets those with the highest numbers
+drain. Workers that were started by hand are not counted. For other trainers, which need new processes of the
+whole group, the kernel writes a checkpoint and ends, and the next kernel continues with them."""
 
 from __future__ import annotations
 

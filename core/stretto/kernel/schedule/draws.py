@@ -1,9 +1,6 @@
-"""Which row of the dataset each training ticket gets. A plain class without I/O.
-
-Without a curriculum, the rows come in epochs, whose order follows from the seed alone. With one, the
-curriculum chooses. Its choices depend on rewards, so the journal has them before the tickets are issued, and
-a resumed run reads them back.
-"""
+"""Which row of the dataset each training ticket gets; no I/O. Without a curriculum, rows come in epochs, in
+an order that follows from the seed. A curriculum's choices depend on rewards, so the journal has them before
+the tickets are issued, and a resumed run reads them back."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""The rounds of held-out evaluation. A plain class without I/O.
-
-Where evaluations have an engine of their own, rows begin in parts, as groups of training end: each row costs
-rollout workers, verifiers and the bus as much as a small group. When training rests, all rows that are left
-begin. Without such an engine all begin at once: training waits meanwhile.
-"""
+"""The rounds of held-out evaluation; no I/O. Where evaluations have an engine of their own, rows begin in
+parts, as groups of training end: each row costs rollout workers, verifiers and the bus as much as a small
+group. When training rests, all others begin. Without such an engine all begin at once: training waits."""
 
 from __future__ import annotations
 

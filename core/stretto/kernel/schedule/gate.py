@@ -1,8 +1,5 @@
-"""The divergence gate: it limits how far generation may run ahead, by the divergence of the trained batches.
-
-A plain controller without I/O: it takes one figure per step and sets a limit on staleness. docs/staleness.md
-describes the figure and gives the reasons for the constants.
-"""
+"""The divergence gate: limits how far generation runs ahead, by the divergence of trained batches, one figure
+a step. No I/O; docs/staleness.md describes the figure and gives the reasons for the constants."""
 
 from __future__ import annotations
 
@@ -19,11 +16,9 @@ _MAX_PATIENCE = 64
 
 
 class DivergenceGate(msgspec.Struct):
-    """The limit and the controller's state between two steps. It is part of every checkpoint.
-
-    A change of the limit shows in the batches only after the tickets issued under the previous limit are
-    trained. So the controller waits for that number of steps after each change before it judges again.
-    """
+    """The limit and the controller's state between steps, in every checkpoint. A change shows only after the
+    tickets issued under the previous limit are trained: the controller waits that number of steps before it
+    judges again."""
 
     limit: int
     """η_eff: number of train steps that generation may run ahead now, 0 to `queue.max_staleness`."""

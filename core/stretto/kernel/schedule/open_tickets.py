@@ -1,8 +1,5 @@
-"""Open tickets, their attempts, their workers, and the order of their deadlines. Plain classes without I/O.
-
-The scheduler looks at these at every event. With n tickets, each operation that changes or asks for one
-ticket takes O(log n) on average over many operations, however many tickets are open.
-"""
+"""Open tickets, their attempts and workers, and the order of their deadlines; no I/O. With n tickets, each
+change or question takes O(log n) on average: the scheduler asks at every event."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Outcomes of tickets, as rollout workers write them to the log, checked before the ledger takes them in.
-
-A group that no later step could use fails its ticket, and nothing else. The check uses the outcome and its
-place in the log alone, so a resumed run decides as the previous kernel did.
-"""
+"""Outcomes of tickets, from the log, checked before the ledger takes them in. A group that no later step
+could use fails its ticket only. The check uses nothing but the outcome and its place in the log, so that a
+resumed run decides as the previous kernel did."""
 
 from __future__ import annotations
 

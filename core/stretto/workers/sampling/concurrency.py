@@ -98,8 +98,6 @@ class Concurrency:
             self._look()
             self._begin_look()
 
-    # ------------------------------------------------------------------------------------ private
-
     def _begin_look(self) -> None:
         self._looked_at, self._ended = self._now(), 0
         self._was_reached = max(self._running.values(), default=0) >= self.limit

@@ -1,6 +1,5 @@
-"""The requests of a rollout worker to inference engines: join the chunks of a request, ask again for lost
-ones, and let another engine finish a request when an engine dies or gives it up.
-"""
+"""A rollout worker's requests to engines: join the chunks, ask again for lost ones, and let another engine
+finish a request when an engine dies or gives it up."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ _CONFIRM_S = 0.05  # one message for many requests; an engine keeps a finished r
 _MAX_GIVE_UPS = 5
 """A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
-"""The record of a sampled token. Answers are stored as such records: many chunks of a few tokens arrive, so
-adding a chunk must be cheap."""
+"""A sampled token in an answer. Chunks of few tokens come often: adding one must be cheap."""
 
 
 class VersionFloor:
@@ -120,7 +118,6 @@ class _Generation:
         self.failure: Exception | None = None
         """The error with which the request failed; None while it has not failed."""
         self.peer: Peer | None = None
-        """The engine that works on it now."""
         self.given_up = False
         """The engine has given it up and will not finish it."""
         self.alive = False
@@ -176,8 +173,7 @@ class _Generation:
         return True
 
     def forget_unfinished(self) -> None:
-        """Drop the tokens of unfinished samples. A deterministic engine repeats these samples from their
-        seeds, perhaps with other weights than the engine before, so parts of both cannot be joined."""
+        """Drop unfinished samples: a deterministic engine repeats them, perhaps with other weights."""
         for sample in self.samples:
             if not sample.finish:
                 sample.records, sample.kept_parts = bytearray(), []
@@ -210,8 +206,7 @@ class _Generation:
 
 
 class Generations:
-    """The requests of this worker, and the subject on which their chunks arrive. After `silence_s` seconds
-    without a chunk of a request, its engine is asked again, at the next beacon."""
+    """A worker's requests. After `silence_s` without a chunk, the engine is asked at the next beacon."""
 
     def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
         self._context = context
@@ -241,13 +236,9 @@ class Generations:
     ) -> list[GeneratedSample]:
         """Run a request until every sample is finished, and return the samples.
 
-        Args:
-            exact_version: only for an evaluation: the version that must sample it. The request goes to
-                engines that are lent to this evaluation.
-            affinity: requests with the same affinity go to the same engine if possible, because it has their
-                prefix (see `Router.member`); empty for none.
-            on_tokens: called with (sample, new tokens) as tokens arrive; each position of an answer is passed
-                once.
+        An evaluation gives `exact_version`, which only the engines lent to it serve. Requests with one
+        `affinity` go to the same engine if possible, because it has their prefix (see `Router.member`).
+        `on_tokens` gets (sample, new tokens), each position once.
         """
         generation = _Generation(request, floor, exact_version, on_tokens)
         attempt, give_ups, former_engine = 0, 0, ""
@@ -273,8 +264,7 @@ class Generations:
         return generation.samples
 
     async def _on(self, peer: Peer, generation: _Generation, attempt: int) -> None:
-        """Run the unfinished samples on one engine until it finishes them, gives them up or is stuck, or is
-        lost: this is cancelled then."""
+        """Run unfinished samples on one engine until it is done, gives up or is stuck. A loss cancels it."""
         generation.move_to(peer)
         if self._deterministic:
             generation.forget_unfinished()
@@ -304,8 +294,7 @@ class Generations:
             await self._ask(peer, generation, name)  # the request or the answer was lost
 
     def _look(self, _: Beacon) -> None:
-        """Check all requests for silence. Beacons come every second, and one check of all requests costs less
-        than a timer for each."""
+        """Check all requests for silence, at each beacon: cheaper than a timer for each."""
         now = clock.now()
         for generation in self._running.values():
             generation.look(now, self._silence_s)

@@ -105,9 +105,8 @@ class Members:
         lengths: Sequence[int],
         score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]],
     ) -> list[Score]:
-        """Score answers, of these lengths in tokens, 0 if not known; and those again whose scoring fails. An
-        answer that still has no score has the reward NaN; one that is itself at fault has the failure
-        reward."""
+        """Score answers of these lengths (tokens; 0: unknown), again where it fails. Without a score the
+        reward is NaN; of an answer that is itself at fault it is the failure reward."""
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
         open_ = list(range(len(lengths)))
@@ -162,8 +161,6 @@ class Members:
         kept += [replace(each, score=failure) for parts in self._ended for each in parts]
         self._check()
         return kept
-
-    # ------------------------------------------------------------------------------------ private
 
     def _count(self, attempts: _Attempts, number: int) -> None:
         trajectories = self._sampled(number)
@@ -221,14 +218,12 @@ class _Attempts:
         self._mixed.set()
 
     async def may_try_again(self) -> bool:
-        """Wait until a sample has succeeded, or two have failed in different ways, or all have failed. Return
-        whether a sample may be tried again: not if all have failed in the same way."""
+        """Wait until it is known whether all fail in the same way; if so, return False: no retry helps."""
         await self._mixed.wait()
         return self._differ or self._has_succeeded
 
     def are_of_policy(self, number: int) -> bool:
-        """Whether a sample has failed by its own answer: each time at the same place with the same answer,
-        while another sample got through."""
+        """Whether its answer is at fault: same place and answer each time, and another sample got through."""
         if self.faults[number][-1].kind == "policy":
             return True
         is_same_answer = len(self._answers[number]) == 1
@@ -244,8 +239,7 @@ class _Attempts:
 
 
 def _repeats(faults: Sequence[SampleFault]) -> bool:
-    """Whether user code raised several times in the same way, and neither a service nor the code itself is at
-    fault."""
+    """Whether user code raised repeatedly in one way, with neither a service nor itself at fault."""
     is_of_code = all(
         fault.kind == "environment" and fault.site and not fault.site.startswith(_MISTAKES)
         for fault in faults

@@ -1,9 +1,6 @@
-"""The rollout worker: takes tickets and runs workflows, hundreds at the same time in one event loop.
-
-A ticket ends here in one of three ways: the worker wrote its trajectories and then one `GroupDone` to the
-log; the worker wrote one `GroupFailed`; or the kernel aborted the ticket. The worker takes a ticket off the
-work queue only after it has ended.
-"""
+"""The rollout worker: takes tickets and runs workflows, hundreds at once in one event loop. A ticket leaves
+the work queue only after it has ended: its trajectories and then one `GroupDone` are in the log, or one
+`GroupFailed`, or the kernel has aborted it."""
 
 from __future__ import annotations
 
@@ -93,8 +90,7 @@ class RolloutWorker:
             ready()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add the number of running tickets, and the processor time of this process as its seconds of work:
-        the event loop is all that works here."""
+        """Add the running tickets, and as seconds of work the process time: the event loop does it all."""
         return msgspec.structs.replace(heartbeat, tickets=len(self._running), busy_s=time.process_time())
 
     async def drain(self) -> None:
@@ -185,8 +181,6 @@ class RolloutWorker:
             await anyio.sleep(_KEEP_ALIVE_S)
             for _, delivery in list(self._running.values()):
                 await delivery.in_progress()
-
-    # -------------------------------------------------------------------------------- progress
 
     def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
         """Tell the kernel, which may be able to use it before the ticket is done."""

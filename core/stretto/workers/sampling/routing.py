@@ -147,17 +147,14 @@ class Router:
         Draw two workers at random, with a probability that grows with their slots, and choose the less busy
         one: unfinished samples divided by slots, from the kernel's figures and the calls made here since. A
         worker that is behind `min_version` counts as busier by a quarter of its slots. A worker that has work
-        but sampled nothing for 30 s is avoided if there is another.
+        but sampled nothing for 30 s, or that is to be avoided, is chosen only if there is no other.
 
         Calls of the same `affinity` stay with the worker of the last call, unless this worker is gone, is
         avoided, or its fullness is above 1 plus twice that of the other choice. Then they move to that one.
 
-        Args:
-            exact_version: for a call of an evaluation: the version that the workers lent to it serve. Other
-                calls go to workers that are not lent.
-            samples: returns the number of the call's unfinished samples. It is called at the start and at the
-                end; in between `finish_sample` counts finished samples.
-            avoid: a worker to choose only if there is no other.
+        A call of an evaluation gives `exact_version`, which the workers lent to it serve; others go to
+        workers that are not lent. `samples` returns the number of unfinished samples, at the start and at the
+        end; in between `finish_sample` counts.
         """
         while not self._serving(exact_version):
             await self._changed.wait()
@@ -211,8 +208,7 @@ class Router:
         ]
 
     def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
-        """Return the workers that serve `exact_version`, without stuck ones and without `avoid`. If none is
-        left, include `avoid`; if all are stuck, return all."""
+        """Return who serves `exact_version`, without stuck ones and `avoid` as long as others are left."""
         serving = self._serving(exact_version)
         active = [replica for replica in serving if not replica.stuck]
         return [replica for replica in active if replica.worker != avoid] or active or serving

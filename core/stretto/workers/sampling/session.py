@@ -1,5 +1,4 @@
-"""The session of one ticket. A workflow uses it to sample and score answers and to call tools and
-environments."""
+"""The session of one ticket: how its workflow samples, scores, and calls tools and environments."""
 
 from __future__ import annotations
 
@@ -62,8 +61,7 @@ class VariantServices:
 
 
 class _Clock:
-    """Measures the seconds during which at least one of its `with` blocks is running, as a part of those of
-    the clock `whole`."""
+    """Measures seconds in which at least one of its `with` blocks runs, as a part of the clock `whole`."""
 
     def __init__(self, whole: _Clock | None = None) -> None:
         self.seconds = 0.0
@@ -134,8 +132,7 @@ class RolloutSession:
 
     @property
     def sampling(self) -> Sampling:
-        """The sampling of this ticket, unless the workflow gives its own. Answers also end at the tokens that
-        the chat template writes after a turn."""
+        """The default sampling. Answers also end at tokens that the chat template writes after a turn."""
         sampling, stops = self._services.sampling_of(self._ticket), self.tokenizer.form.stop_ids
         if not stops or sampling.ignore_eos:
             return sampling

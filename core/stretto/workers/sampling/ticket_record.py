@@ -29,8 +29,7 @@ def record_of(
     tokenizer: Tokenizer,
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> TicketRecord:
-    """Return the record of an attempt, which took these seconds, also in generation and in scoring. `row` is
-    empty if it was not read. Texts that are too long are cut."""
+    """Return an attempt's record; too long texts are cut. `seconds`: in all, in generation, in scoring."""
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
     texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]

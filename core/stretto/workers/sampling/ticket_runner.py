@@ -201,9 +201,8 @@ class TicketRunner:
         return stored
 
     async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
-        """Write the record of an attempt to the log, and its trajectories if training does not read them.
-        Return the record's sequence number, and the digest over all that is kept; 0 and no digest if the run
-        does not keep the ticket's samples."""
+        """Write an attempt's record to the log, and trajectories that training does not read. Return the
+        record's sequence number and the digest of all that is kept; 0 and no digest without any."""
         ticket, names = attempt.ticket, self._context.names
         config = self._services.config
         is_eval = ticket.purpose == "eval"
@@ -252,8 +251,7 @@ class _RunningTicket:
 
 
 class _TicketLimits:
-    """The time limits of tickets. A limit is extended by the time in which engines are there but none may
-    sample for the ticket, because all are lent to other work."""
+    """Time limits of tickets. Time in which all engines are lent to other work does not count."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._running: list[tuple[int | None, anyio.CancelScope]] = []
@@ -285,8 +283,7 @@ class _TicketLimits:
 
 
 def _timeout_s(ticket: Ticket, config: RunConfig) -> float:
-    """The limit means the time with an engine at full speed: one of low priority would fail the rows with the
-    longest answers."""
+    """The limit is for full speed: an engine of low priority would fail the rows with the longest answers."""
     has_own = config.evaluation is not None and config.evaluation.own_engine
     return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own else 1)
 

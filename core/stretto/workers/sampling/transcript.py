@@ -19,8 +19,7 @@ class Transcript:
         self._segments: list[Segment] = []
 
     def add(self, prompt_ids: NDArray[np.int32], answer: Answer, images: Sequence[str]) -> None:
-        """Add an answer to a prompt with these images. If the prompt begins with all of the newest segment,
-        the answer continues that one."""
+        """Add an answer. It continues the newest segment if the prompt begins with all of that one."""
         if not len(answer.tokens):
             return
         if not self._segments or not _begins_with(prompt_ids, self._segments[-1]):

@@ -33,8 +33,7 @@ M = TypeVar("M", bound=Message)
 
 
 class VerifierClient:
-    """All verifier workers of the run, for one of its variants. If a worker is lost, its requests are sent to
-    another."""
+    """The run's verifier workers, for one variant. A lost worker's requests are sent to another."""
 
     def __init__(self, context: WorkerContext, router: Router, config: RunConfig, variant: str) -> None:
         self._context = context
@@ -89,8 +88,7 @@ class VerifierClient:
         return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
-        """Send a request to any verifier. If it is lost, try another. The ticket's own limit ends it earlier
-        than the deadline."""
+        """Send a request to any verifier, after a loss to another. The ticket's limit ends it first."""
         context = self._context
         while True:
             async with self._router.member() as verifier:

@@ -1,5 +1,4 @@
-"""Child processes of a verifier worker: each answers one question at a time, and is killed if it takes too
-long."""
+"""Child processes of a verifier worker, each with one question at a time, killed if it takes too long."""
 
 from __future__ import annotations
 
@@ -62,9 +61,8 @@ class _Blameless(ChildEnded):
 
 
 class ChildPool:
-    """Up to `count` processes of one program. The pool starts each when it is needed. Once it has lost a
-    child, it also keeps a spare, which has started Python but not made the user's code: the next one is ready
-    sooner."""
+    """Up to `count` processes of one program, started when needed. After the first loss the pool keeps a
+    spare, which has started Python but not made the user's code."""
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
@@ -81,21 +79,15 @@ class ChildPool:
         """Seconds that the children spent on questions, summed over all children."""
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Start the first child, and return the data that it reports at its start. The pool starts more
-        children in `tasks`; one that cannot start ends it."""
+        """Start the first child; return its report. More start in `tasks`, which end if one cannot start."""
         self._tasks = tasks
         self._missing -= 1
         return await self._start()
 
     async def ask(self, question: msgspec.Struct, answer: type[T], timeout_s: float) -> T:
-        """Ask a child, and return its answer. A question whose child is killed from outside, or answers
-        another question, gets a second attempt on another child.
-
-        Raises:
-            TimeoutError: if the child does not answer within `timeout_s`; it is killed. Waiting for a free
-                child does not count.
-            ChildEnded: if the child ends before it answers, or its answer is not an `answer`.
-        """
+        """Ask a child, a second one if the first is killed from outside or answers another question. Raise
+        TimeoutError, and kill the child, if it takes longer than `timeout_s`, not counting the wait for a
+        free child. Raise ChildEnded if it ends before it answers, or its answer is not an `answer`."""
         data = msgspec.msgpack.encode(question)
         if len(data) > MAX_FRAME:
             raise RewardError(

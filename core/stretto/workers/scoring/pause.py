@@ -21,9 +21,8 @@ _FIRST_S, _LONGEST_S = 1.0, 30.0
 
 
 class Pause:
-    """Pauses the calls of a reward or an environment after 10 of them in a row failed because a process or a
-    service did not answer. One call at a time then tries whether it answers again. After `limit_s` seconds
-    the pause ends and the calls fail; 0 for no pause. `what` names what is called, for the log."""
+    """Pauses a reward's or environment's calls after 10 in a row failed without an answer. One call at a time
+    then tries again. After `limit_s` seconds (0: no pause) calls fail. `what` names it in the log."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         self._what = what

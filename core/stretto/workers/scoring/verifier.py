@@ -1,5 +1,4 @@
-"""The verifier worker: runs rewards, tools and environments in child processes that can be killed, each call
-with a time limit."""
+"""The verifier worker: rewards, tools and environments in child processes, each call with a time limit."""
 
 from __future__ import annotations
 
@@ -82,8 +81,7 @@ class VerifierWorker:
                 await service.children.close()
 
     async def drain(self) -> None:
-        """Wait until rollout workers know that this worker leaves, and make no new calls. Then wait until no
-        call is at a child."""
+        """Wait until rollout workers know and make no new calls, and then until no call is at a child."""
         await anyio.sleep(_ROUTES_S)
         while any(service.children.calls for service in self._services):
             await anyio.sleep(_DRAIN_POLL_S)
@@ -120,7 +118,6 @@ class _Service:
         self._most = children
         self.pause = Pause("", 0)
         self.reported = b""
-        """What the first child has reported at its start."""
 
     async def open(self, tasks: TaskGroup) -> None:
         self.reported = await self.children.open(tasks)

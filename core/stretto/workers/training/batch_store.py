@@ -61,11 +61,9 @@ class _Media:
 
 
 class BatchStore:
-    """The part of the batch that this rank holds. A row's number is its position in the batch.
-
-    Columns that no call of the step wrote come from the log, or are computed from the dataset's rows. The
-    rank that computed a call's column holds it; every rank knows this rank from the placement.
-    """
+    """The part of the batch that this rank holds; a row's number is its position in the batch. Columns of no
+    call come from the log or the dataset's rows. A call's column stays at the rank that computed it, which
+    every rank knows from the placement."""
 
     def __init__(self, context: WorkerContext, placement: Placement, nonces: Mapping[str, str]) -> None:
         self._context = context
@@ -85,8 +83,7 @@ class BatchStore:
         """Key -> row -> its part of the column."""
         self._vision: Vision | None = None
         self._media: dict[tuple[int, _Images | None], _Media] = {}
-        """Row of the dataset and images of a sequence -> the model's inputs for them. The sequences of a
-        group share them, unless their workflow added images."""
+        """(dataset row, images) -> model inputs; a group shares them unless its workflow added images."""
 
     async def open(self) -> None:
         """Serve requests of other ranks. Open the dataset if the trainer reads rows or images from it."""
@@ -133,8 +130,7 @@ class BatchStore:
         self._source_columns, self._call_columns, self._media, self._joined = {}, {}, {}, None
 
     async def prefetch(self, refs: Sequence[RowRef], *, complete: bool) -> None:
-        """Read announced rows from the log ahead of time. If they are `complete`, drop all other rows, except
-        those of the current batch."""
+        """Read announced rows ahead of time. If `complete`, drop all others but the current batch's."""
         if not self._placement.graph.samples:
             return
         if complete:
@@ -168,9 +164,8 @@ class BatchStore:
     async def batch(
         self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool = False
     ) -> Batch:
-        """Return these rows, in this order, with all columns of the source and the calls' columns in `keys`;
-        with `media` also the model's inputs for the rows' images, with `drawn`, for the model that samples,
-        also from what the tokens were drawn."""
+        """Return these rows in order, with the source's columns and the calls' in `keys`; with `media` also
+        the images' model inputs; with `drawn`, for the sampling model, also what tokens were drawn from."""
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)
@@ -210,8 +205,7 @@ class BatchStore:
         return Drawn(sampling.logit_bias, known if sampling.truncates else None)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
-        """Store a column that a call wrote for these rows, concatenated: one value for each token, or one for
-        each row."""
+        """Store a call's column for these rows, concatenated: one value per token, or one per row."""
         per_token = len(column) == sum(self.lengths[row] for row in rows)
         self._call_columns.setdefault(key, {}).update(self._by_row(rows, column, per_token=per_token))
 
@@ -290,8 +284,7 @@ class BatchStore:
     def _media_of(
         self, vision: Vision, rows: Sequence[int], added: Mapping[str, bytes]
     ) -> list[Mapping[str, Tensor]]:
-        """Return the model's inputs for the images of these rows. `added` has the files of the images that
-        are not in the dataset, by digest."""
+        """Return model inputs for the rows' images. `added`: digest -> file of images not in the dataset."""
         media: list[Mapping[str, Tensor]] = []
         for row in rows:
             key = place, images = self._images_of(row)

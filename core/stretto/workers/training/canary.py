@@ -24,8 +24,7 @@ _SIDE = 56
 
 
 class Probe:
-    """The canary's text: (S, C) int32 random tokens, and for a model that reads images the file of an image
-    before them, and what the model's processor makes of it."""
+    """(S, C) int32 random tokens; for a model that reads images one before them, as file and processed."""
 
     def __init__(
         self, tokens: NDArray[np.int32], image: bytes = b"", seen: VisionPrompt | None = None
@@ -54,8 +53,7 @@ class Probe:
 
 
 def probe_of(config: RunConfig) -> Probe | str:
-    """Return the run's canary, the same in every process; or why there is none, empty without one in the run
-    file."""
+    """Return the run's canary, the same in every process; or why there is none, empty if not asked for."""
     canary, model = config.inference.canary, config.model
     if canary is None:
         return ""

@@ -1,6 +1,5 @@
 """The files of a checkpoint, for one trainer: in a shared folder, or in a store that is reached by a URL.
-What comes from a store, or goes there, is in a temporary folder of the trainer's own meanwhile.
-"""
+Those of a store are meanwhile in a temporary folder of the trainer's own."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGene
 
 @asynccontextmanager
 async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
-    """Yield a folder for this trainer's files of a checkpoint. If the checkpoint belongs in a store, upload
-    the files at the end of the block; `uploaded` gets their SHA-256 by name."""
+    """Yield a folder for a checkpoint's files. Those for a store are uploaded at the end, into `uploaded`."""
     if not _is_url(message.folder):
         yield message.folder
         return
@@ -61,8 +59,7 @@ def _is_url(place: str) -> bool:
 
 @asynccontextmanager
 async def _temporary_folder(context: Context) -> AsyncGenerator[Path]:
-    """Yield a folder that only this user can enter. What a killed process of this worker has left is
-    removed."""
+    """Yield a folder that only this user can enter; remove what a killed process of this worker left."""
     folder = RunFolders(context, tempfile.gettempdir()).own("checkpoint")
     try:
         yield folder

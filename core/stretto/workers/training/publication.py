@@ -1,9 +1,6 @@
-"""Publishes the lead model's versions from one rank, beside the calls of the next step.
-
-The compute thread scores the canary and copies the weights, before the next call changes them. Another thread
-then checks, writes and hashes the copy. Tensors that training does not change are published once, after a
-load of the engine.
-"""
+"""Publishes the lead model's versions from one rank, beside the next step. The compute thread scores the
+canary and copies the weights before the next call changes them; another thread checks, writes and hashes the
+copy. Tensors that training does not change are published once, after a load of the engine."""
 
 from __future__ import annotations
 
@@ -30,9 +27,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_COPIED = 2 * 2**30
-"""Largest weights that are copied, in bytes: no more than the file that a transport holds in memory by
-default. A copy takes about an eighth of the time of hashing and writing. Larger ones are published by the
-compute thread itself, and the next call waits."""
+"""Largest weights that are copied, in bytes, as the file that a transport holds in memory by default. A copy
+takes an eighth of the time of hashing and writing. With larger ones, the next call waits."""
 _Taken = tuple[Canary | str, "list[tuple[str, Tensor]] | WeightsNote | None"]
 """The canary and a copy of the weights; or the note of weights that are too large to copy."""
 
@@ -60,10 +56,9 @@ class Publication:
     def begin(
         self, version: int, needed: Collection[int], *, loaded: bool = False
     ) -> Future[WeightsNote | None]:
-        """Begin to publish the engine's current weights as a version. All ranks of the group call it; the
-        result of ranks without a publisher is None. What the compute thread is asked for afterwards waits for
-        its part of the work. Published versions that are `needed` stay available. `loaded`: the engine has
-        loaded its state since the last version, or this is the first one."""
+        """Begin to publish the current weights. All ranks call it; the result is None without a publisher.
+        Later work of the compute thread waits for its part. Versions that are `needed` stay available.
+        `loaded`: the engine has loaded its state since the last version, or this is the first."""
         taken = self._compute.submit(self._take, version, needed, loaded=loaded)
         return self._writer.submit(self._publish, taken, version, needed)
 

@@ -1,8 +1,6 @@
-"""What a trainer computes for each trajectory of a step, for people: advantages and importance weights.
-
-The loss of a trajectory's first optimizer step gives the figures, so they need no other pass over the model.
-They stay on the device until the step is done. They become messages, and go to the log, beside the next step.
-"""
+"""What a trainer computes for each trajectory of a step, for people: advantages and importance weights, from
+the loss of its first optimizer step. They stay on the device until the step is done, and go to the log beside
+the next one."""
 
 from __future__ import annotations
 
@@ -34,8 +32,7 @@ log = structlog.get_logger()
 ROW = "kept_row"
 """Sequence column with the number of the row in the batch."""
 _MOST_WAITING = 64
-"""Messages that wait for the store, and steps that wait to become messages. With more, the oldest are
-dropped: training does not wait for them."""
+"""Messages that wait for the store, and steps before that. Beyond, the oldest are dropped."""
 _LEAVE_S = 2.0  # the process of a worker that leaves ends soon after
 _LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
@@ -63,8 +60,7 @@ class StepFigures:
         self._parts: list[_MicroBatch] = []
 
     def watch(self, loss: Loss, rows: Sequence[int]) -> Loss:
-        """Return the loss for these rows of the batch, which also collects their figures. Its batch has the
-        column `ROW`."""
+        """Return the loss for these rows that also collects their figures. Its batch has the column `ROW`."""
         self._rows += rows
 
         def watched(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -79,8 +75,7 @@ class StepFigures:
         return replace(loss, function=watched)
 
     def rows(self, ids: Sequence[str]) -> Iterator[TrainedRow]:
-        """Yield what was collected for the batch's trajectories, by their ids. Those of an engine that
-        computes no loss have no figures."""
+        """Yield each trajectory's row, without figures if the engine computes no loss."""
         without = dict.fromkeys(self._rows)
         for part in self._parts:
             mask, weights = part.mask.cpu().numpy(), part.weights.cpu().numpy()

@@ -1,8 +1,6 @@
-"""The trainer: one rank of a worker group. It runs the calls of the dataflow on the models of its group.
-
-The kernel sends requests to rank 0, which passes them on to the other ranks. Each rank reads the rows that it
-works on, and keeps what it computes; the kernel gets only names, statistics and digests.
-"""
+"""The trainer: one rank of a worker group. Rank 0 gets the kernel's requests and passes them on. Each rank
+reads the rows that it works on, and keeps what it computes; the kernel gets only names, statistics and
+digests."""
 
 from __future__ import annotations
 
@@ -224,8 +222,7 @@ class TrainerWorker:
         handler: Callable[[M], Awaitable[A]],
         join: Callable[[A, list[A]], A] = lambda own, others: own,
     ) -> None:
-        """Serve a request. Rank 0 passes it on to the other ranks, all ranks do it at the same time, and
-        `join` makes the answer from that of this rank and those of the others."""
+        """Serve a request in all ranks at the same time. `join` makes the answer from those of all."""
         other_workers = self._group.workers[1:] if self._rank == 0 else []
 
         async def run_on_all_ranks(message: M) -> A:
@@ -437,9 +434,8 @@ class TrainerWorker:
     async def _start_logprobs(
         self, call: Call, engine: TrainingEngine, temperature: float
     ) -> list[Mapping[str, Tensor]]:
-        """Return, for each optimizer step of the first epoch, the column `_START`: logprobs of the policy at
-        the start of the train step. With one minibatch return no column: the only optimizer step of the epoch
-        computes these logprobs itself."""
+        """Return the column `_START` for each optimizer step of the first epoch: logprobs of the policy at
+        the train step's start. One minibatch needs none: its only step computes them itself."""
         if call.minibatches == 1:
             return [{}]
         writers = self._graph.writers
@@ -518,8 +514,7 @@ class TrainerWorker:
         return {**means, **figures}
 
     def _record(self, kept: StepFigures) -> None:
-        """Send the figures of the step's trajectories to the log, beside the next step. Several ranks may
-        have computed the same rows; one of them sends them."""
+        """Log the step's figures beside the next step. One rank sends rows that several have computed."""
         last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
         ids, groups = self._rows.ids, self._rows.groups
         keeps = self._context.composed.config.samples.keeps
@@ -555,8 +550,7 @@ def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list
 
 
 def _with_divergence(loss: Loss) -> Loss:
-    """Return the loss with one more statistic: `divergence`, KL(behaviour || policy at the start of the train
-    step) of the trained tokens, see `stretto.rl.functional.bounded_kl`."""
+    """Add `divergence`: KL(behaviour || policy at step start), see `stretto.rl.functional.bounded_kl`."""
 
     def loss_with_divergence(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         from stretto.rl.functional import bounded_kl
@@ -606,8 +600,7 @@ class _Audit:
         return loss, {**statistics, **figures}
 
     def pop_figures(self, statistics: dict[str, float]) -> dict[str, float]:
-        """Remove the audit's figures from a step's statistics and return them; without such tokens only the
-        share."""
+        """Move the audit's figures out of a step's statistics; without such tokens only the share."""
         result: dict[str, float] = {}
         for name in ("mismatch", "drift"):
             figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
