@@ -179,9 +179,9 @@ def newest_intact(root: Path) -> tuple[Path, KernelState] | None:
 def find_checkpoint(
     folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
 ) -> Path:
-    """Return the folder of an intact checkpoint: of a version, or with a name, or None for the newest. Files
-    in a store are downloaded into this user's cache. `advice` (without any checkpoint) and `option` (that
-    gave the version) are for the error."""
+    """Return the folder of an intact checkpoint: `version` is a version, a checkpoint's name, or None for the
+    newest. Files in a store are downloaded into this user's cache. `advice` (without any checkpoint) and
+    `option` (that gave the version) are for the error."""
     root = folder / "checkpoints"
     if version is None:
         newest = newest_intact(root)

@@ -24,7 +24,7 @@ _SIDE = 56
 
 
 class Probe:
-    """(S, C) int32 random tokens; for a model that reads images one before them, as file and processed."""
+    """(S, C) int32 random tokens, and before them an image if the model reads some, as file and processed."""
 
     def __init__(
         self, tokens: NDArray[np.int32], image: bytes = b"", seen: VisionPrompt | None = None

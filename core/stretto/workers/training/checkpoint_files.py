@@ -38,7 +38,7 @@ async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGene
 
 @asynccontextmanager
 async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
-    """Yield a folder for a checkpoint's files. Those for a store are uploaded at the end, into `uploaded`."""
+    """Yield a folder for a checkpoint's files. Those of a store are uploaded, with SHA-256s in `uploaded`."""
     if not _is_url(message.folder):
         yield message.folder
         return
