@@ -32,7 +32,7 @@ async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Endin
 
 
 async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """End the run when the bus has been out for `bus.outage_s`, not counting time this process slept."""
+    """End the run when the bus has been out for `bus.outage_s` of the time in which this process ran."""
     outage_s = setup.config.bus.outage_s
     out_s, poll_s = 0.0, min(1.0, outage_s / 4)
     while out_s <= outage_s:

@@ -245,7 +245,8 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
 
 
 def _full_disk(folder: Path, reason: str) -> str:
-    """Return which disk, of the file in the reason or of the run, is full, if that may have ended it."""
+    """Return which disk has no room, and how much it has, if that ended the run or may have; empty otherwise.
+    It is the disk of the file that the reason names, or else that of the run."""
     is_named = any(words in reason for words in _NO_ROOM)
     named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_named else []
     disk = (named or [folder])[0]

@@ -352,7 +352,8 @@ class _Checker:
         )
 
     def _check_samples(self) -> Check:
-        """Kept samples are as their columns say; trained rows are a group's samples, as the journal says."""
+        """Each kept sample is what its columns say; the trained rows of a group are its kept samples, in
+        order, with the lengths that the journal says."""
         violations = list(self._samples.faults)
         checked: set[int] = set()
         for version, batch in self._batches.items():

@@ -130,7 +130,7 @@ class Admission:
         )
 
     async def _take_beat(self, role: Role, message: Heartbeat) -> None:
-        """A process that is no worker of the run must leave: nobody could stop what takes tickets."""
+        """A process that is no worker of the run must leave: it takes tickets, but nobody could stop it."""
         if not self._fleet.beat(message):
             subject = self._setup.names.worker(role, message.worker, message.nonce, "dismiss")
             await self._bus.publish(subject, Dismissal(self._journal.epoch))

@@ -23,7 +23,7 @@ _POINTS = 8
 
 
 class Candidates:
-    """The m rollout workers and the n that they can call; deterministic. A change is O((m + n) log n)."""
+    """The m rollout workers and the n workers they can call; deterministic. A change is O((m + n) log n)."""
 
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}

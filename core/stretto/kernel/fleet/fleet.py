@@ -188,7 +188,7 @@ class Fleet:
             self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop what runs after `grace_s`; at once what has not joined, as it has heard no beacon."""
+        """Wait for workers to leave; stop the rest after `grace_s`, and at once those that never joined."""
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 

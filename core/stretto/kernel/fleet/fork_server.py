@@ -80,7 +80,7 @@ class _ForkLoop:
         return True
 
     def _fork(self, order: _ForkOrder) -> bool:
-        """Return whether this is the fork. None is made while threads run: it would have their locks only."""
+        """Return whether this is the fork. None is made while threads run, whose locks it would keep."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:
             self._answer({"id": order.id, "error": f"the fork server has {threads} threads"})
