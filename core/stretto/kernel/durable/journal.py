@@ -27,7 +27,7 @@ OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
 
 
 class JournalWriter:
-    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is the message before."""
+    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is its predecessors' last."""
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
@@ -35,6 +35,7 @@ class JournalWriter:
         self.epoch = epoch
         self._end = end
         self.head = head
+        """The newest message that the server has stored."""
         self.head_from = 0
         """Sequence number of its first part; 0 if a former kernel wrote it."""
         self._appending = anyio.Lock()
