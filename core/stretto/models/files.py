@@ -26,7 +26,7 @@ __all__ = [
 
 
 def known_config(model: str | None) -> Mapping[str, Any]:
-    """Return a model's `config.json` if this machine has it, in a folder or in the hub's cache; otherwise
+    """Return a model's `config.json` if a folder or the hub's cache on this machine has it; otherwise
     empty."""
     if model is None:
         return {}

@@ -1,7 +1,7 @@
 """Training engine `frozen`: publishes the weights of the run's model without training.
 
-It is for runs with `steps: 0`, which only evaluate a model; `stretto evaluate` uses it. It holds the model in
-host memory, in the dtype of its files and without an optimizer.
+For runs with `steps: 0`, such as those of `stretto evaluate`. It holds the model in host memory, without an
+optimizer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The layout of `fsdp2`: data-parallel ranks that shard or copy the model, optionally split by tensor.
 
 On a mesh (dp, tp), parameters are split by tensor first, then sharded over dp. FSDP2 averages the ranks'
-gradients, so each rank's loss, which is already its part of the whole, is multiplied by the number of ranks.
+gradients, so each rank's loss, already its part of the whole, is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class ShardedLayout(RankLayout):
             fully_shard(
                 module,
                 mesh=self.mesh["dp"],
-                # The root too: by default its parameters stay gathered after a forward, and a later forward
-                # would not see that a step or a load has changed their shards.
+                # By default the root's parameters stay gathered, and a later forward would miss a step or a
+                # load.
                 reshard_after_forward=True,
                 mp_policy=root if module is model else inner,
                 offload_policy=offload,
@@ -141,8 +141,8 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run all micro-batches. FSDP2 reduces the gradient of each, so no rank ever holds a full gradient;
-        without sharding the copies reduce theirs once at the end."""
+        """Run all micro-batches. FSDP2 reduces the gradient of each; without sharding, copies reduce once at
+        the end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return
@@ -162,8 +162,8 @@ class ShardedLayout(RankLayout):
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return freed memory to the system. By default it keeps blocks of up to 32 MiB, and layers
-    that are gathered and freed in turn fragment the heap so much that sharding saves nothing."""
+    """Make glibc return freed memory: gathering and freeing layers in turn fragments the blocks of up to 32
+    MiB that it keeps by default, so much that sharding saves nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**20)

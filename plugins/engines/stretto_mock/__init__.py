@@ -1,7 +1,7 @@
 """Engines `mock`: training and inference at configured speeds, to try a configuration's timing.
 
-Neither needs a model or a GPU: answers are random tokens of random length, or those of a function, and the
-weights are one number.
+No model or GPU: answers are random tokens of random length, or those of a function; the weights are one
+number.
 """
 
 from __future__ import annotations
