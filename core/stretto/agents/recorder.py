@@ -1,10 +1,9 @@
 """The model calls of one agent, and the trajectories made of them.
 
-An agent may call in any way: one growing chat, several chats at the same time, or a history that it has
-rewritten. A call continues a chat if it begins with everything that the agent has seen of that chat. Its new
-messages then extend the chat's ids, and sampled tokens are never tokenised again
-(`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, also a call to
-a chat whose answer is still being sampled. All trajectories share the score.
+An agent may call in any way: one growing chat, several at once, or a rewritten history. A call that begins
+with everything that the agent has seen of a chat continues it: the new messages extend its ids
+(`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, as does a call
+to a chat whose answer is still being sampled. All trajectories share the score.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Input = str | list[Any] | NDArray[np.int32]
 
 
 class OverLimit(StrettoError):
-    """A call that the agent's limits do not allow, or that comes after the agent run is over. `code` is
-    `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`."""
+    """A call that the limits do not allow, or after the end of the agent run. `code` is `max_calls`,
+    `max_total_tokens`, `context_length_exceeded` or `run_over`."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -51,8 +50,8 @@ class CallLimits:
     calls: int | None = None
     """Most answers; each of several choices counts."""
     tokens: int | None = None
-    """Most sampled tokens of all calls. Each call may use the tokens left at its start, also while other
-    calls are sampling."""
+    """Most sampled tokens of all calls. Each may use the tokens left at its start, though others are
+    sampling."""
     context: int | None = None
     """Most tokens of one chat, prompt included."""
 
@@ -64,7 +63,7 @@ class Thread:
         self, session: Session, name: str, input: Input, tools: Sequence[Mapping[str, Any]], limit: int | None
     ) -> None:
         self.input = input
-        """The input of the agent's last call."""
+        """Of the agent's last call."""
         self.message: Message | None = None
         """The last answer, as the agent got it."""
         self.prompt = np.empty(0, np.int32)
@@ -107,8 +106,8 @@ class Thread:
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
-        """Return the text of the last answer. Only a chat's has no `ChatForm.lead`: to a prompt of its own an
-        agent appends all that was sampled."""
+        """Return the last answer's text, only in a chat without `ChatForm.lead`: agents append it to
+        prompts."""
         tokenizer, whole = self._session.tokenizer, not isinstance(self.input, list)
         return answer_text(self.prompt, answer.tokens, answer.finish, tokenizer, special=special, whole=whole)
 
@@ -147,9 +146,9 @@ class Thread:
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
-        """Record the last answer in the form that the agent gets, and `template_message` for a chat template
-        that does not accept the sampled text. A later call that begins with the input and this message
-        continues the thread."""
+        """Record the last answer as the agent gets it; a call that begins with the input and this message
+        continues the thread. `template_message`: for a chat template that does not accept the sampled
+        text."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
@@ -204,13 +203,8 @@ class _TokenPrompt:
 
 
 class CallRecorder:
-    """One agent run: its threads, its use of calls and tokens, and its unfinished calls.
-
-    Args:
-        session: the ticket's session.
-        name: letters and digits, different for every recorder of a session. Seeds depend on it.
-        limits: the limits of this agent run.
-    """
+    """One agent run: its threads, its use of calls and tokens, and its unfinished calls. `name`: letters and
+    digits, different for every recorder of a session; seeds depend on it."""
 
     def __init__(self, session: Session, name: str, limits: CallLimits | None = None) -> None:
         self.session = session
@@ -232,8 +226,8 @@ class CallRecorder:
         self._closed = False
 
     def take(self, inputs: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
-        """Return the threads for the choices of a call, one for each input. Raise OverLimit if the agent has
-        used up its calls or its tokens."""
+        """Return the threads for a call's choices, one for each input. Raise OverLimit if calls or tokens are
+        used up."""
         limits = self.limits
         if limits.calls is not None and self.calls + len(inputs) > limits.calls:
             raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
@@ -250,7 +244,7 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Sample the policy's answer. Call `thread.record_answer` afterwards: then a call can continue the
+        """Sample the policy's answer. Call `thread.record_answer` afterwards, so that a call can continue the
         thread.
 
         Args:
@@ -305,18 +299,14 @@ class CallRecorder:
             await self._call_ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """Return the trajectories of all chats; none without an answer.
-
-        Each has the agent run's score, with the metrics `calls` and `chats` added.
-        """
+        """Return the trajectories of all chats, none without an answer. Each has the run's score, with the
+        metrics `calls` and `chats`."""
         threads = [thread for thread in self._threads if thread.message is not None]
         metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(threads))}
         score = replace(score, metrics=metrics)
         return parts_of_sample(
             [trajectory for thread in threads for trajectory in thread.trajectories(score)]
         )
-
-    # ------------------------------------------------------------------------------------ private
 
     def _thread_for(self, input: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
         """Return the thread that a call continues, the longest if several match; else a new one."""
