@@ -38,7 +38,6 @@ class LocalHandle:
     def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self.ended = False
-        """Whether somebody has seen its end."""
 
     @property
     def pid(self) -> int:
@@ -151,8 +150,8 @@ class LocalLauncher:
         return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers. A worker that has ended may be started again and then gets its GPUs
-        again, so others get them only if there is no other way."""
+        """Choose GPUs for new workers. Those of ended workers, which may be started again with them, come
+        last."""
         machine = [_this_machine()]
         try:
             return place(jobs, machine, self._spots)

@@ -1,7 +1,7 @@
 """Launcher `ray`: each worker is a process on a node of a Ray cluster (see docs/cluster.md).
 
-The cluster runs already, or the launcher starts one on this machine. A worker's process is started by a Ray
-actor, which holds the worker's resources in a placement group.
+The cluster runs already, or starts on this machine. A Ray actor starts the process, and holds its resources
+in a placement group.
 """
 
 from __future__ import annotations

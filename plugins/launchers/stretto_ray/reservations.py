@@ -62,8 +62,8 @@ class Reservations:
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return a bundle for each job: that in which its worker ran before, an unused one, or a new one,
-        which Ray gives when there is room."""
+        """Return each job's bundle: that in which its worker ran, an unused one, or a new one when Ray has
+        room."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:

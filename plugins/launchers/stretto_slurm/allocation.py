@@ -72,8 +72,8 @@ def _count(ids: str) -> int:
 
 
 def ask_slurm(*command: str, text: str = "") -> str:
-    """Run a command of Slurm with a text as standard input, and return its output. Raise LaunchError if it
-    fails, or takes longer than a minute."""
+    """Run a command of Slurm with a text as standard input. Raise LaunchError if it fails, or takes over a
+    minute."""
     try:
         done = subprocess.run(
             command,

@@ -1,8 +1,8 @@
-"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0. It is the
-accuracy, too.
+"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0; also the
+accuracy.
 
-Values are compared exactly where possible, else by math-verify and SymPy; letters of a multiple choice and
-words are compared as text.
+Values are compared exactly where possible, else by math-verify and SymPy; letters of choices and words as
+text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 The process exchanges lines of JSON over its standard pipes. It reads `{"config", "path", "size"}` and answers
 `{"tasks"}` or `{"error"}`. Then it reads `{"id", "task", "key", "model", "base_url", "api_key"}` for each
-episode, or `{"cancel": id}` to cancel one, and writes `{"id", "reward", "metrics", "error"}` when an episode
-is over. It ends when its input ends.
+episode, or `{"cancel": id}`, and writes `{"id", "reward", "metrics", "error"}` at its end. It ends with its
+input.
 """
 
 from __future__ import annotations
