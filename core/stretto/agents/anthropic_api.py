@@ -182,8 +182,7 @@ class MessageCall:
 
 
 def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
-    """Yield a message in the form of chat templates; a user's gives one for each tool's result and for each
-    text around them."""
+    """Yield a message in the form of chat templates; a user's gives one for each tool's result and text."""
     blocks = _blocks(message.content)
     if message.role == "assistant":
         yield _answer(blocks, location)

@@ -59,8 +59,7 @@ class Reply:
     answer: Answer
     prompt_tokens: int
     message: Message
-    """`role`, `content`, and perhaps `tool_calls`, each with `id`, `type` and `function` (`name`,
-    `arguments`)."""
+    """`role`, `content`, and perhaps `tool_calls`: `id`, `type` and `function` (`name`, `arguments`)."""
 
     @property
     def text(self) -> str:
@@ -72,11 +71,9 @@ class APICall(Protocol):
     """A parsed request, and how to write its answer."""
 
     inputs: list[Input]
-    """The policy's input for each choice."""
     images: list[bytes]
     """Files of the images in the input. Its messages name them by their SHA-256."""
     tools: list[dict[str, Any]]
-    """Tools that the chat template shows to the policy."""
     reads_tools: bool
     """Whether answers are searched for calls of the tools."""
     max_tokens: int | None
@@ -90,8 +87,7 @@ class APICall(Protocol):
         ...
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
-        """Yield the events before the first piece of a stream. `prompt_tokens`: for a call with one
-        choice."""
+        """Yield the events before the first piece. `prompt_tokens`: for a call with one choice."""
         ...
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:

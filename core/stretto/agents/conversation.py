@@ -84,13 +84,12 @@ class Conversation:
         return max(0, len(self._segments) - 1)
 
     def add(self, *turns: str | Message, images: Sequence[bytes] = ()) -> None:
-        """Add turns of others before the next answer: messages to a chat, text to a plain text. In a chat, a
-        text is a message of the user.
+        """Add turns of others before the next answer: messages to a chat, where a text is the user's; text to
+        a plain text.
 
         Args:
-            images: files of the images in these turns, in the order of their places. In a message, a place is
-                the string `<image>` in the text, or a part `{"type": "image"}`; in a plain text, the model's
-                own placeholder.
+            images: files of the images in these turns, in the order of their places: the string `<image>` in
+                a message's text, or a part `{"type": "image"}`; in a plain text, the model's own placeholder.
 
         Raises:
             TypeError: for a message in a plain text.
@@ -141,9 +140,8 @@ class Conversation:
         return answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """Return one trajectory for each part between splits that has an answer; none without an answer. Each
-        has the score of the whole conversation, with the metrics `turns` and `splits`. The last one has its
-        messages."""
+        """Return one trajectory for each part between splits that has an answer. Each has the conversation's
+        score, with the metrics `turns` and `splits`. The last one has its messages."""
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
         reads_images = self._images is not None
@@ -249,14 +247,11 @@ class Segment:
 
     def __init__(self) -> None:
         self.text = ""
-        """The text of the ids, special tokens included."""
         self.length = 0
         self.last: Answer | None = None
         self._parts: list[_Part] = []
         self._kept: list[KeptTokens | None] = []
-        """Of each part; None if they are not known."""
         self._images: list[Sequence[str]] = []
-        """Names, of each part."""
 
     def add_text(self, ids: NDArray[np.int32], text: str, images: Sequence[str]) -> None:
         """Add tokens that the policy did not sample, and images; `text` is then the whole segment's text."""

@@ -100,13 +100,9 @@ def key_of(request: web.Request) -> str:
 
 
 class Endpoint:
-    """The server of one process. It serves a port after `start`, and sockets given to `serve_socket`, until
-    `stop` is called or the process ends.
-
-    Args:
-        tool_parser: the format in which the policy writes tool calls.
-        routes: other requests that it serves. Their handlers may raise `ApiError`.
-    """
+    """The server of one process: serves a port after `start`, and sockets given to `serve_socket`, until
+    `stop` or the end of the process. `routes`: other requests that it serves; handlers may raise
+    `ApiError`."""
 
     def __init__(
         self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
@@ -118,7 +114,6 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._strangers: dict[RequestHandler, None] = {}
-        """Connections to the port that have not shown a valid key yet, the oldest first."""
         self._starting = anyio.Lock()
         self.base_url = ""
         """The URL for clients, `/v1` included; empty before the server is started."""
@@ -150,9 +145,8 @@ class Endpoint:
         self._strangers.pop(request.protocol, None)
 
     async def serve_socket(self, listener: socket.socket) -> None:
-        """Serve a listening socket, until the caller is cancelled; then close its connections. If it has
-        very many, further ones wait until others are closed. Raise OSError if this process has too many open
-        files."""
+        """Serve a listening socket until the caller is cancelled; then close its connections. If it has very
+        many, others wait. Raise OSError if this process has too many open files."""
         async with self._starting:
             runner = await self._made_runner()
         assert runner.server is not None
@@ -172,7 +166,6 @@ class Endpoint:
                 connection.abort()
 
     async def _made_runner(self) -> web.AppRunner:
-        """The server listens nowhere at first."""
         if self._runner is None:
             app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
@@ -198,8 +191,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:
-        """Accept the agent's calls inside the block; yield their key. At the end, unfinished calls are
-        cancelled and the key becomes invalid."""
+        """Accept the agent's calls inside the block; yield their key. The end cancels unfinished calls."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._agent_runs[key] = _AgentRun(recorder)
         try:

@@ -331,8 +331,7 @@ class CompletionCall:
 
 
 class ResponseCall:
-    """`POST /v1/responses`. `earlier`: messages of earlier responses, by their id; `response` adds its
-    own."""
+    """`POST /v1/responses`. `earlier`: messages of earlier responses by id; `response` adds its own."""
 
     ends_with_done = False
 
@@ -483,8 +482,7 @@ class ResponseCall:
 
 
 def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message:
-    """Return a chat message for templates, equal for equal messages; `images` gets the files of its
-    images."""
+    """Return a chat message for templates, equal for equal messages; `images` gets its images' files."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{location}.content", images)

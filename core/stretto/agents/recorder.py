@@ -50,8 +50,7 @@ class CallLimits:
     calls: int | None = None
     """Most answers; each of several choices counts."""
     tokens: int | None = None
-    """Most sampled tokens of all calls. Each may use the tokens left at its start, though others are
-    sampling."""
+    """Most sampled tokens of all calls. Each call may use those left at its start."""
     context: int | None = None
     """Most tokens of one chat, prompt included."""
 
@@ -106,8 +105,7 @@ class Thread:
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
-        """Return the last answer's text, only in a chat without `ChatForm.lead`: agents append it to
-        prompts."""
+        """Return the last answer's text, only in a chat without `ChatForm.lead`: agents append it."""
         tokenizer, whole = self._session.tokenizer, not isinstance(self.input, list)
         return answer_text(self.prompt, answer.tokens, answer.finish, tokenizer, special=special, whole=whole)
 
@@ -146,9 +144,8 @@ class Thread:
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
-        """Record the last answer as the agent gets it; a call that begins with the input and this message
-        continues the thread. `template_message`: for a chat template that does not accept the sampled
-        text."""
+        """Record the last answer as the agent gets it; a call that begins with input and message continues
+        the thread. `template_message`: for a chat template that does not accept the sampled text."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
@@ -210,15 +207,12 @@ class CallRecorder:
         self.session = session
         self.limits = limits or CallLimits()
         self.calls = 0
-        """Answers requested so far."""
         self.tokens = 0
-        """Tokens sampled so far."""
         self.over = ""
         """The first limit that refused a call; empty if none did."""
         self.fault: Exception | None = None
         """The first error of a call; None if there was none."""
         self.last: Thread | None = None
-        """The thread with the newest answer."""
         self._name = name
         self._threads: list[Thread] = []
         self._call_scopes: set[anyio.CancelScope] = set()
@@ -226,8 +220,7 @@ class CallRecorder:
         self._closed = False
 
     def take(self, inputs: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
-        """Return the threads for a call's choices, one for each input. Raise OverLimit if calls or tokens are
-        used up."""
+        """Return the threads for a call's inputs. Raise OverLimit if calls or tokens are used up."""
         limits = self.limits
         if limits.calls is not None and self.calls + len(inputs) > limits.calls:
             raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
@@ -244,8 +237,7 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Sample the policy's answer. Call `thread.record_answer` afterwards, so that a call can continue the
-        thread.
+        """Sample the policy's answer. Then call `thread.record_answer`, so that a call can continue it.
 
         Args:
             max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
@@ -299,8 +291,7 @@ class CallRecorder:
             await self._call_ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """Return the trajectories of all chats, none without an answer. Each has the run's score, with the
-        metrics `calls` and `chats`."""
+        """Return the trajectories of all chats, with the run's score and the metrics `calls` and `chats`."""
         threads = [thread for thread in self._threads if thread.message is not None]
         metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(threads))}
         score = replace(score, metrics=metrics)

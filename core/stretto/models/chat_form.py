@@ -24,8 +24,7 @@ _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 _Arguments = Literal["mapping", "text", "mapping or text"]
 
 _CUT = "\ufdd0"
-"""Stands after the first and the last character of a special token that is text. Not a character of
-Unicode."""
+"""Stands after the first and the last character of a special token that is text. Not in Unicode."""
 _TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
 """A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
 
@@ -44,8 +43,7 @@ class ChatForm:
 
     has_template: bool = False
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer: the model's, the tokenizer's, and the one that the template writes after a
-    turn."""
+    """Tokens that end an answer: the model's, the tokenizer's, and the one that the template writes."""
     stop_ids: tuple[int, ...] = ()
     """The end of the last turn, if engines do not stop at it by themselves."""
     ends: tuple[str, ...] = ()
@@ -59,10 +57,8 @@ class ChatForm:
     opened: str = ""
     """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
     header: str = ""
-    """What the generation prompt adds to the messages."""
     opening: str = ""
-    """The end of a prompt that opens an answer: the header, else what the template writes after the user's
-    words, such as `[/INST]`."""
+    """The end of a prompt that opens an answer: the header, else what follows the user's words: `[/INST]`."""
     final: str = ""
     """What the template writes after the last turn only, if it opens no answer, such as `<|endoftext|>`. The
     policy does not sample it: it has ended its turn."""
@@ -73,10 +69,8 @@ class ChatForm:
     """What the template writes between the content and the token that ends the last turn, likewise."""
     plain_lead: str = ""
     plain_tail: str = ""
-    """Both without special tokens."""
     arguments: _Arguments = "mapping"
-    """The form in which the template wants a tool call's arguments. If it takes both, JSON text stays as it
-    is."""
+    """The form in which the template wants a call's arguments. If it takes both, JSON text stays."""
     call_content: str | None = ""
     """The content with which the template shows the tool calls of a message without text."""
     content: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
@@ -144,8 +138,7 @@ def plain_text(text: str, mark: str = "") -> str:
 
 
 def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, bool]]:
-    """Return the sections of a rendered text, each with whether special tokens in it are text; such a section
-    begins and ends at special tokens."""
+    """Return a rendered text's sections, each with whether special tokens in it are text."""
     if _CUT not in text or special is None:
         return [(plain_text(text), _CUT in text)] if text else []
     sections: list[tuple[str, bool]] = []

@@ -37,7 +37,6 @@ class ChatPiece(NamedTuple):
 
     ids: NDArray[np.int32]
     trained: bool
-    """Whether the assistant writes it."""
 
 
 def encode_chat(
@@ -48,14 +47,14 @@ def encode_chat(
     tools: Tools = (),
     complete: bool = True,
 ) -> list[ChatPiece]:
-    """Return the pieces of a conversation up to the end of the assistant's last turn. The first piece is the
+    """Return the pieces of a conversation up to the end of the assistant's last turn; the first is the
     prompt, with the opening of the answer.
 
     Args:
-        answer: turns of the assistant, of tools and of others. The first one is the assistant's. A tool call
-            has its arguments as a mapping or as JSON text.
-        complete: refuse messages and tools that the template drops or changes, but for white space. In the
-            prompt, it may leave out reasoning.
+        answer: turns of the assistant, who begins, of tools and of others. A tool call has its arguments as a
+            mapping or as JSON text.
+        complete: refuse messages and tools that the template drops or changes, but for white space, and for
+            reasoning in the prompt.
 
     Raises:
         ConfigError: if the template refuses the messages, drops or changes them, or does not begin the whole

@@ -178,8 +178,7 @@ def file_of(value: Any) -> bytes:
 
 
 def files_of(values: Any) -> tuple[bytes, ...]:
-    """Return the files of images of one message. Raise ImageError as `file_of`, for no sequence, or if too
-    large together."""
+    """Return the files of one message's images. Raise ImageError as `file_of`, or if too large together."""
     if not isinstance(values, list | tuple):
         raise ImageError(f"expected a list of images, found {_describe(values)}")
     files = tuple(map(file_of, cast("Sequence[Any]", values)))

@@ -64,7 +64,6 @@ class Place:
     file: Path
     start: int
     size: int
-    """In bytes."""
 
     @property
     def dtype_name(self) -> str:
@@ -127,8 +126,8 @@ def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
 
 
 def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
-    """Write the header of a file; the caller then writes the tensors in the same order. `file` and `start` of
-    the places are not used."""
+    """Write a file's header; the caller then writes the tensors in this order. Only `file` and `start` are
+    unused."""
     header: dict[str, Any] = {}
     end = 0
     for place in tensors:

@@ -73,13 +73,8 @@ def apply_chat_template(
     arguments: Mapping[str, Any],
 ) -> str:
     """Return chat messages as text; see `Tokenizer.render`. Raise ConfigError if the template is missing or
-    refuses.
-
-    Args:
-        owner: has the chat template: a tokenizer or a processor of transformers.
-        messages: in the form that the template wants.
-        arguments: what else the template gets.
-    """
+    refuses them. `owner` has the template: a tokenizer or a processor of transformers. `messages` have the
+    form that it wants; `arguments`: what else it gets."""
     from jinja2 import TemplateError
 
     if owner.chat_template is None:
@@ -113,8 +108,8 @@ def _with_no_content(
     opens: bool,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Render messages of which some have no content: `apply_chat_template` drops the key, and templates that
-    test it for none find nothing."""
+    """Render messages without content: `apply_chat_template` drops the key, which some templates test for
+    none."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     [text], _ = render_jinja_template(
@@ -280,8 +275,7 @@ class ByteTokenizer:
 
 
 def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
-    """Return the ids of a text that continues others, without a space of its own. `encode`: encodes a
-    text."""
+    """Return the ids of a text that continues others, without a space of its own."""
     for near in ("\n", "a"):  # one of them does not merge with the text
         ids, known = encode(near + text).ids, encode(near).ids
         if ids[: len(known)] == known:
@@ -316,7 +310,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
-"""Not every model has all of them."""
 _NO_TEXT = "\ufdd0"
 """Begins what no text has: it is no character of Unicode."""
 _OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
@@ -360,7 +353,6 @@ class ModelTokenizer:
         self._added_texts = {id: text for text, id in self._added.items()}
         self._added_tokens = {each.content: each for each in tokenizer.added_tokens_decoder.values()}
         self._begins: dict[str, bool] = {}
-        """Texts of tokens -> see `_begins_behind`."""
         self._special = {text: each for text, each in self._added_tokens.items() if each.special}
 
     def encode_prompt(
@@ -555,8 +547,7 @@ class ModelTokenizer:
 
     @cached_property
     def _word(self) -> tuple[list[int], str]:
-        """A token of some text, and this text; nothing if there is none. Decoders drop a space before the
-        first token."""
+        """A token of some text, and this text; or nothing. Decoders drop a space before the first token."""
         added = self._added.values()
         for token in sorted({*self._tokenizer.get_vocab().values()}.difference(added)):
             text = self._tokenizer.decode([token])

@@ -106,7 +106,6 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     digest: str
     files: dict[str, dict[str, str]]
-    """File name -> tensor name -> its hash."""
     frozen: tuple[str, ...] = ()
     """Names of the files that later versions have too."""
     whole: bool = True
@@ -115,7 +114,6 @@ class Manifest(msgspec.Struct, frozen=True):
     """Digest of the version that the deltas begin with; empty if there are none."""
     base_version: int = -1
     followed: bool = False
-    """Whether later versions may be deltas."""
 
     @classmethod
     def of(cls, version: int, files: dict[str, dict[str, str]], frozen: Iterable[str] = ()) -> Manifest:
@@ -155,7 +153,6 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
     """What a sender says of a version; the receiver checks against it."""
 
     manifest: bytes
-    """JSON of the `Manifest`."""
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     """Size in bytes of each file that the version's folder has, in the order of `Manifest.stored`."""
 
@@ -254,7 +251,7 @@ class FolderPublisher:
 
     def find(self, version: int) -> StoredVersion:
         """Find a version; it may be removed before its files are opened. Any thread may call this. Raise
-        WeightsError if it was never here or is gone."""
+        WeightsError if it is not here."""
         entry = self._versions.get(version)
         if entry is None:
             newest = max(self._versions, default="none")

@@ -61,8 +61,8 @@ class VersionReceiver:
         """The version whose whole files are on their way, its folder, and those that are not here yet."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Receive a version and compare every tensor's hash with the announcement. Raise WeightsError if it
-        is gone, damaged, or not the announced one."""
+        """Receive a version, and compare every hash. Raise WeightsError if it is gone, damaged or another
+        one."""
         links = await self._links(note)
         takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:

@@ -118,8 +118,8 @@ class VisionPrompt:
     ids: NDArray[np.int32]
     """(P,) ids of the prompt. The number of image tokens equals the number of image features in the model."""
     media: Mapping[str, NDArray[Any]]
-    """Arguments of the model, such as `pixel_values`; the first dimension counts images or their patches.
-    Empty without an image."""
+    """Arguments of the model, such as `pixel_values`; first dimension: images or patches. Empty without
+    images."""
 
 
 class Vision:
@@ -196,8 +196,8 @@ class Vision:
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
-        """Process a part of a text with its images, each at the model's own placeholder. No token is added
-        around it. Raise ConfigError as `see` does."""
+        """Process a part of a text with its images, without tokens around it. Raise ConfigError as `see`
+        does."""
         places = text.count(self.place)
         if places != len(images):
             raise ConfigError(

@@ -163,8 +163,7 @@ def _check_args(config: ServerEngineConfig, reserved: Mapping[str, str]) -> Iter
 
 
 def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
-    """Build a command line from the engine's own flags and those of `inference.args`, which take
-    precedence."""
+    """Build a command line from the engine's own flags and `inference.args`, which take precedence."""
     line: list[str] = []
     for flag, value in (dict(own) | {_flag(name): value for name, value in given.items()}).items():
         for item in value if isinstance(value, tuple) else (value,):

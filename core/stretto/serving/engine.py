@@ -1,5 +1,4 @@
-"""The base class of server engines, except for the HTTP API: weights and server; `streams` has the
-samples."""
+"""The base class of server engines, but for the HTTP API: weights and server. `streams` has the samples."""
 
 from __future__ import annotations
 
@@ -59,7 +58,6 @@ class _WeightFiles:
     note: WeightsNote
     folder: Path
     own: bool
-    """Whether the engine removes the folder."""
 
     def drop(self) -> None:
         if self.own:
@@ -82,7 +80,6 @@ class ServerEngine(Streams, ABC):
         self._context = context
         self._model = context.model or ""
         self._reads_images = False
-        """Known when the server is started."""
         self._has_tied_head = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's own tensors; empty while its files are not on this machine."""
@@ -96,7 +93,6 @@ class ServerEngine(Streams, ABC):
         self._version = -1
         """The version that the server serves; -1 for none."""
         self._weight_files: _WeightFiles | None = None
-        """For a server that is started again."""
         self._pauses: list[float] = []
 
     def unfit(self, sampling: Sampling) -> str:
@@ -111,8 +107,8 @@ class ServerEngine(Streams, ABC):
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
-        """Check that a healthy server is the expected one, before the engine sends any other request. Raise
-        EngineError if it is not."""
+        """Check that a healthy server is the expected one, before other requests. Raise EngineError if
+        not."""
 
     @abstractmethod
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
@@ -253,8 +249,8 @@ class ServerEngine(Streams, ABC):
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
-        """Compare a version with the model's own files, if they are here: a server notices a tensor that does
-        not fit only during the load, or never."""
+        """Compare a version with the model's own files: a server notices a misfit only at the load, or
+        never."""
         if not self._shapes:
             return
         shapes = self._shapes_in(str(folder))

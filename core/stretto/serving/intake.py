@@ -90,8 +90,7 @@ class OpenSample:
 
     @property
     def finish_on_arrival(self) -> Finish:
-        """The finish of an answer that was complete on arrival; else empty. It does not look for stop
-        strings."""
+        """The finish of an answer that was complete on arrival; else empty. Stop strings are not checked."""
         if len(self.begun) and int(self.begun[-1]) in self.source.ends:
             return "stop"
         return "length" if len(self.begun) == self.request.sampling.max_tokens else ""
@@ -178,8 +177,7 @@ class Intake(Generic[Sample]):
         return iter([sample for _, samples in self._requests.values() for sample in samples])
 
     def late(self, now: float | None = None) -> list[OpenRequest]:
-        """Return the requests whose deadline has passed at `now`; the engine ends their samples with the
-        error `OpenRequest.late`."""
+        """Return the requests that are late at `now`; the engine ends them with `OpenRequest.late`."""
         now = clock.now() if now is None else now
         if now < self._next_deadline:
             return []
@@ -239,8 +237,7 @@ class Intake(Generic[Sample]):
         self._queue(sample)
 
     def serve(self, version: int) -> None:
-        """Set the served policy version. Samples that need a newer one are held back without blocking
-        others."""
+        """Set the served policy version. Samples that need a newer one wait without blocking others."""
         self._version = version
         samples = [sample for _, sample in self._ready] + self._too_new
         self._ready, self._too_new = [], []
@@ -296,8 +293,7 @@ class Intake(Generic[Sample]):
 
 
 def final_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> list[Chunk]:
-    """Return the answer to a request that is not served: a last chunk without tokens for every open
-    sample."""
+    """Return the answer to a request that is not served: a last chunk for every open sample."""
     count = max(1, len(request.seeds))
     positions = request.have if len(request.have) == count else (0,) * count
     return [

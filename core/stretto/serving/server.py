@@ -61,7 +61,6 @@ class ServerCommand:
     arguments: tuple[str, ...]
     """The program and its arguments. Every user of the machine can read them."""
     env: Mapping[str, str]
-    """Environment variables, added to the worker's own."""
 
 
 class Server:
@@ -139,8 +138,7 @@ class Server:
     # ---------------------------------------------------------------------------------------- HTTP
 
     async def until_healthy(self, path: str, deadline_s: float) -> None:
-        """Wait until the server answers at `path`. Raise EngineError, with the end of the log, if it ended or
-        was late."""
+        """Wait until the server answers at `path`. Raise EngineError, with the log's end, if it does not."""
         deadline = clock.now() + deadline_s
         reason = "no answer"
         while self.status is None:

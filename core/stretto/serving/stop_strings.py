@@ -32,8 +32,7 @@ class StopStrings:
 
 
 def stop_tokenizer(model: str) -> Any:
-    """Load the model's tokenizer, which decodes special tokens as text. Raise RequestError if it cannot be
-    loaded."""
+    """Load the model's tokenizer, which decodes special tokens as text. Raise RequestError if that fails."""
     from transformers import PreTrainedTokenizerFast
 
     try:

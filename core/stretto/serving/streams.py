@@ -96,7 +96,6 @@ class _ServerSample(OpenSample):
     salt: str = ""
     """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
     version: int = -1
-    """Of the current stream, or of the last one."""
     logprobs: deque[float] = field(default_factory=deque[float])
     """Of the tokens that have not been emitted, as are `versions`."""
     versions: deque[int] = field(default_factory=deque[int])
@@ -162,10 +161,9 @@ class StreamQueue:
         self.block = 128
         """Most tokens of a block of the server's prefix cache."""
         self.generated = 0
-        """Number of tokens that the server has returned since the start."""
         self.lost_tokens: int | None = None
-        """Tokens of prompts computed again because the server's prefix cache had lost them; None while it has
-        found none at all: it may have no cache."""
+        """Prompt tokens computed again because the prefix cache had lost them; None until it has found
+        one."""
 
     @property
     def running(self) -> int:
@@ -204,8 +202,7 @@ class StreamQueue:
         self._emit = self._server = None
 
     def learn(self, vocabulary: int | None, ends: frozenset[int], image_token: int | None) -> None:
-        """Set the size of the vocabulary (None keeps it), the tokens that end answers, and the image
-        token."""
+        """Set the size of the vocabulary (None keeps it), the answers' end tokens, and the image token."""
         self._image_token = image_token
         self._intake.vocabulary = vocabulary or self._intake.vocabulary
         self._intake.eos = ends
@@ -230,8 +227,7 @@ class StreamQueue:
     def images(
         self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
     ) -> RequestImages | None:
-        """Return a prompt's images; None if it has none. Raise RequestError without one run of image tokens
-        for each."""
+        """Return a prompt's images, or None. Raise RequestError without one run of image tokens for each."""
         token = self._image_token
         if token is None and files:
             raise RequestError(
@@ -270,8 +266,8 @@ class StreamQueue:
         self._server = None
 
     async def drain(self, server: Server) -> None:
-        """End every stream at a server. It may not know a new stream yet, so the abort is repeated. Raise
-        ServerLost if some do not end in time."""
+        """End every stream at a server: repeat the abort, as it may not know a new stream. Raise ServerLost
+        if late."""
         deadline = clock.now() + _DRAIN_S
         while self._running:
             if clock.now() > deadline:
@@ -352,8 +348,7 @@ class StreamQueue:
                 server.distrust(str(error))
 
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
-        """Receive a stream's chunks until stream or sample ends; False if the server still runs the
-        stream."""
+        """Receive a stream's chunks until stream or sample ends; False if the server still runs it."""
         sampling, length = sample.request.sampling, len(sample.answer)
         tokens = [*sample.prompt.tolist(), *sample.answer]
         ask = Ask(
@@ -388,8 +383,7 @@ class StreamQueue:
         return sample.images is None and sample.salt == f"v{self._version}"
 
     def _note_cached(self, cached: int, seen: int) -> None:
-        """Count how many of a prompt's first `seen` tokens, computed before, the prefix cache, which has
-        whole blocks only, has lost."""
+        """Count how many of a prompt's first `seen` tokens the prefix cache, of whole blocks, has lost."""
         if cached and self.lost_tokens is None:
             self.lost_tokens = 0
         if self.lost_tokens is not None and cached + self.block < seen:

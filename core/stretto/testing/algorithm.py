@@ -34,7 +34,6 @@ _USED = 8
 _TARGET = 7
 _LONGEST = 6
 _FALL = 0.02
-"""Minimum relative loss reduction of an algorithm that reads rows."""
 _GROUPS = 8
 
 
@@ -151,8 +150,7 @@ class _Training:
         return batch.concat(kept) if kept else None
 
     def goal(self) -> float:
-        """Return what rises when the algorithm learns: the mean reward of new samples; minus the mean loss
-        for rows."""
+        """Return what rises when it learns: the mean reward of new samples; for rows, minus the mean loss."""
         if self.graph.samples:
             return float(np.mean([self.sampled()["rewards"].mean().item() for _ in range(4)]))
         import torch
@@ -226,8 +224,8 @@ class _Training:
 
 
 def _in_two_parts(batch: Batch) -> Batch:
-    """Return a batch whose first sample is two sequences: the first token of its answer, and the others with
-    that token as context."""
+    """Return a batch whose first sample is two sequences: its first token, and the rest with that as
+    context."""
     import torch
 
     from stretto.rl.batch import Batch
@@ -326,8 +324,8 @@ class AlgorithmConformance(ComponentConformance):
             assert isinstance(kept, bool), f"`keep` returned {kept!r} for the rewards {rewards}"
 
     def test_the_gradient_does_not_depend_on_the_split(self, under_test: ComponentUnderTest) -> None:
-        """Engines split a batch into sequences, or groups if the loss's `unit` asks for them. The samples
-        come from a slightly different policy."""
+        """Into sequences, or groups if the loss's `unit` asks for them. Samples are of a slightly different
+        policy."""
         import torch
 
         training = _Training(under_test.make(), self.rows)

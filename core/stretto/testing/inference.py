@@ -304,8 +304,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """Running and waiting samples, twice or more; the next request starts at once. One try must be fast
-        enough."""
+        """Running and waiting ones, twice or more; the next request starts at once. One try must be fast."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
@@ -454,8 +453,7 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
 
 
 def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> None:
-    """Assert a bound on Pearson's chi-squared statistic; tokens expected fewer than five times are one
-    class."""
+    """Assert a bound on Pearson's chi-squared statistic; tokens expected under five times are one class."""
     expected = exact * len(drawn)
     counts = np.bincount(drawn, minlength=len(exact))
     frequent = expected >= 5

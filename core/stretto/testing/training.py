@@ -119,8 +119,7 @@ class TrainingConformance(ComponentConformance):
     def test_from_a_checkpoint_it_goes_on_as_before(
         self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
     ) -> None:
-        """The next step is the same one, also after `load` goes back, and from a checkpoint written from a
-        copy after that step."""
+        """Also after `load` goes back to it, and from a checkpoint written from a copy after that step."""
         loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
         copy = folder / "copy"
         copy.mkdir(parents=True)

@@ -87,8 +87,7 @@ class _LocalWire:
 
 
 class _Ends:
-    """A run's publisher and subscribers, in an event loop of their own. The test's thread publishes, as a
-    trainer's does."""
+    """A run's publisher, used from the test's thread, and subscribers, in an event loop of their own."""
 
     def __init__(self, under_test: ComponentUnderTest, portal: BlockingPortal) -> None:
         self._under_test = under_test
@@ -239,8 +238,7 @@ class WeightsConformance(ComponentConformance):
         ends.assert_arrives(always, note, tensors_of=_small_steps)
 
     def test_a_damaged_copy_of_an_older_version_does_no_harm(self, ends: _Ends, tmp_path: Path) -> None:
-        """Then everything is fetched again. Versions that are needed stay and can be copied, whatever their
-        form."""
+        """Then everything is fetched again. Versions that are needed stay and can be copied."""
         subscriber = ends.subscriber()
         notes: list[WeightsNote] = []
         for version in range(6):

@@ -63,8 +63,7 @@ class ScoreCall(NamedTuple):
 
 
 async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Return `sample` of each number below `size`, called concurrently, in order. The first error ends
-    all."""
+    """Return `sample` of each number below `size`, run concurrently, in order. The first error ends all."""
     results: dict[int, T] = {}
 
     async def run_one(number: int) -> None:
@@ -115,7 +114,6 @@ class FakeSession:
         self.generated: list[Generated] = []
         """Every sample, in the order in which it was asked for."""
         self.scored: list[ScoreCall] = []
-        """Every call of `score`."""
         self._answers = answers
         self._reward = reward
         self._tools: list[Tool] = [tool_of(function) for function in tools]
@@ -298,8 +296,6 @@ def _is_at(answer: Answer, trajectory: Trajectory, start: int) -> bool:
 
 
 class _BrokenSession(FakeSession):
-    """A session without an engine that can serve."""
-
     async def generate(self, *_: Any, **__: Any) -> list[Answer]:
         raise EngineError("no engine can serve this request")
 

@@ -12,8 +12,8 @@ __all__ = ["compute_device"]
 
 
 def compute_device(device: Literal["auto", "cpu", "cuda"], share: float) -> torch.device:
-    """Return the device of a section's `device`; on a GPU, limit this process to its `share` of the memory.
-    Raise EngineError for 'cuda' without a GPU."""
+    """Return the device; a GPU gives this process its `share` of memory. EngineError for 'cuda' without a
+    GPU."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -60,9 +60,8 @@ class RankLayout(Layout):
         return self._mesh
 
     def connect(self) -> None:
-        """Join the process group, or create it; the engines of a process share it. Raise EngineError if it
-        has another number of ranks, or several ranks have no place to meet; OSError if rank 0 cannot be
-        reached or listen."""
+        """Join the process group, or create it; a process's engines share it. Raise EngineError if it has
+        another number of ranks, or ranks have no place to meet; OSError if rank 0 is unreachable."""
         global _users
         if self._mesh is not None:
             return

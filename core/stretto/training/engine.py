@@ -464,8 +464,6 @@ class HFTraining:
 
 @dataclass(frozen=True)
 class _Work:
-    """One micro-batch on its way through the model."""
-
     batch: Batch
     places: Tensor  # (N,) int64, indices of the tokens for which the head's figures are computed
     rows: ModelInputs
@@ -514,8 +512,7 @@ class _Statistics:
 
 
 def _align(model: nn.Module) -> None:
-    """Move tensors that lie in the mapping of a file into memory that torch allocates: another alignment, as
-    in a checkpoint's file, may give other bits."""
+    """Move tensors out of a file's mapping into torch's memory: another alignment may give other bits."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()

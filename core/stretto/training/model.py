@@ -56,9 +56,8 @@ log = structlog.get_logger()
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
-    """Load a model in float32 on a device, and choose its rows: packed and with shared prefixes if that is
-    exact and the config allows it. Raise EngineError if the model cannot be loaded, or not packed for
-    'packed'."""
+    """Load a model in float32, and choose its rows: packed and with shared prefixes if that is exact and
+    allowed. Raise EngineError if it cannot be loaded, or 'packed' is not possible."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -92,8 +91,7 @@ def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.
 
 
 def load_policy(source: str) -> PreTrainedModel:
-    """Load a model on the CPU in the dtype of its files, to publish it, not to train it. Raise EngineError if
-    it cannot be loaded or is not a language model."""
+    """Load a model on the CPU, in its files' dtype, to publish it. Raise EngineError if that fails."""
     try:
         model_config = AutoConfig.from_pretrained(source)
         kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM

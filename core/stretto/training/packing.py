@@ -96,8 +96,7 @@ class InputRows(Protocol):
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """Return a micro-batch's inputs on a device. `wanted.at`: ascending indices into its tokens; both on
-        the CPU."""
+        """Return a micro-batch's inputs. `wanted.at`: ascending indices into its tokens; both on the CPU."""
         ...
 
 

@@ -1,8 +1,7 @@
 """(torch) Sequences as a tree, in which tokens that several sequences begin with occur once.
 
-Such are the prompt of a group and the earlier turns of a conversation. A causal model computes the same
-hidden states for them in every sequence, so each token attends to its ancestors and to itself; the gradients
-of all sequences add up.
+A causal model computes the same hidden states for a group's prompt, or earlier turns, in every sequence. So
+each token attends to its ancestors and to itself; the gradients of all sequences add up.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class AttentionPlan:
 
 
 class PrefixTree:
-    """The tree of some sequences, of which not all are empty. Its nodes are tokens in depth-first order, so
-    each subtree is consecutive."""
+    """The tree of some sequences, not all empty. Nodes are tokens in depth-first order: a subtree is
+    consecutive."""
 
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
@@ -81,8 +80,8 @@ class PrefixTree:
             self._ends[nodes] = branch.start
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
-        """Divide the nodes into blocks; branches are joined where that is faster than two calls. `width`:
-        channels of the attention, over all heads."""
+        """Divide the nodes into blocks, branches joined where faster. `width`: attention channels, all
+        heads."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
         for branches in self._join_branches(_CALL_PRODUCTS // width):

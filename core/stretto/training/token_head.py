@@ -51,11 +51,9 @@ class Support:
     bias: Tensor
     """(B,) float32, what is added to their logits."""
     kept: Tensor | None
-    """(E,) int64, the ids from which each token was drawn, token after token; None for the whole
-    vocabulary."""
+    """(E,) int64, the ids from which each token was drawn, token after token; None: all."""
     ends: Tensor
-    """(N + 1,) int64, on the CPU: token n has the kept ids `ends[n]` to `ends[n + 1]`; none: it was drawn
-    from the whole vocabulary."""
+    """(N + 1,) int64, on the CPU: token n has kept ids `ends[n]` to `ends[n + 1]`; none: the vocabulary."""
 
     @classmethod
     def of(cls, drawn: Drawn, places: Tensor) -> Support:
@@ -141,7 +139,6 @@ class ModelInputs:
     """A batch as the arguments of a model."""
 
     arguments: dict[str, Any]
-    """The ids and the arguments that each layer needs."""
     wanted: Wanted
     """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
@@ -172,8 +169,6 @@ class _OtherHead:
 
 
 class _WholeLogits:
-    """Logprobs and entropies from the logits that the model itself computes."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward: Any = model.forward
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -186,8 +181,8 @@ class _WholeLogits:
 
 
 class _ChunkedLogits:
-    """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: what the device's
-    budget allows.
+    """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: what the device
+    allows.
 
     The backward pass of a plain head, a matrix, is written by hand. Any other head, such as one split over
     ranks or with an adapter, is called as a module, under activation checkpointing."""
@@ -410,8 +405,8 @@ def _scaled_logits(
 def _gradient_of_logits(
     logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
 ) -> Tensor:
-    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in the
-    memory of `logprobs`."""
+    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in
+    `logprobs`."""
     shares = logprobs.exp()
     if form.entropy_gradient:
         factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])

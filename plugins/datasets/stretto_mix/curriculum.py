@@ -47,8 +47,6 @@ class Pool:
 
 @dataclass
 class _Row:
-    """What is known of a row that was drawn."""
-
     draws: int = 0
     in_flight: int = 0
     ticket: int = -1
@@ -102,7 +100,6 @@ class MixCurriculum:
         self._credits = dict.fromkeys(parts, 0.0)
         """Tickets that each part should have had by its weight, less those that it had."""
         self._pooled = Counter[str]()
-        """Pool -> number of its rows."""
         self._parts = {
             name: _PartRows(rows, self._first_order(number, rows), sizes=Counter({UNSEEN: len(rows)}))
             for number, (name, (rows, _)) in enumerate(parts.items())

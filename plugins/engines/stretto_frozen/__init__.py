@@ -1,7 +1,6 @@
-"""Training engine `frozen`: publishes the weights of the run's model without training.
+"""Training engine `frozen`: publishes the run's model without training, for runs with `steps: 0`.
 
-For runs with `steps: 0`, such as those of `stretto evaluate`. It holds the model in host memory, without an
-optimizer.
+It holds the model in host memory, without an optimizer; `stretto evaluate` uses it.
 """
 
 from __future__ import annotations

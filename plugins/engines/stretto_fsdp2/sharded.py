@@ -79,7 +79,6 @@ class ShardedLayout(RankLayout):
             _return_freed_memory()
 
     def _move_buffers(self, model: nn.Module) -> None:
-        """Move the buffers to the device; FSDP2 moves only parameters."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
@@ -141,8 +140,8 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run all micro-batches. FSDP2 reduces the gradient of each; without sharding, copies reduce once at
-        the end."""
+        """Run all micro-batches. FSDP2 reduces each one's gradient; copies without sharding reduce at the
+        end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return

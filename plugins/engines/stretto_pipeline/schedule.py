@@ -72,8 +72,7 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """Run all micro-batches, whose hidden states have these shapes, without gradients. `take` gets each
-    output of the last stage."""
+    """Run all micro-batches of these shapes, without gradients. `take` gets the last stage's outputs."""
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
         output = compute(index, hidden)

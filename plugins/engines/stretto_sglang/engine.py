@@ -166,8 +166,7 @@ class SglangEngine(ServerEngine):
             yield piece
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `ServerEngine`. All ids have one length: SGLang ends every request whose id begins with the
-        given one."""
+        """See `ServerEngine`. All ids have one length: SGLang ends all requests whose ids begin with one."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
 
@@ -223,9 +222,8 @@ class SglangEngine(ServerEngine):
 
 
 def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
-    """Return the fields of a prompt. For one with images, SGLang then returns its own ids. SGLang keeps the
-    vision tower's output by the image's hash across loads of weights, so the hash depends on the salt, which
-    names a version."""
+    """Return the fields of a prompt. With images, SGLang returns its own ids. It keeps the vision tower's
+    output by the image's hash across loads, so the hash depends on the salt, which names a version."""
     if not text.images:
         return {"input_ids": text.sent}
     return {
@@ -237,8 +235,8 @@ def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
 
 
 def _restricts(sampling: Sampling) -> bool:
-    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob of the drawn token among the
-    remaining ones, if they are not too many."""
+    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob among the rest, if they are
+    few."""
     restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     return restricts and sampling.temperature > 0
 

@@ -90,9 +90,8 @@ _Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _St
 
 
 class TorchInferenceEngine:
-    """Keeps `stretto.engine.InferenceEngine`. An exception in the compute thread breaks the engine
-    permanently: it is raised in the task group given to `start`, unfinished and later requests get `abort`
-    chunks, and `swap` raises."""
+    """Keeps `stretto.engine.InferenceEngine`. An exception in the compute thread breaks it permanently: the
+    task group given to `start` gets it, unfinished and later requests `abort` chunks, and `swap` raises."""
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
         self._config = config

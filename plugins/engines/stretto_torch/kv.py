@@ -95,8 +95,7 @@ class SlotCache:
     # --------------------------------------------------------------------------------- for decoders
 
     def indices(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Return the indices (tokens, 2 * kv_heads) of keys, then values, in a layer for tokens in `rows` at
-        `positions`, both (tokens,)."""
+        """Return (tokens, 2 * kv_heads) indices of keys, then values, for tokens in `rows` at `positions`."""
         return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
@@ -115,8 +114,8 @@ class SlotCache:
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
-        """Return where keys, then values, of each head begin: (blocks, 2 * heads). `blocks`: start, capacity
-        of each."""
+        """Return where each head's keys, then values, begin: (blocks, 2 * heads). `blocks`: start,
+        capacity."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)

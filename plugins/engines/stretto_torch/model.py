@@ -1,6 +1,4 @@
-"""Load a model and choose its decoder: before serving, it is tested against the plain forward of
-transformers.
-"""
+"""Load a model and choose its decoder, which is tested against the plain forward of transformers."""
 
 from __future__ import annotations
 

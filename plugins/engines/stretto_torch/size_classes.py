@@ -30,8 +30,7 @@ class Plan:
     order: list[int]  # for each new row, its current row
     blocks: list[Block]  # the block of each new row, possibly followed by blocks of padding rows
     size_classes: list[tuple[int, int]]
-    """The rows start..stop-1 of each size class, in order, together all rows: blocks adjacent, of one
-    capacity."""
+    """The rows start..stop-1 of each size class, in order, together all rows: adjacent blocks."""
     free: tuple[int, int]  # tokens start..stop-1 of the pool, which are in no block
 
 

@@ -129,8 +129,8 @@ class VllmEngine(ServerEngine):
         return ServerCommand((*module, *flags(own, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check that the server accepts the key, has the extension, and returns logprobs of the distribution
-        that tokens are drawn from."""
+        """Check the key and the extension, and that logprobs are of the distribution tokens are drawn
+        from."""
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]
@@ -189,8 +189,7 @@ class VllmEngine(ServerEngine):
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Ask the server to read the files; keep the hashes it returns. Raise WeightsError if it cannot read
-        them."""
+        """Make the server read the files; keep the hashes. Raise WeightsError if it cannot read them."""
         await self._rpc(server, "stretto_read", str(folder), deadline_s=_CALL_S)
         with anyio.move_on_after(_READ_S):
             while not (read := await self._rpc(server, "stretto_have_read", deadline_s=_CALL_S))["done"]:
@@ -236,8 +235,7 @@ class VllmEngine(ServerEngine):
         return [by_position[i][str(token)]["logprob"] for i, token in enumerate(text.tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
-        """Return the common answer of all workers' extensions. Raise ServerLost if a call fails, or answers
-        differ."""
+        """Return the common answer of all extensions. Raise ServerLost if a call fails, or answers differ."""
         body = {"method": method, "args": arguments}
         try:
             answer = await server.post("/collective_rpc", body, deadline_s=deadline_s)

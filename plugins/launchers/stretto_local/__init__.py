@@ -28,7 +28,6 @@ class _ProcessRecord(msgspec.Struct, frozen=True):
 
     pid: int
     created: str
-    """When it started (`FormerProcess.created`)."""
     gpus: tuple[str, ...]
 
 
@@ -150,8 +149,7 @@ class LocalLauncher:
         return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers. Those of ended workers, which may be started again with them, come
-        last."""
+        """Choose GPUs for new workers, last those of ended workers, which may be started again with them."""
         machine = [_this_machine()]
         try:
             return place(jobs, machine, self._spots)

@@ -1,7 +1,6 @@
 """Launcher `ray`: each worker is a process on a node of a Ray cluster (see docs/cluster.md).
 
-The cluster runs already, or starts on this machine. A Ray actor starts the process, and holds its resources
-in a placement group.
+The cluster runs already, or starts here. An actor starts the process; a placement group has its resources.
 """
 
 from __future__ import annotations

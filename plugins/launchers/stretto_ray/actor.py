@@ -75,8 +75,7 @@ class WorkerActor:
         return context.get_node_id(), process.pid
 
     async def read(self) -> bytes | int | None:
-        """Return the next output, or the exit status once the worker has ended and its output is read. None
-        after some seconds without news."""
+        """Return the next output, or the exit status at the end. None after some seconds without news."""
         async with self._turn:  # a call whose answer was lost on the network may still wait
             reading = asyncio.create_task(self._output.read(_CHUNK))
             await asyncio.wait([reading, self._ending], timeout=_READ_S, return_when=asyncio.FIRST_COMPLETED)

@@ -165,8 +165,7 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Address at which the cluster's other nodes reach this machine. Raises LaunchError without a
-        connection."""
+        """Where the cluster's other nodes reach this machine. Raises LaunchError without a connection."""
         if self._config.address is None:
             return "127.0.0.1"
         ray, nodes = import_module("ray"), self._nodes()

@@ -31,7 +31,6 @@ class RayBundle:
     workers: tuple[str, ...]
     resources: Mapping[str, float]
     each: Mapping[str, float]
-    """The resources of each of the workers."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ class RayGroup:
 
 
 def group_of(job: Job) -> str:
-    """Return the key of a job's placement group: its role, or for a rank role and worker group, such as
+    """Return the key of a job's placement group: its role, with the worker group for a rank:
     `trainer-critic`."""
     return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
 

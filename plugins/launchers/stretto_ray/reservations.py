@@ -47,7 +47,6 @@ class BundlePlace:
 
     reservation: Reservation
     number: int
-    """Of the bundle, in its group."""
 
     def leave(self) -> None:
         """The worker has ended. Its bundle stays reserved for it."""
@@ -62,7 +61,7 @@ class Reservations:
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return each job's bundle: that in which its worker ran, an unused one, or a new one when Ray has
+        """Return each job's bundle: its worker's former one, an unused one, or a new one when Ray has
         room."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):

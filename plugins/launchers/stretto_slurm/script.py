@@ -62,8 +62,7 @@ def wait_for(variable: str) -> str:
 
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
-    """Return the script of a run's job. Raise LaunchError if the workers have no room on the nodes, of any
-    size."""
+    """Return the script of a run's job. Raise LaunchError if the workers have no room on the nodes."""
     parts = [(config.nodes, config.options), *((each.nodes, each.options) for each in config.parts.values())]
     headers: list[list[str]] = []
     for number, (nodes, options) in enumerate(parts):

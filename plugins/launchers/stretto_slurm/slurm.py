@@ -140,7 +140,6 @@ class SlurmLauncher:
         self._name = context.name
         self._allocation = Allocation.of(os.environ)
         self._handles: dict[str, tuple[Job, Spot, SlurmHandle]] = {}
-        """The latest step of each worker."""
 
     @property
     def address(self) -> str:
@@ -178,8 +177,7 @@ class SlurmLauncher:
             ) from error
 
     async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
-        """Start a step for each job. A worker that ran before gets its spot again if its node is still
-        there."""
+        """Start a step for each job. A worker gets its former spot if that node is still there."""
         if self._allocation is None:
             raise LaunchError("this process runs in no Slurm job, so it cannot start a step")
         spots = await anyio.to_thread.run_sync(self._place, jobs, self._allocation)

@@ -45,8 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 SCRIPT = Path(__file__)
 """The sandbox must show this file."""
 REQUEST = struct.Struct("<dIII")
-"""Limits: seconds, MiB of memory, processes, MiB of files. Files come with it: program, input, output,
-errors."""
+"""Limits: seconds, MiB of memory, processes, MiB of files. Four files: program, input, output, errors."""
 REPLY = struct.Struct("<BiI")
 """Index in `ENDINGS`, exit status or signal, and length of the text that follows: why it failed."""
 FAILED = "failed"
@@ -95,8 +94,7 @@ class _ProgramFiles(NamedTuple):
 
 
 def _serve(settings: dict[str, Any]) -> str:
-    """Serve requests until the control socket ends; then the process ends. In a program's fork, return the
-    program."""
+    """Serve requests until the control socket ends, and exit. In a program's fork, return the program."""
     control = socket.socket(fileno=settings["control"])
     for name in settings["imports"]:
         importlib.import_module(name)
@@ -154,8 +152,7 @@ def _supervise(
 def _follow(
     child: int, limits: _Limits, output: int, listener: int, control: socket.socket
 ) -> tuple[str, int]:
-    """Wait until a program ends or exceeds a limit; return ending and status. `listener` asks before each new
-    process and thread."""
+    """Return how a program ends: ending, status. `listener` asks before each new process and thread."""
     deadline = time.monotonic() + limits.time_s
     process = os.pidfd_open(child)
     poll = select.poll()
@@ -242,8 +239,8 @@ def _end_all(child: int) -> None:
 def _prepare(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, scratch: str, report: socket.socket
 ) -> str:
-    """Turn the fork into the program's place, and return the program. `report` gets the filter's listener, or
-    the text why this failed."""
+    """Turn the fork into the program's place, and return it. `report` gets the filter's listener, or the
+    error."""
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -286,8 +283,7 @@ def _own_folders(limits: _Limits) -> None:
 
 @functools.cache
 def _shown_below_tmp() -> list[str]:
-    """Return the folders below `/tmp` that the sandbox shows, of a Python installed there: the program's
-    `/tmp` hides them."""
+    """Return folders of Python below the sandbox's `/tmp`, which the program's own `/tmp` would hide."""
     places: list[str] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), line.split()[4])

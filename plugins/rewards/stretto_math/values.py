@@ -682,8 +682,7 @@ def _parse(latex: str) -> Any:
 
 
 def _depths(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (position, depth after it) of each character from `start`. All brackets are one kind: `[0,
-    1)`."""
+    """Yield (position, depth after it) of characters from `start`. All brackets are one kind: `[0, 1)`."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "([{":

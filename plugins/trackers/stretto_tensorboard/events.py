@@ -85,8 +85,6 @@ def _sample_text(row: Mapping[str, Any]) -> str:
 
 
 class _Events:
-    """A new event file in a folder."""
-
     def __init__(self, folder: Path, *, first_step: int) -> None:
         _wait_for_later_name(folder)
         self._writer = EventFileWriter(str(folder))

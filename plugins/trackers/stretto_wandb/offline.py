@@ -26,8 +26,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def history_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the run's history. A killed process's file ends with its last whole block or
-    record."""
+    """Yield the run's history. A killed process's file ends with its last whole block or record."""
     data = file.read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(f"{file} is not a file of wandb")

@@ -1,7 +1,6 @@
 """(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
 
-The receiver says which GPU it has, the sender chooses. For NCCL, not tried on GPUs yet, each end copies a
-bucket through its GPU.
+The sender chooses by the receiver's GPU. NCCL, not tried yet, copies each bucket through both GPUs.
 """
 
 from __future__ import annotations

@@ -87,8 +87,7 @@ class FileSubscriber:
         self._copy: tuple[Path, VersionReceiver] | None = None
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Map a version's files, or bring the copy of an older one up to date; compare every tensor's
-        hash."""
+        """Map a version's files, or bring an older copy up to date; compare every tensor's hash."""
         stored = await anyio.to_thread.run_sync(stored_version, note)
         if stored.manifest.whole and not (self._copy and self._copy[1].begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.

@@ -1,9 +1,9 @@
-"""Workflow `agent`: each sample is one run of an agent program that calls the policy over OpenAI's or
-Anthropic's API.
+"""Workflow `agent`: each sample is one run of a program that calls the policy over OpenAI's or Anthropic's
+API.
 
-The program is any command or Python function, unmodified: it finds the address and its own key in
-`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the
-sandbox; docs/agents.md lists its inputs.
+It is any command or Python function, unmodified: it finds the address and its own key in `OPENAI_BASE_URL`
+and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the sandbox;
+docs/agents.md lists its inputs.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A conversation ends when the environment returns no further message, after `max_
 `max_tokens` leaves no room. Its reward is the sum of the rewards that the environment gave; if it gave none,
 the run's reward scores the last answer, with `messages` (the whole conversation) and `turns` as columns.
 
-Metrics: `turns`, `splits` (how often the chat template rewrote sampled text), the last value of the
-environment's.
+Metrics: `turns`, `splits` (the chat template rewrote sampled text), the last values of the environment's.
 """
 
 from __future__ import annotations

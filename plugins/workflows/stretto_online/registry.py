@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from stretto_online import OnlineConfig
 
 _WAIT_S = 20.0
-"""Seconds that the start of a session waits for a sample. The empty answer then makes the program ask
-again."""
+"""Seconds that the start of a session waits for a sample. The program asks again after an empty answer."""
 _MAX_BODY = 64 * 1024
 _MAX_METRICS = 32
 _METRIC = re.compile(r"[A-Za-z_][\w./-]{0,63}", re.ASCII)
@@ -89,8 +88,7 @@ class SessionRegistry:
         self.endpoint = Endpoint(config.tool_parser, routes)
 
     async def open(self) -> None:
-        """Listen, and write address and token into the run's folder. Idempotent. Raise OSError for a used
-        port."""
+        """Listen, and write address and token into the run's folder. Idempotent. OSError for a used port."""
         async with self._opening:
             if self._opened:
                 return

@@ -57,8 +57,7 @@ class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Verifiers:
-    """One row for each task: a prompt, for display and for its length, and the data with which the workflow
-    plays it."""
+    """One row for each task: a prompt, for display and length, and the data with which it is played."""
 
     def __init__(self, config: VerifiersConfig, context: Context) -> None:
         del context
