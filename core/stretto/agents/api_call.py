@@ -71,6 +71,7 @@ class APICall(Protocol):
     """A parsed request, and how to write its answer."""
 
     inputs: list[Input]
+    """The policy's input for each choice."""
     images: list[bytes]
     """Files of the images in the input. Its messages name them by their SHA-256."""
     tools: list[dict[str, Any]]

@@ -101,8 +101,7 @@ def key_of(request: web.Request) -> str:
 
 class Endpoint:
     """The server of one process: serves a port after `start`, and sockets given to `serve_socket`, until
-    `stop` or the end of the process. `routes`: other requests that it serves; handlers may raise
-    `ApiError`."""
+    `stop` or its end. `routes`: other requests that it serves; handlers may raise `ApiError`."""
 
     def __init__(
         self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
@@ -191,7 +190,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:
-        """Accept the agent's calls inside the block; yield their key. The end cancels unfinished calls."""
+        """Accept the agent's calls inside the block; yield their key. At the end, unfinished calls are
+        cancelled and the key becomes invalid."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._agent_runs[key] = _AgentRun(recorder)
         try:

@@ -50,7 +50,7 @@ class CallLimits:
     calls: int | None = None
     """Most answers; each of several choices counts."""
     tokens: int | None = None
-    """Most sampled tokens of all calls. Each call may use those left at its start."""
+    """Most sampled tokens of all calls. Each may use those left at its start, even while others sample."""
     context: int | None = None
     """Most tokens of one chat, prompt included."""
 
@@ -105,7 +105,8 @@ class Thread:
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
-        """Return the last answer's text, only in a chat without `ChatForm.lead`: agents append it."""
+        """Return the text of the last answer. Only a chat's has no `ChatForm.lead`: to a prompt of its own an
+        agent appends all that was sampled."""
         tokenizer, whole = self._session.tokenizer, not isinstance(self.input, list)
         return answer_text(self.prompt, answer.tokens, answer.finish, tokenizer, special=special, whole=whole)
 

@@ -80,8 +80,8 @@ class FileBytes:
 
 
 def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
-    """Change a file's tensors, in place, to the next version's. Raise ValueError if `data` is no delta of
-    them."""
+    """Change a file's tensors, in place, to the next version's. Raise ValueError if `data` is no such
+    delta."""
     width, size, number = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
     if width not in (1, 2) or size * width != len(tensors) or number > size:
         raise ValueError(f"a delta of {number} of {size} words, for a file with {len(tensors)} bytes")

@@ -64,6 +64,7 @@ class Place:
     file: Path
     start: int
     size: int
+    """In bytes."""
 
     @property
     def dtype_name(self) -> str:
@@ -126,8 +127,7 @@ def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
 
 
 def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
-    """Write a file's header; the caller then writes the tensors in this order. Only `file` and `start` are
-    unused."""
+    """Write a header, after which the caller writes the tensors in order. `file` and `start` are not used."""
     header: dict[str, Any] = {}
     end = 0
     for place in tensors:

@@ -108,8 +108,7 @@ def _with_no_content(
     opens: bool,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Render messages without content: `apply_chat_template` drops the key, which some templates test for
-    none."""
+    """Render messages without content: templates that test it for none miss the key, which the call drops."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     [text], _ = render_jinja_template(
@@ -343,8 +342,7 @@ class ModelTokenizer:
         self.rows = rows
         self._arguments = {name: value for name, value in template.items() if name != CLOCK}
         self._writer.chat_template = pinned(self._writer.chat_template, template)
-        # `_ids` leaves out the checks of transformers, which take longer than a short prompt, and sets the
-        # same.
+        # What transformers sets at each call: `_ids` leaves out its checks, slower than a short prompt.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()

@@ -106,6 +106,7 @@ class Manifest(msgspec.Struct, frozen=True):
     version: int
     digest: str
     files: dict[str, dict[str, str]]
+    """File name -> tensor name -> its hash."""
     frozen: tuple[str, ...] = ()
     """Names of the files that later versions have too."""
     whole: bool = True
@@ -114,6 +115,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """Digest of the version that the deltas begin with; empty if there are none."""
     base_version: int = -1
     followed: bool = False
+    """Whether later versions may be deltas."""
 
     @classmethod
     def of(cls, version: int, files: dict[str, dict[str, str]], frozen: Iterable[str] = ()) -> Manifest:
@@ -153,6 +155,7 @@ class Outline(msgspec.Struct, frozen=True, array_like=True):
     """What a sender says of a version; the receiver checks against it."""
 
     manifest: bytes
+    """JSON of the `Manifest`."""
     sizes: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     """Size in bytes of each file that the version's folder has, in the order of `Manifest.stored`."""
 

@@ -41,9 +41,9 @@ class Source(Protocol):
         ...
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Fill files of a version, given with their sizes in bytes, under the names of the outline. After an
-        interruption the next call with the same files may continue. Raise WeightsError if the version is
-        gone, or cannot be had."""
+        """Fill files of a version, given with their sizes in bytes, under the names of the outline. The
+        next call with the same files may continue an interrupted one. Raise WeightsError if the version is
+        gone."""
         ...
 
 
@@ -61,8 +61,7 @@ class VersionReceiver:
         """The version whose whole files are on their way, its folder, and those that are not here yet."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Receive a version, and compare every hash. Raise WeightsError if it is gone, damaged or another
-        one."""
+        """Receive a version, and compare every hash. Raise WeightsError if it is gone, damaged or another."""
         links = await self._links(note)
         takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:

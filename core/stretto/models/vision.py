@@ -119,7 +119,7 @@ class VisionPrompt:
     """(P,) ids of the prompt. The number of image tokens equals the number of image features in the model."""
     media: Mapping[str, NDArray[Any]]
     """Arguments of the model, such as `pixel_values`; first dimension: images or patches. Empty without
-    images."""
+    any."""
 
 
 class Vision:
@@ -196,8 +196,7 @@ class Vision:
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
-        """Process a part of a text with its images, without tokens around it. Raise ConfigError as `see`
-        does."""
+        """Process a part of a text with its images; no token is added around it. Raises as `see` does."""
         places = text.count(self.place)
         if places != len(images):
             raise ConfigError(
@@ -308,8 +307,8 @@ class RowTokenizer:
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
     """Return chat messages with images at their places: `<image>` in a text or a part `{"type": "image"}`
-    becomes a part `{"type": "image", "sha256": digest}`. Raise ConfigError if the number of places is not the
-    number of images."""
+    becomes `{"type": "image", "sha256": digest}`. Raise ConfigError unless there is a place for each
+    image."""
     placed: list[Message] = []
     places = 0
     for message in messages:

@@ -58,6 +58,7 @@ class _WeightFiles:
     note: WeightsNote
     folder: Path
     own: bool
+    """Whether the engine removes the folder."""
 
     def drop(self) -> None:
         if self.own:
@@ -107,7 +108,7 @@ class ServerEngine(Streams, ABC):
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
-        """Check that a healthy server is the expected one, before other requests. Raise EngineError if
+        """Check that a healthy server is the expected one, before other requests; EngineError if it is
         not."""
 
     @abstractmethod
@@ -249,8 +250,8 @@ class ServerEngine(Streams, ABC):
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
-        """Compare a version with the model's own files: a server notices a misfit only at the load, or
-        never."""
+        """Compare a version with the model's own files: a server notices a misfit only during the load, if at
+        all."""
         if not self._shapes:
             return
         shapes = self._shapes_in(str(folder))

@@ -162,8 +162,7 @@ class StreamQueue:
         """Most tokens of a block of the server's prefix cache."""
         self.generated = 0
         self.lost_tokens: int | None = None
-        """Prompt tokens computed again because the prefix cache had lost them; None until it has found
-        one."""
+        """Prompt tokens computed again that the prefix cache had lost; None until the cache has had any."""
 
     @property
     def running(self) -> int:
@@ -266,8 +265,8 @@ class StreamQueue:
         self._server = None
 
     async def drain(self, server: Server) -> None:
-        """End every stream at a server: repeat the abort, as it may not know a new stream. Raise ServerLost
-        if late."""
+        """End every stream at a server. It may not know a new one yet, so the abort is repeated. Raise
+        ServerLost if some do not end in time."""
         deadline = clock.now() + _DRAIN_S
         while self._running:
             if clock.now() > deadline:

@@ -224,8 +224,7 @@ class _Training:
 
 
 def _in_two_parts(batch: Batch) -> Batch:
-    """Return a batch whose first sample is two sequences: its first token, and the rest with that as
-    context."""
+    """Return a batch whose first sample is two sequences: its first token; the rest, with it as context."""
     import torch
 
     from stretto.rl.batch import Batch
@@ -324,7 +323,7 @@ class AlgorithmConformance(ComponentConformance):
             assert isinstance(kept, bool), f"`keep` returned {kept!r} for the rewards {rewards}"
 
     def test_the_gradient_does_not_depend_on_the_split(self, under_test: ComponentUnderTest) -> None:
-        """Into sequences, or groups if the loss's `unit` asks for them. Samples are of a slightly different
+        """Into sequences, or groups if the loss's `unit` asks for them. Samples are of a slightly other
         policy."""
         import torch
 

@@ -63,8 +63,8 @@ class _Launched:
 
 
 class LauncherConformance(ComponentConformance):
-    """The contract of `stretto.launcher.Launcher` with real processes: output, status, both ends, and no
-    remains."""
+    """The contract of `stretto.launcher.Launcher` with real processes: output, exit status, an end on request
+    and by accident, and nothing left of them."""
 
     kind: ClassVar[Kind] = "launcher"
     resources: ClassVar[Resources] = Resources()

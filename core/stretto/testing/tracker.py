@@ -104,8 +104,7 @@ class TrackerConformance(ComponentConformance):
         *,
         killed: bool = False,
     ) -> Sent | None:
-        """Run one process of the tracker, killed after the last call if `killed`; return what `start`
-        returned."""
+        """Run one process of the tracker, `killed` after the last call; return what `start` returned."""
         context = under_test.context(folder=str(folder / "run"))
         own = context.path("trackers", under_test.config.folder_name)
         own.mkdir(parents=True, exist_ok=True)

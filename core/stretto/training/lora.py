@@ -102,8 +102,8 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with adapters merged, under the names of the files. They come as from
-    `published_tensors`: a weight before its adapter's factors. This rank's model may have only some."""
+    """Yield the model's own tensors with adapters merged, under the names of the files. `tensors` come as
+    from `published_tensors`: a weight before its adapter's factors. This rank's model may have only some."""
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:

@@ -50,8 +50,8 @@ class AttentionPlan:
 
 
 class PrefixTree:
-    """The tree of some sequences, not all empty. Nodes are tokens in depth-first order: a subtree is
-    consecutive."""
+    """The tree of some sequences, not all empty. Nodes are tokens in depth-first order: subtrees are
+    slices."""
 
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
@@ -80,7 +80,7 @@ class PrefixTree:
             self._ends[nodes] = branch.start
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
-        """Divide the nodes into blocks, branches joined where faster. `width`: attention channels, all
+        """Divide the nodes into blocks; join branches where that is faster. `width`: channels of all
         heads."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []

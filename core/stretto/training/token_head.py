@@ -51,9 +51,9 @@ class Support:
     bias: Tensor
     """(B,) float32, what is added to their logits."""
     kept: Tensor | None
-    """(E,) int64, the ids from which each token was drawn, token after token; None: all."""
+    """(E,) int64, ids from which each token was drawn, token after token; None: the whole vocabulary."""
     ends: Tensor
-    """(N + 1,) int64, on the CPU: token n has kept ids `ends[n]` to `ends[n + 1]`; none: the vocabulary."""
+    """(N + 1,) int64, on the CPU: token n has kept ids `ends[n]` to `ends[n + 1]`; without any: all."""
 
     @classmethod
     def of(cls, drawn: Drawn, places: Tensor) -> Support:
@@ -405,8 +405,8 @@ def _scaled_logits(
 def _gradient_of_logits(
     logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
 ) -> Tensor:
-    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in
-    `logprobs`."""
+    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in the
+    memory of `logprobs`."""
     shares = logprobs.exp()
     if form.entropy_gradient:
         factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])

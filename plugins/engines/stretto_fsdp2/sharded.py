@@ -68,8 +68,7 @@ class ShardedLayout(RankLayout):
             fully_shard(
                 module,
                 mesh=self.mesh["dp"],
-                # By default the root's parameters stay gathered, and a later forward would miss a step or a
-                # load.
+                # By default the root's parameters stay gathered: a later forward would miss a step or load.
                 reshard_after_forward=True,
                 mp_policy=root if module is model else inner,
                 offload_policy=offload,
@@ -140,8 +139,7 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run all micro-batches. FSDP2 reduces each one's gradient; copies without sharding reduce at the
-        end."""
+        """Run all micro-batches. FSDP2 reduces each one's gradient; copies reduce theirs once at the end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return

@@ -107,7 +107,7 @@ class PipelineLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run 1F1B; then ranks of one stage add up gradients, first and last stage those of a tied
+        """Run 1F1B; then the ranks of a stage add up gradients, and first and last those of a tied
         embedding."""
         run_backward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -235,8 +235,8 @@ def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
 
 
 def _restricts(sampling: Sampling) -> bool:
-    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob among the rest, if they are
-    few."""
+    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob of the drawn token among the
+    remaining ones, if they are not too many."""
     restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     return restricts and sampling.temperature > 0
 

@@ -114,8 +114,8 @@ class SlotCache:
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
-        """Return where each head's keys, then values, begin: (blocks, 2 * heads). `blocks`: start,
-        capacity."""
+        """Return where each head's keys, then values, begin: (blocks, 2 * heads). `blocks`: start, capacity
+        of each, flattened."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)

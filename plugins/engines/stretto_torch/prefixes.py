@@ -47,7 +47,7 @@ class Prefixes:
 
     def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
-        """Tokens computed again because the cache is too small: new texts began with them."""
+        """Tokens computed again because the cache, which had them before, is too small."""
         self._tokens = tokens
         self._room = _ROOM if saves else tokens
         self._uses = 0

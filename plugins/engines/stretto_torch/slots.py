@@ -325,8 +325,7 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Return (V,) logits after each row's known tokens, from `begins[i]` on: its slot has those
-        before."""
+        """Return (V,) logits after each row's known tokens, from `begins[i]` on: its slot has the others."""
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}

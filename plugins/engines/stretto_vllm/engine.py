@@ -129,8 +129,7 @@ class VllmEngine(ServerEngine):
         return ServerCommand((*module, *flags(own, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check the key and the extension, and that logprobs are of the distribution tokens are drawn
-        from."""
+        """Check the key, the extension, and that logprobs are those of the distribution that is sampled."""
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]

@@ -31,6 +31,7 @@ class RayBundle:
     workers: tuple[str, ...]
     resources: Mapping[str, float]
     each: Mapping[str, float]
+    """Of one worker."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class RayGroup:
 
 
 def group_of(job: Job) -> str:
-    """Return the key of a job's placement group: its role, with the worker group for a rank:
-    `trainer-critic`."""
+    """Return the key of a job's placement group: its role, for a rank with its group: `trainer-critic`."""
     return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
 
 

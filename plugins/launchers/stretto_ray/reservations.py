@@ -61,8 +61,7 @@ class Reservations:
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return each job's bundle: its worker's former one, an unused one, or a new one when Ray has
-        room."""
+        """Return each job's bundle: its worker's former one, an unused one, or a new one, made in time."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:

@@ -41,6 +41,7 @@ _END_S = 10.0  # a sandbox that was told to end and has not is killed
 _TRIAL = ProgramLimits(time_s=20, memory_mb=64, processes=1, output_kb=1, disk_mb=1)
 _CHUNK = 65536
 _MAX_ERRORS = 8192
+"""Bytes of standard error that are kept."""
 _FIRST_DESCRIPTOR = 10
 """Shells may use smaller descriptors."""
 _ENVIRONMENT = {

@@ -239,8 +239,7 @@ def _end_all(child: int) -> None:
 def _prepare(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, scratch: str, report: socket.socket
 ) -> str:
-    """Turn the fork into the program's place, and return it. `report` gets the filter's listener, or the
-    error."""
+    """Make the fork the program's place, and return the program. `report` gets the listener, or the error."""
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

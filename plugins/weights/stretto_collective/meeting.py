@@ -1,6 +1,6 @@
 """(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
 
-The sender chooses by the receiver's GPU. NCCL, not tried yet, copies each bucket through both GPUs.
+The sender chooses by the receiver's GPU. NCCL, not tried on GPUs yet, copies buckets through both.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A conversation ends when the environment returns no further message, after `max_
 `max_tokens` leaves no room. Its reward is the sum of the rewards that the environment gave; if it gave none,
 the run's reward scores the last answer, with `messages` (the whole conversation) and `turns` as columns.
 
-Metrics: `turns`, `splits` (the chat template rewrote sampled text), the last values of the environment's.
+Metrics: `turns`, `splits` (rewrites of sampled text by the chat template), and the environment's own, each
+with its last value.
 """
 
 from __future__ import annotations
