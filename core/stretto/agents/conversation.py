@@ -247,7 +247,7 @@ class Segment:
 
     def __init__(self) -> None:
         self.text = ""
-        """Of the ids, special tokens included."""
+        """The text of the ids, special tokens included."""
         self.length = 0
         self.last: Answer | None = None
         self._parts: list[_Part] = []

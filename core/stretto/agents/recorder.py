@@ -62,7 +62,7 @@ class Thread:
         self, session: Session, name: str, input: Input, tools: Sequence[Mapping[str, Any]], limit: int | None
     ) -> None:
         self.input = input
-        """Of the agent's last call."""
+        """The input of the agent's last call."""
         self.message: Message | None = None
         """The last answer, as the agent got it."""
         self.prompt = np.empty(0, np.int32)

@@ -108,8 +108,8 @@ class ServerEngine(Streams, ABC):
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
-        """Check that a healthy server is the expected one, before other requests; EngineError if it is
-        not."""
+        """Check that a healthy server is the expected one, before the engine sends any other request. Raise
+        EngineError if it is not."""
 
     @abstractmethod
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:

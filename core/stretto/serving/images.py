@@ -48,8 +48,7 @@ class RequestImages:
         self._images: list[ServerImage] = []
 
     async def text(self, tokens: list[int]) -> ServerText:
-        """Return a text that begins with a prompt with these images. Raise RequestError if one is
-        unreadable."""
+        """Return a text that begins with a prompt with these images; RequestError if one is unreadable."""
         async with self._lock:
             if not self._images:
                 self._images = await anyio.to_thread.run_sync(self._read)

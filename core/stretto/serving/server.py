@@ -61,7 +61,7 @@ class ServerCommand:
     arguments: tuple[str, ...]
     """The program and its arguments. Every user of the machine can read them."""
     env: Mapping[str, str]
-    """Added to the worker's own."""
+    """Environment variables, added to the worker's own."""
 
 
 class Server:

@@ -97,7 +97,7 @@ class _ServerSample(OpenSample):
     """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
     version: int = -1
     logprobs: deque[float] = field(default_factory=deque[float])
-    """Of the tokens that have not been emitted, as are `versions`."""
+    """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
     versions: deque[int] = field(default_factory=deque[int])
     kept: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
     """For the same tokens, if the request wants them: the ids from which each was drawn, ascending."""

@@ -323,8 +323,8 @@ class AlgorithmConformance(ComponentConformance):
             assert isinstance(kept, bool), f"`keep` returned {kept!r} for the rewards {rewards}"
 
     def test_the_gradient_does_not_depend_on_the_split(self, under_test: ComponentUnderTest) -> None:
-        """Into sequences, or groups if the loss's `unit` asks for them. Samples are of a slightly other
-        policy."""
+        """Engines split a batch into sequences, or groups if the loss's `unit` asks for them. The samples
+        come from a slightly different policy."""
         import torch
 
         training = _Training(under_test.make(), self.rows)

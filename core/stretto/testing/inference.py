@@ -304,7 +304,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """Running and waiting ones, twice or more; the next request starts at once. One try must be fast."""
+        """For running and waiting samples; the next request starts at once. One of the tries must be fast."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)

@@ -369,7 +369,7 @@ class WorkflowConformance(ComponentConformance):
         return make(answers, size=cls.group_size, reward=reward, **_user_code(under_test.config))
 
     def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
-        """Each token with its own logprob and version, for prompts at the same time with one object."""
+        """Each token has its own logprob and version, for prompts at the same time with one object."""
         sessions = [
             self.session(under_test, [f"{text} ({number})" for text in self.answers]) for number in range(3)
         ]
@@ -416,7 +416,7 @@ class WorkflowConformance(ComponentConformance):
         assert_valid_trajectories(trajectories, session)
 
     def test_a_sample_gets_the_reward_of_its_own_answers(self, under_test: ComponentUnderTest) -> None:
-        """Not of another one of its group. A workflow that changes the rewards is not tested."""
+        """Not that of another sample of its group. If a workflow changes the rewards, this shows nothing."""
         rewards, turns = dict[str, float](), Counter[int]()
 
         def answer(_: str, number: int) -> str:

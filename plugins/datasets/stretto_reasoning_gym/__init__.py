@@ -121,7 +121,7 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
 
     def reasoning_gym(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         """Return a reward between 0 and 1 and three metrics: `accuracy` is 1 for the full reward, `answered`
-        for an answer in its tags, `unreadable` if the task's code cannot read it: reward 0."""
+        for an answer in its tags, `unreadable` if the task's code cannot read the answer, which gets 0."""
         if "task" not in columns:
             raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
         entry = {name: restore(columns[name]) for name in ("question", "answer", "metadata")}

@@ -1,7 +1,7 @@
 """Tensor parallelism for decoders of the Llama type: how each module is split.
 
-Projections of queries, keys and values and inputs of the feed-forward part by output, output projections by
-input, embedding and head by vocabulary. Between modules every rank holds all hidden states and logits.
+Projections of queries, keys, values and feed-forward inputs are split by output, output projections by input,
+embedding and head by vocabulary. Between modules every rank holds all hidden states and logits.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ class SglangEngine(ServerEngine):
             yield piece
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `ServerEngine`. All ids have one length: SGLang ends all requests whose ids begin with one."""
+        """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id begins
+        with the given one."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
 

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 _ROWS = 8
 _LENGTH = 32
 _PROMPT = 16
-# Columns of all prompts in a deterministic prefill. More is hardly faster; the test at the start has this
-# size.
+# Columns of all prompts in a deterministic prefill. More is hardly faster; the test at the start uses it.
 _PREFILL = 512
 
 

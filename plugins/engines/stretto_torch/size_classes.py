@@ -2,9 +2,9 @@
 
 A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. Rows of one
 capacity form a size class, adjacent in the pool and in the step, so that attention reads them as one tensor.
-The pool begins with the size classes, larger capacities first; each capacity divides those before it, so that
-most blocks keep their positions when a class before them changes by one block. The largest one, the slot's
-own length, which the others need not divide, is at the end of the pool. The space between is free.
+The pool begins with all classes but the largest, larger capacities first; each divides those before it, so
+most blocks keep their positions when a class before them changes by one block. The class of the largest
+capacity, the slot's own length, which the others need not divide, is at the end. The space between is free.
 """
 
 from __future__ import annotations

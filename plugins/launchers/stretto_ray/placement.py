@@ -31,7 +31,7 @@ class RayBundle:
     workers: tuple[str, ...]
     resources: Mapping[str, float]
     each: Mapping[str, float]
-    """Of one worker."""
+    """Resources of one worker."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class RayGroup:
 
 
 def group_of(job: Job) -> str:
-    """Return the key of a job's placement group: its role, for a rank with its group: `trainer-critic`."""
+    """Return the key of a job's placement group: its role, and for a rank its worker group too, such as
+    `trainer-critic`."""
     return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
 
 

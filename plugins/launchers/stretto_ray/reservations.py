@@ -61,7 +61,8 @@ class Reservations:
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return each job's bundle: its worker's former one, an unused one, or a new one, made in time."""
+        """Return each job's bundle: its worker's former one, an unused one, or a new one, which Ray gives
+        when there is room."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:

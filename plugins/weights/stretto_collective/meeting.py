@@ -1,6 +1,7 @@
 """(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
 
-The sender chooses by the receiver's GPU. NCCL, not tried on GPUs yet, copies buckets through both.
+The receiver says which GPU it has, and the sender chooses. NCCL, not tried on GPUs yet, works on GPUs only:
+each end copies a bucket through its GPU.
 """
 
 from __future__ import annotations

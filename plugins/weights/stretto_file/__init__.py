@@ -1,7 +1,8 @@
 """Weight transport `file`: each version is a folder of safetensors, in shared memory or on a shared disk.
 
 A version is written under another name and then renamed, so a reader finds it complete or not at all. The
-publisher never waits; a reader that has opened a version keeps its pages when the files are removed.
+publisher never waits; a reader that has opened a version keeps its pages when the files are removed. Both
+sides hash every tensor.
 """
 
 from __future__ import annotations

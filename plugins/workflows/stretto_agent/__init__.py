@@ -1,5 +1,4 @@
-"""Workflow `agent`: each sample is one run of a program that calls the policy over OpenAI's or Anthropic's
-API.
+"""Workflow `agent`: each sample is a run of a program that calls the policy by OpenAI's or Anthropic's API.
 
 It is any command or Python function, unmodified: it finds the address and its own key in `OPENAI_BASE_URL`
 and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the sandbox;

@@ -40,9 +40,9 @@ class AgentError(StrettoError):
 @dataclass(frozen=True)
 class _AgentResult:
     status: int | None
-    """None if the agent exceeded its time."""
+    """Exit status; None if the agent exceeded its time."""
     output: str
-    """Only the end of it if it is long."""
+    """Standard output; only the end of it if it is long."""
     errors: str
 
 

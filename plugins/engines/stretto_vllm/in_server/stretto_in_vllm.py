@@ -48,8 +48,7 @@ class Weights:
         # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
         self.reload_weights(weights_iterator=iter(reading.tensors.items()))
         for module in self.model_runner.get_model().modules():
-            # On CPU a head holds a packed copy, which a reload does not update if the head is tied to the
-            # embedding.
+            # A reload does not update the packed copy of a head on CPU that is tied to the embedding.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
         return {"loaded": len(reading.tensors)}
