@@ -1,9 +1,8 @@
 """Anthropic's Messages API as data: parse requests, and write answers.
 
-A request becomes the messages of chat templates: each `tool_result` is a message of its own, and the blocks
-of an answer are one message. The assistant's `thinking` is left out: the policy's reasoning is part of its
-text. As in OpenAI's API here, unknown fields and those that would change sampling are ignored, and requests
-that cannot be met are refused.
+A request becomes the messages of chat templates: each `tool_result` is a message of its own, the blocks of an
+answer are one message. `thinking` is left out: the policy's reasoning is part of its text. Unknown fields and
+those that would change sampling are ignored; requests that cannot be met are refused.
 """
 
 from __future__ import annotations
@@ -183,8 +182,7 @@ class MessageCall:
 
 
 def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
-    """Yield a message in the form of chat templates. A user's message gives one for each tool's result, and
-    one for the text before, between or after them."""
+    """Yield a message in the form of chat templates; a user's gives one for each tool's result and text."""
     blocks = _blocks(message.content)
     if message.role == "assistant":
         yield _answer(blocks, location)

@@ -1,8 +1,7 @@
 """A call of the policy over HTTP, whatever the API: what the endpoint needs of it, and how bodies are read.
 
-Each API has a module that makes `APICall`s from the bodies of its requests and writes its answers:
-`stretto.agents.openai_api` and `stretto.agents.anthropic_api`. Both turn chats into the same messages, those
-of chat templates, so a chat may continue in the other API.
+`openai_api` and `anthropic_api` make `APICall`s of requests and write answers. Both turn chats into the
+messages of chat templates, so a chat may continue in the other API.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ Event = tuple[str, Mapping[str, Any]]
 
 
 class ApiError(StrettoError):
-    """A refused request. `param` is the wrong field, `code` the error's code for programs, `status` the HTTP
-    status."""
+    """A refused request: `param` is the wrong field, `code` for programs, `status` the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -61,8 +59,7 @@ class Reply:
     answer: Answer
     prompt_tokens: int
     message: Message
-    """`role`, `content`, and `tool_calls` if there are any: each with `id`, `type` and `function`, which has
-    `name` and `arguments`."""
+    """`role`, `content`, and perhaps `tool_calls`: `id`, `type` and `function` (`name`, `arguments`)."""
 
     @property
     def text(self) -> str:
@@ -78,7 +75,6 @@ class APICall(Protocol):
     images: list[bytes]
     """Files of the images in the input. Its messages name them by their SHA-256."""
     tools: list[dict[str, Any]]
-    """Tools that the chat template shows to the policy."""
     reads_tools: bool
     """Whether answers are searched for calls of the tools."""
     max_tokens: int | None
@@ -92,8 +88,7 @@ class APICall(Protocol):
         ...
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
-        """Yield the events before the first piece of a stream. `prompt_tokens` is for a call with one
-        choice."""
+        """Yield the events before the first piece. `prompt_tokens`: for a call with one choice."""
         ...
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
@@ -145,8 +140,7 @@ def function_tool(name: Any, description: Any, parameters: Any, location: str) -
 
 
 def image_of_url(url: str, location: str) -> bytes:
-    """Return the file of an image in a data URL. Raise ApiError for any other URL: the endpoint fetches
-    none."""
+    """Return the file of an image in a data URL. Raise ApiError for other URLs: the endpoint fetches none."""
     head, _, data = url.partition(",")
     if not head.startswith("data:"):
         raise ApiError(

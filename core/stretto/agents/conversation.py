@@ -1,12 +1,12 @@
 """Chats with the policy, kept as the token ids that the policy sampled.
 
-The prompt of each turn extends the ids of the turns before. Only text added since the last answer is
-tokenised; sampled tokens are never tokenised again. A chat template may change the history, for example by
-stripping earlier reasoning. Then the ids so far end as a trajectory of their own, and a new trajectory begins
-with the history as the template writes it. This is a *split*, and the conversation counts its splits.
+Each prompt extends the ids of the turns before. Only text added since the last answer is tokenised; sampled
+tokens never are again. If a chat template changes the history, for example by stripping earlier reasoning,
+the ids so far end as a trajectory of their own, and a new one begins with the history as the template writes
+it. This is a *split*.
 
-For a policy that reads images, text that is added may have images. In a chat, an image of the history is a
-part `{"type": "image", "sha256": ...}` of a message's content.
+Added text may have images if the policy reads them. In a chat, an image of the history is a part `{"type":
+"image", "sha256": ...}` of a message's content.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversation", "Generate", "Segment", "conversation_in"]
 
-# The ids of a prompt, how to sample, the names of the prompt's images (None if the policy reads none) -> one
-# answer.
+# Ids of a prompt, how to sample, names of its images (None if the policy reads none) -> one answer.
 Generate = Callable[["NDArray[np.int32]", "Sampling", "Sequence[str] | None"], Awaitable[Answer]]
 # Tokens, loss mask, logprobs and versions.
 _Part = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
@@ -48,7 +47,6 @@ class Conversation:
 
     Args:
         generate: samples one answer.
-        tokenizer: the policy's tokenizer.
         sampling: sampling parameters; an argument of `reply` replaces them.
         prompt: chat messages, or plain text without a chat.
         tools: JSON schemas of functions that the chat template shows to the policy.
@@ -86,13 +84,12 @@ class Conversation:
         return max(0, len(self._segments) - 1)
 
     def add(self, *turns: str | Message, images: Sequence[bytes] = ()) -> None:
-        """Add turns of others before the next answer: messages to a chat, text to a plain text. In a chat, a
-        text is a message of the user.
+        """Add turns of others before the next answer: messages to a chat, where a text is the user's; text to
+        a plain text.
 
         Args:
-            images: files of the images in these turns, in the order of their places. In a message, a place is
-                the string `<image>` in the text, or a part `{"type": "image"}`; in a plain text, the model's
-                own placeholder.
+            images: files of the images in these turns, in the order of their places: the string `<image>` in
+                a message's text, or a part `{"type": "image"}`; in a plain text, the model's own placeholder.
 
         Raises:
             TypeError: for a message in a plain text.
@@ -118,12 +115,8 @@ class Conversation:
             self.history += turn
 
     async def reply(self, sampling: Sampling | None = None) -> Answer | None:
-        """Sample the policy's next answer and return it; None if the limit leaves no room for a token.
-
-        Raises:
-            EngineError: if no engine can serve the request.
-            RequestError: if the text is too long for the model, whatever the limit.
-        """
+        """Sample the policy's next answer; None if the limit leaves no room for a token. Raise EngineError if
+        no engine can serve it, RequestError if the text is too long for the model, whatever the limit."""
         sampling = sampling or self._sampling
         segment = await self._current_segment()
         if segment is None:
@@ -147,11 +140,8 @@ class Conversation:
         return answer
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """Return one trajectory for each part between splits that has an answer; none without an answer.
-
-        Each has the score of the whole conversation, with the metrics `turns` and `splits` added. The last
-        one has the conversation's messages.
-        """
+        """Return one trajectory for each part between splits that has an answer. Each has the conversation's
+        score, with the metrics `turns` and `splits`. The last one has its messages."""
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
         reads_images = self._images is not None
@@ -169,11 +159,9 @@ class Conversation:
         body = body_of(answer.tokens, answer.finish, self._tokenizer)
         return text.removesuffix(self._tokenizer.decode(answer.tokens[len(body) :], special=True))
 
-    # ------------------------------------------------------------------------------------ private
-
     async def _current_segment(self) -> Segment | None:
-        """Return a segment with the whole history: the newest one, extended; after a split, a new one. Return
-        None if the limit leaves no room for the text."""
+        """Return a segment with the whole history: the newest one extended, or a new one after a split. None
+        if the limit leaves no room for the text."""
         history = self.history
         text, names = await self._rendered(history)
         segment = self._segments[-1] if self._segments else Segment()
@@ -233,9 +221,8 @@ def conversation_in(
     limit: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Conversation:
-    """Return a new conversation whose answers a session samples: what `Session.conversation` returns. The
-    row's images are at their places in the prompt. `name` differs from those of the session's other
-    conversations."""
+    """Return a new conversation whose answers a session samples, the row's images at their places in the
+    prompt. `name` differs from those of the session's other conversations."""
 
     async def generate_one(
         ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
@@ -265,13 +252,10 @@ class Segment:
         self.last: Answer | None = None
         self._parts: list[_Part] = []
         self._kept: list[KeptTokens | None] = []
-        """The kept tokens of each part; None if they are not known."""
         self._images: list[Sequence[str]] = []
-        """The names of the images of each part."""
 
     def add_text(self, ids: NDArray[np.int32], text: str, images: Sequence[str]) -> None:
-        """Add tokens that the policy did not sample, with these images. `text` is the text of the whole
-        segment after that."""
+        """Add tokens that the policy did not sample, and images; `text` is then the whole segment's text."""
         count = len(ids)
         unsampled = np.zeros(count, np.bool_), np.zeros(count, np.float32), np.full(count, -1, np.int32)
         self._add((ids, *unsampled), text, images, KeptTokens.none(count))

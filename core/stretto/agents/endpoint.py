@@ -1,9 +1,8 @@
 """The policy behind the HTTP APIs of OpenAI and Anthropic, for agents that do not know stretto.
 
-Each process that needs the server starts one. It listens on loopback, or on sockets in the sandboxes of
-agents. The key of a request names its agent run; the calls become the trajectories of that run
-(`stretto.agents.recorder`). A stream sends tokens as they come from the engine, as soon as they are complete
-characters and cannot be the beginning of a stop text or a tool call. A swap of weights only delays them.
+One server a process, on loopback or on sockets in the sandboxes of agents. A request's key names its agent
+run, whose calls become trajectories (`stretto.agents.recorder`). A stream sends tokens once they are complete
+characters and cannot begin a stop text or a tool call. A swap of weights only delays them.
 """
 
 from __future__ import annotations
@@ -101,13 +100,8 @@ def key_of(request: web.Request) -> str:
 
 
 class Endpoint:
-    """The server of one process. It serves a port after `start`, and sockets given to `serve_socket`, until
-    `stop` is called or the process ends.
-
-    Args:
-        tool_parser: the format in which the policy writes tool calls.
-        routes: other requests that it serves. Their handlers may raise `ApiError`.
-    """
+    """The server of one process: serves a port after `start`, and sockets given to `serve_socket`, until
+    `stop` or its end. `routes`: other requests that it serves; handlers may raise `ApiError`."""
 
     def __init__(
         self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
@@ -119,7 +113,6 @@ class Endpoint:
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._strangers: dict[RequestHandler, None] = {}
-        """Connections to the port that have not shown a valid key yet, the oldest first."""
         self._starting = anyio.Lock()
         self.base_url = ""
         """The URL for clients, `/v1` included; empty before the server is started."""
@@ -151,9 +144,8 @@ class Endpoint:
         self._strangers.pop(request.protocol, None)
 
     async def serve_socket(self, listener: socket.socket) -> None:
-        """Serve a listening socket, until the caller is cancelled; then close its connections. If it has
-        very many, further ones wait until others are closed. Raise OSError if this process has too many open
-        files."""
+        """Serve a listening socket until the caller is cancelled; then close its connections. If it has very
+        many, others wait. Raise OSError if this process has too many open files."""
         async with self._starting:
             runner = await self._made_runner()
         assert runner.server is not None
@@ -173,7 +165,6 @@ class Endpoint:
                 connection.abort()
 
     async def _made_runner(self) -> web.AppRunner:
-        """The server listens nowhere at first."""
         if self._runner is None:
             app = web.Application(middlewares=[_format_errors], client_max_size=_MAX_BODY)
             app.router.add_get("/v1/models", self._models)
@@ -199,8 +190,8 @@ class Endpoint:
 
     @asynccontextmanager
     async def serve(self, recorder: CallRecorder) -> AsyncGenerator[str]:
-        """Accept the agent's calls inside the block; yield the key that they must have. At the end of the
-        block, unfinished calls are cancelled and the key becomes invalid."""
+        """Accept the agent's calls inside the block; yield their key. At the end, unfinished calls are
+        cancelled and the key becomes invalid."""
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._agent_runs[key] = _AgentRun(recorder)
         try:
@@ -335,8 +326,8 @@ class Endpoint:
         return Reply(answer, len(thread.prompt), message)
 
     def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
-        """Return the message with its tool calls; None if it has none, or if one cannot be parsed. As with
-        other servers, the message is then the sampled text."""
+        """Return the message with its tool calls; None if it has none, or one cannot be parsed: as with other
+        servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
         calls = parse_calls(text, self._tool_parser, thread.opened)
         if not calls or any(call.fault for call in calls):
@@ -373,13 +364,13 @@ class _AnswerReader:
         """Empty once the answer has begun with it, or with something else."""
         self._special = special
         self._context_tokens = self._tokens = np.empty(0, np.int32)
-        """The latest tokens that ended with a complete character, and the tokens after them. Both are decoded
-        together, because the text of a token depends on the tokens before it."""
+        """The latest tokens that ended with a complete character, and those after them, decoded together: a
+        token's text depends on the tokens before it."""
         self._num_returned = 0
         """Characters of `_tokens` that `add` has returned."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
-        """Return the new text that is complete. An incomplete character waits for the rest of its tokens."""
+        """Return the new complete text. An incomplete character waits for the rest of its tokens."""
         if not len(tokens):
             return ""
         self._tokens = np.concatenate([self._tokens, tokens])
@@ -412,7 +403,7 @@ class _AnswerReader:
 
 class _VisibleText:
     """The part of a growing answer that the agent may see: up to the first mark, and without an end that may
-    be the beginning of a mark, or the tail of the whole answer."""
+    begin a mark or the tail of the whole answer."""
 
     def __init__(self, reading: _AnswerReader, marks: Sequence[str], tail: str) -> None:
         self._reading = reading
@@ -420,7 +411,6 @@ class _VisibleText:
         self._unsent = [*self._marks, *([tail] if tail else [])]
         self._text = ""
         self._sent = 0
-        """Characters of `_text` that the agent has got."""
 
     def add(self, tokens: NDArray[np.int32]) -> str:
         self._text += self._reading.add(tokens)
@@ -449,7 +439,6 @@ class _EventStream:
         self.begun = False
 
     async def send(self, events: Iterable[Event]) -> None:
-        """Send events. The first call also sends the headers of the answer."""
         if not self.begun:
             self.begun = True
             await self._response.prepare(self._request)
@@ -469,8 +458,7 @@ class _EventStream:
 
 
 async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
-    """`stretto check` knows neither whether an agent sends tools, nor the chat template of a model that is
-    not on this machine yet."""
+    """`stretto check` does not know whether an agent sends tools, nor a template that is not here yet."""
     form = await work_on_text(lambda: tokenizer.form, 0)
     if form.has_template and not form.shows_tools:
         log.warning("the policy does not see the tools of agents: its chat template does not show them")

@@ -1,7 +1,7 @@
 """OpenAI's HTTP API as data: parse requests, and write answers.
 
-Unknown fields are ignored, as OpenAI's server does. Fields that would change sampling (`temperature`,
-`top_p`, `seed`, penalties, `logit_bias`) are ignored too: the run file sets them. Requests that cannot be met
+Unknown fields are ignored, as OpenAI's server does, and so are those that would change sampling
+(`temperature`, `top_p`, `seed`, penalties, `logit_bias`): the run file sets them. Requests that cannot be met
 (other kinds of tools and contents, forced calls, formats) are refused.
 """
 
@@ -331,11 +331,7 @@ class CompletionCall:
 
 
 class ResponseCall:
-    """`POST /v1/responses`.
-
-    Args:
-        earlier: messages of earlier responses, by their id; `response` adds those of this response.
-    """
+    """`POST /v1/responses`. `earlier`: messages of earlier responses by id; `response` adds its own."""
 
     ends_with_done = False
 
@@ -486,8 +482,7 @@ class ResponseCall:
 
 
 def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message:
-    """Return a chat message in the form of chat templates; `images` gets the files of its images. Two equal
-    messages have equal forms."""
+    """Return a chat message for templates, equal for equal messages; `images` gets its images' files."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{location}.content", images)
@@ -636,7 +631,6 @@ def _finish_reason(reply: Reply) -> str:
 
 
 def _tool_calls(reply: Reply) -> list[dict[str, Any]]:
-    """Return the tool calls of an answer, with arguments as JSON text."""
     calls: list[dict[str, Any]] = []
     for call in reply.message.get("tool_calls", []):
         function = call["function"]

@@ -1,10 +1,9 @@
 """The model calls of one agent, and the trajectories made of them.
 
-An agent may call in any way: one growing chat, several chats at the same time, or a history that it has
-rewritten. A call continues a chat if it begins with everything that the agent has seen of that chat. Its new
-messages then extend the chat's ids, and sampled tokens are never tokenised again
-(`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, also a call to
-a chat whose answer is still being sampled. All trajectories share the score.
+An agent may call in any way: one growing chat, several at once, or a rewritten history. A call that begins
+with everything that the agent has seen of a chat continues it: the new messages extend its ids
+(`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, as does a call
+to a chat whose answer is still being sampled. All trajectories share the score.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ Input = str | list[Any] | NDArray[np.int32]
 
 
 class OverLimit(StrettoError):
-    """A call that the agent's limits do not allow, or that comes after the agent run is over. `code` is
-    `max_calls`, `max_total_tokens`, `context_length_exceeded` or `run_over`."""
+    """A call that the limits do not allow, or after the end of the agent run. `code` is `max_calls`,
+    `max_total_tokens`, `context_length_exceeded` or `run_over`."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -51,8 +50,7 @@ class CallLimits:
     calls: int | None = None
     """Most answers; each of several choices counts."""
     tokens: int | None = None
-    """Most sampled tokens of all calls. Each call may use the tokens left at its start, also while other
-    calls are sampling."""
+    """Most sampled tokens of all calls. Each may use those left at its start, even while others sample."""
     context: int | None = None
     """Most tokens of one chat, prompt included."""
 
@@ -147,9 +145,8 @@ class Thread:
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
-        """Record the last answer in the form that the agent gets, and `template_message` for a chat template
-        that does not accept the sampled text. A later call that begins with the input and this message
-        continues the thread."""
+        """Record the last answer as the agent gets it; a call that begins with input and message continues
+        the thread. `template_message`: for a chat template that does not accept the sampled text."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
@@ -204,27 +201,19 @@ class _TokenPrompt:
 
 
 class CallRecorder:
-    """One agent run: its threads, its use of calls and tokens, and its unfinished calls.
-
-    Args:
-        session: the ticket's session.
-        name: letters and digits, different for every recorder of a session. Seeds depend on it.
-        limits: the limits of this agent run.
-    """
+    """One agent run: its threads, its use of calls and tokens, and its unfinished calls. `name`: letters and
+    digits, different for every recorder of a session; seeds depend on it."""
 
     def __init__(self, session: Session, name: str, limits: CallLimits | None = None) -> None:
         self.session = session
         self.limits = limits or CallLimits()
         self.calls = 0
-        """Answers requested so far."""
         self.tokens = 0
-        """Tokens sampled so far."""
         self.over = ""
         """The first limit that refused a call; empty if none did."""
         self.fault: Exception | None = None
         """The first error of a call; None if there was none."""
         self.last: Thread | None = None
-        """The thread with the newest answer."""
         self._name = name
         self._threads: list[Thread] = []
         self._call_scopes: set[anyio.CancelScope] = set()
@@ -232,8 +221,7 @@ class CallRecorder:
         self._closed = False
 
     def take(self, inputs: Sequence[Input], tools: Sequence[Mapping[str, Any]] = ()) -> list[Thread]:
-        """Return the threads for the choices of a call, one for each input. Raise OverLimit if the agent has
-        used up its calls or its tokens."""
+        """Return the threads for a call's inputs. Raise OverLimit if calls or tokens are used up."""
         limits = self.limits
         if limits.calls is not None and self.calls + len(inputs) > limits.calls:
             raise self._refusal(f"an agent may ask for {limits.calls} answers", "max_calls")
@@ -250,8 +238,7 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Sample the policy's answer. Call `thread.record_answer` afterwards: then a call can continue the
-        thread.
+        """Sample the policy's answer. Then call `thread.record_answer`, so that a call can continue it.
 
         Args:
             max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
@@ -305,18 +292,13 @@ class CallRecorder:
             await self._call_ended.wait()
 
     def trajectories(self, score: Score) -> list[Trajectory]:
-        """Return the trajectories of all chats; none without an answer.
-
-        Each has the agent run's score, with the metrics `calls` and `chats` added.
-        """
+        """Return the trajectories of all chats, with the run's score and the metrics `calls` and `chats`."""
         threads = [thread for thread in self._threads if thread.message is not None]
         metrics = {**score.metrics, "calls": float(self.calls), "chats": float(len(threads))}
         score = replace(score, metrics=metrics)
         return parts_of_sample(
             [trajectory for thread in threads for trajectory in thread.trajectories(score)]
         )
-
-    # ------------------------------------------------------------------------------------ private
 
     def _thread_for(self, input: Input, tools: Sequence[Mapping[str, Any]]) -> Thread:
         """Return the thread that a call continues, the longest if several match; else a new one."""

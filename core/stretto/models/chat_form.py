@@ -1,7 +1,6 @@
 """The chat form of a model: what its chat template, tokenizer and generation config make of a turn.
 
-It is found once for each tokenizer, by rendering short chats and looking at where their words are. Everything
-that reads or writes turns uses it: conversations, supervised rows, agents, rewards and checks.
+It is found once for each tokenizer, by rendering short chats and looking at where their words are.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 _Arguments = Literal["mapping", "text", "mapping or text"]
 
 _CUT = "\ufdd0"
-"""Stands after the first and the last character of a special token that is text. No other text has it: it is
-no character of Unicode."""
+"""Stands after the first and the last character of a special token that is text. Not in Unicode."""
 _TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
 """A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
 
@@ -45,15 +43,13 @@ class ChatForm:
 
     has_template: bool = False
     end_ids: frozenset[int] = frozenset()
-    """Tokens that end an answer: those of the model's files, the tokenizer's, and the one that the template
-    writes after a turn."""
+    """Tokens that end an answer: the model's, the tokenizer's, and the one that the template writes."""
     stop_ids: tuple[int, ...] = ()
     """The end of the last turn, if engines do not stop at it by themselves."""
     ends: tuple[str, ...] = ()
     """`end_ids` as text."""
     closing: str = ""
-    """The token that ends the last turn of a chat, as text; empty if there is none. That of the tokenizer, if
-    the template writes none."""
+    """The token that ends the last turn as text, else the tokenizer's; empty if there is none."""
     writes_end: bool = True
     """Whether the template writes a token at the end of a turn."""
     call_closing: str = ""
@@ -63,27 +59,25 @@ class ChatForm:
     header: str = ""
     """What the generation prompt adds to the messages."""
     opening: str = ""
-    """The end of a prompt that opens an answer: the header, or what the template writes after the user's
-    words if it has none, such as `[/INST]`."""
+    """The end of a prompt that opens an answer: the header, else what follows the user's words: `[/INST]`."""
     final: str = ""
-    """What the template writes behind the last turn, and behind no earlier one, if it opens no answer, such
-    as `<|endoftext|>`. The policy does not sample it: it has ended its turn."""
+    """What the template writes after the last turn only, if it opens no answer, such as `<|endoftext|>`. The
+    policy does not sample it: it has ended its turn."""
     lead: str = ""
-    """What the template writes between the header and the content of an answer in a history, such as GLM's
-    line feed: the policy samples it, and it is no part of the content. Empty if a content may have it."""
+    """What the template writes in a history between header and content of an answer, such as GLM's line feed:
+    the policy samples it, but it is no content. Empty if a content may have it."""
     tail: str = ""
     """What the template writes between the content and the token that ends the last turn, likewise."""
     plain_lead: str = ""
     plain_tail: str = ""
-    """Both without special tokens."""
+    """`lead` and `tail` without special tokens."""
     arguments: _Arguments = "mapping"
-    """The form in which the template wants the arguments of tool calls. Where it takes both, JSON text stays
-    as it is."""
+    """The form in which the template wants a call's arguments. If it takes both, JSON text stays."""
     call_content: str | None = ""
     """The content with which the template shows the tool calls of a message without text."""
     content: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Role -> the forms of a content that the template writes: `text`, `parts` (of text), parts that are
-    `thinking`. `parts` with `images` are those of a model that reads images. The role "" is any other one."""
+    """Role -> forms of a content that the template writes: `text`, `parts` (of text), parts that are
+    `thinking`; `parts` with `images` for a model that reads images. The role "" is any other one."""
     shows_tools: bool = False
     shows_calls: bool = False
     system: Literal["shown", "ignored", "refused"] = "ignored"
@@ -146,8 +140,7 @@ def plain_text(text: str, mark: str = "") -> str:
 
 
 def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, bool]]:
-    """Return the sections of a rendered text, each with whether special tokens in it are text. Such a section
-    begins and ends at special tokens that are tokens."""
+    """Return a rendered text's sections, each with whether special tokens in it are text."""
     if _CUT not in text or special is None:
         return [(plain_text(text), _CUT in text)] if text else []
     sections: list[tuple[str, bool]] = []
@@ -160,8 +153,8 @@ def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, b
 
 
 def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
-    """Return what a prompt opens of the answer: for messages, and for a text that ends like them, what the
-    template writes; for another text, the tag at its end."""
+    """Return what a prompt opens of the answer: what the template writes, for messages and a text that ends
+    like them; for another text, the tag at its end."""
     if not isinstance(prompt, str) or (form.header and prompt.endswith(form.header)):
         return form.opened
     tags = [*_TAG.finditer(prompt)]

@@ -1,9 +1,9 @@
 """Conversations as tokens to train on: those that the assistant writes, and the context of others.
 
 The chat template writes the whole conversation. A turn of the assistant begins where the template opens an
-answer, and ends with the token that ends the turn, as a sampled answer does. Prompt, turns and the text
-between them are tokenised separately, as in a conversation with the policy (`stretto.agents.conversation`).
-If a template drops or changes messages, the row would train something else than it says, and is refused.
+answer, and ends with the token that ends the turn. Prompt, turns and the text between are tokenised
+separately, as in a conversation with the policy (`stretto.agents.conversation`). If a template drops or
+changes messages, the row would train something else than it says, and is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class ChatPiece(NamedTuple):
 
     ids: NDArray[np.int32]
     trained: bool
-    """Whether the assistant writes it."""
 
 
 def encode_chat(
@@ -48,15 +47,14 @@ def encode_chat(
     tools: Tools = (),
     complete: bool = True,
 ) -> list[ChatPiece]:
-    """Return the pieces of a conversation up to the end of the assistant's last turn. The first piece is the
+    """Return the pieces of a conversation up to the end of the assistant's last turn; the first is the
     prompt, with the opening of the answer.
 
-    A tool call has its arguments as a mapping or as JSON text.
-
     Args:
-        answer: turns of the assistant, of tools and of others. The first one is the assistant's.
-        complete: refuse messages and tools that the template drops or changes, but for white space. In the
-            prompt, it may leave out reasoning.
+        answer: turns of the assistant, who begins, of tools and of others. A tool call has its arguments as a
+            mapping or as JSON text.
+        complete: refuse messages and tools that the template drops or changes, but for white space, and for
+            reasoning in the prompt.
 
     Raises:
         ConfigError: if the template refuses the messages, drops or changes them, or does not begin the whole
@@ -197,8 +195,8 @@ class _Chat:
 
 
 def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[str]:
-    """Return the names of the tools that a chat template does not show in `text`, or in its beginning. They
-    may stand in a message. `without`: returns the text without tools."""
+    """Return the tools that a chat template does not show in `text` or its beginning: a message may contain
+    their names. `without`: returns the text without tools."""
     try:
         hides_all = bool(tools) and without().startswith(text)
     except ConfigError:
@@ -221,8 +219,8 @@ def is_data(content: Any, text: str) -> bool:
 def is_shown(
     messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
-    """Return whether what the chat template writes, `text`, depends on the text or the tool calls under a key
-    of a message: what stands there may also stand elsewhere."""
+    """Return whether the text that the chat template writes, `text`, depends on the text or tool calls under
+    a key of a message: the same words may also stand elsewhere."""
     value = messages[number].get(key)
     if key == "tool_calls" and value:
         other: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
@@ -286,8 +284,8 @@ def _has(packed: str, value: Any) -> bool:
 
 
 def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
-    """Return the texts in a value, cut at the marks of reasoning and at the places of images, where a
-    template may write something else. `all_of_it`: with the reasoning."""
+    """Return the texts in a value, cut at the marks of reasoning (left out without `all_of_it`) and at the
+    places of images, where a template may write something else."""
     parts = cast("list[Any]", value) if isinstance(value, list) else [value]
     keys = ("text", "thinking") if all_of_it else ("text",)
     texts = [

@@ -1,13 +1,12 @@
 """What changed in the bytes of a tensor file since the version before, without loss.
 
-An update of reinforcement learning is small: at a learning rate of 1e-6 a few bfloat16 values in a hundred
-change in a step, and a delta has as few hundredths of the bytes. The unit is a word of 16 bits: a bfloat16
-value, or half of a float32 one, of which nearly every one changes. In files with a tensor of an odd number of
-bytes it is one byte.
+At a learning rate of 1e-6 a few bfloat16 values in a hundred change in a step, and a delta has as few
+hundredths of the bytes. The unit is a word of 16 bits: a bfloat16 value, or half of a float32 one, of which
+nearly every one changes; one byte in files with a tensor of an odd number of bytes.
 
 The form: the bytes of a word (1), the number of words of the file's tensors (8) and that of changed words
-(8); then, compressed by zlib, for each changed word the number of words between it and the one before (4
-bytes), and the XOR of its old and new value. Bytes of the same rank stand together, which compresses better.
+(8); then, compressed by zlib, for each changed word the number of words since the one before (4 bytes), and
+the XOR of its old and new value. Bytes of the same rank stand together, which compresses better.
 """
 
 from __future__ import annotations
@@ -32,12 +31,8 @@ _Words = NDArray[np.unsignedinteger[Any]]
 
 
 class FileBytes:
-    """The bytes of the tensors of one file, as the newest version has them.
-
-    Args:
-        size: number of bytes.
-        width: bytes of a word, 1 or 2. All tensors begin and end at whole words.
-    """
+    """The bytes of the tensors of one file, as the newest version has them: `size` bytes in words of `width`,
+    1 or 2. All tensors begin and end at whole words."""
 
     def __init__(self, size: int, width: int) -> None:
         self._width = width
@@ -85,8 +80,8 @@ class FileBytes:
 
 
 def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
-    """Change the bytes of a file's tensors, in place, to those of the next version. Raise ValueError if the
-    data is no delta, or one of another file."""
+    """Change a file's tensors, in place, to the next version's. Raise ValueError if `data` is no such
+    delta."""
     width, size, number = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
     if width not in (1, 2) or size * width != len(tensors) or number > size:
         raise ValueError(f"a delta of {number} of {size} words, for a file with {len(tensors)} bytes")

@@ -26,8 +26,7 @@ __all__ = [
 
 
 def known_config(model: str | None) -> Mapping[str, Any]:
-    """Return a model's `config.json` if this machine has it, in a folder or in the hub's cache; otherwise
-    empty."""
+    """Return a model's `config.json` if it is on this machine, also in the hub's cache; otherwise empty."""
     if model is None:
         return {}
     path = Path(model, "config.json") if Path(model).is_dir() else cached_file(model, "config.json")

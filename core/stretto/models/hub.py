@@ -15,8 +15,8 @@ _TIMEOUT_S = 5.0  # protects a start without a network from a long wait for the 
 
 
 def download(model: str, say: Callable[[str, str], None]) -> None:
-    """Download what this machine lacks of a hub id's model, with a progress bar on the terminal. `say` gets
-    (`note` or `warning`, text): what is downloaded, or why it is left to the workers."""
+    """Download what this machine lacks of a hub id's model, with a progress bar. `say` gets (`note` or
+    `warning`, text): what is downloaded, or why it is left to the workers."""
     if _is_cached(model):
         return
     from huggingface_hub import HfApi, constants, snapshot_download

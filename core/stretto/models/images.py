@@ -1,8 +1,8 @@
 """Images: their files, and their pixels.
 
-A row has its images in the column `images`, a list, or in `image`, a single one. An image is a path,
-`{"bytes": ..., "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. One
-that could be read in several ways is refused: with several frames, or in colours other than grey and RGB.
+A row has its images in the column `images`, a list, or in `image`, a single one: a path, `{"bytes": ...,
+"path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. One that could be
+read in several ways is refused: with several frames, or in colours other than grey and RGB.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def has_images(row: Mapping[str, Any]) -> bool:
 
 
 def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
-    """Read the images of a row. A decoded Pillow image gets a PNG file. Raise ConfigError if both columns
-    hold images, if a column holds something else, or if an image is missing, too large, or cannot be read."""
+    """Read the images of a row; a decoded Pillow image gets a PNG file. Raise ConfigError if both columns
+    hold images, a column holds something else, or an image is missing, too large, or cannot be read."""
     images: list[OpenImage] = []
     for column, value in _values(row):
         try:
@@ -114,9 +114,8 @@ def names_in(row: Any) -> list[Any]:
 
 
 def decode(data: bytes) -> Image:
-    """Return the image of a file, in RGB and rotated according to its EXIF data. Nothing is decoded before
-    the size is known. Raise ImageError if it cannot be read in one way, has too many pixels, or if Pillow is
-    not installed."""
+    """Return the image of a file, in RGB and rotated according to its EXIF data. The size is checked before
+    decoding. Raise ImageError if it cannot be read in one way, is too large, or Pillow is not installed."""
     module, ops = _pillow()
     try:
         with module.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -159,9 +158,8 @@ def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 def file_of(value: Any) -> bytes:
-    """Return the file of an image: a path, the file's bytes, `{"bytes": ..., "path": ...}`, or a Pillow
-    image, which gets a PNG file. The file is not decoded. Raise ImageError if it is something else, is too
-    large, or cannot be read."""
+    """Return the file of an image: a path, bytes, `{"bytes": ..., "path": ...}`, or a Pillow image, which
+    gets a PNG file. Not decoded. Raise ImageError if it is something else, too large, or cannot be read."""
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
@@ -180,8 +178,7 @@ def file_of(value: Any) -> bytes:
 
 
 def files_of(values: Any) -> tuple[bytes, ...]:
-    """Return the files of several images that travel in one message. Raise ImageError as `file_of`, if the
-    value is no sequence, or if the files are too large together."""
+    """Return the files of one message's images. Raise ImageError as `file_of`, or if too large together."""
     if not isinstance(values, list | tuple):
         raise ImageError(f"expected a list of images, found {_describe(values)}")
     files = tuple(map(file_of, cast("Sequence[Any]", values)))

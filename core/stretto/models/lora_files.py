@@ -1,8 +1,7 @@
 """Versions that contain only an adapter, and their merge into the model that the adapter was trained on.
 
-A training engine publishes two factors for each matrix W that it adapts: A as `<name>.lora_A.weight` and B as
-`<name>.lora_B.weight`. It orients and scales them so that the new matrix is W + B A. Beside each engine, the
-adapter is merged into the model's own files, whose other tensors are unchanged.
+A training engine publishes two factors for each matrix W that it adapts, `<name>.lora_A.weight` and
+`<name>.lora_B.weight`, oriented and scaled so that the new matrix is W + B A.
 """
 
 from __future__ import annotations
@@ -52,17 +51,13 @@ def matrix_of(factor: str) -> str:
 def merge_adapter_files(
     update: WeightUpdate, model: Path, folder: Path, frozen: FrozenFiles | None = None
 ) -> FolderUpdate:
-    """Merge an adapter into the model that it was trained on.
-
-    An adapted matrix is computed in float32 and stored in the dtype of its factors. Every other tensor is
-    copied from the model, byte for byte.
+    """Merge an adapter into the model that it was trained on, whose other tensors are copied byte for byte.
+    An adapted matrix is computed in float32 and stored in the dtype of its factors.
 
     Args:
-        update: the adapter.
         model: folder of the model that the adapter was trained on.
         folder: where the merged model is written. Closing the returned update removes it.
-        frozen: keeps the files with the other tensors, which are then neither written nor hashed again for
-            the next adapter of this model.
+        frozen: keeps the files with the other tensors, written and hashed only once for all adapters.
 
     Raises:
         WeightsError: if the adapter does not fit the model (the error names the tensor), or a file cannot be

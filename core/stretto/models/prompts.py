@@ -1,7 +1,4 @@
-"""Read prompts and tools from a row's columns, and the config keys that datasets of plain tables share.
-
-A dataset whose section extends `ColumnsConfig` calls `with_prompt` with each row.
-"""
+"""Read prompts and tools from a row's columns, and the config keys that datasets of plain tables share."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """System message that is put before the prompt. A text prompt then becomes a user message."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         if self.prompt_template is None:
             return
         if self.prompt_column != "prompt":
@@ -44,9 +40,9 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         list(_parts(self.prompt_template))
 
     def with_prompt(self, row: Row) -> Row:
-        """Return the row with its prompt in the column `prompt`. Raise ConfigError if the row lacks a column
-        that the prompt needs, if a column in the template holds neither text nor a number, or if
-        `system_prompt` is given and the prompt already has a system message."""
+        """Return the row with its prompt in the column `prompt`. Raise ConfigError if it lacks a column that
+        the prompt needs, a column in the template holds neither text nor a number, or the prompt already has
+        a system message beside `system_prompt`."""
         if self.prompt_template is None:
             if self.prompt_column not in row:
                 raise ConfigError(_no_column(self.prompt_column, row))
@@ -70,7 +66,6 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield the texts of a template, each with the column that follows it, or None."""
     hint = "expected columns such as {question}; a brace itself is written {{ or }}"
     try:
         found = list(Formatter().parse(template))

@@ -1,7 +1,6 @@
 """safetensors files without torch: find the tensors of a file, and write the header of a new file.
 
-The format: the length of a JSON header in 8 bytes, little-endian; the header; then the bytes of the tensors,
-without gaps.
+The format: the length of a JSON header (8 bytes, little-endian), the header, the tensors without gaps.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
 
 def places(file: Path) -> list[Place]:
     """Return the tensors of a file, in the order of their bytes. Raise OSError if it cannot be read, and
-    WeightsError, which names file and tensor, if it is damaged."""
+    WeightsError, naming file and tensor, if it is damaged."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         header_size = int.from_bytes(stream.read(8), "little")
@@ -128,8 +127,7 @@ def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
 
 
 def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
-    """Write the header of a file. The caller must then write the tensors' bytes in the same order. `file` and
-    `start` of the given places are not used."""
+    """Write a header, after which the caller writes the tensors in order. `file` and `start` are not used."""
     header: dict[str, Any] = {}
     end = 0
     for place in tensors:

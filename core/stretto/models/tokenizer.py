@@ -48,25 +48,18 @@ _NEAR = 256
 """Characters before a text in which a special token may matter for its first token."""
 _LEAST = 2**20
 _MOST = 2**22
-"""`_LEAST` and `_MOST` are the bounds of `Tokenizer.most_characters` where only the model limits the text.
-Tokenising a text of `_MOST` characters takes about 6 s and some 500 MB."""
+"""Bounds, with `_LEAST`, of `Tokenizer.most_characters` where only the model limits the text. Tokenising
+`_MOST` characters takes about 6 s and some 500 MB."""
 _text_thread: RunVar[anyio.CapacityLimiter] = RunVar("stretto_text_thread")
 
 _DIRECTIVES = "aAbBcdeFGHIjklmMpSuUVwWxXyYZ"
-"""Letters of `strftime`."""
 CLOCK = "strftime_now"
 """The function that gives chat templates the date, and the key of `dataset.template` with another one."""
 
 
 def load_tokenizer(model: str | None, rows: DatasetConfig | None = None) -> Tokenizer:
-    """Load the tokenizer of a model folder or hub id. Without a model, every byte is a token.
-
-    Args:
-        rows: the run's section `dataset`: arguments of the chat template, and what special tokens are.
-
-    Raises:
-        ConfigError: if the model has no tokenizer that can be loaded.
-    """
+    """Load the tokenizer of a model folder or hub id; without a model, every byte is a token. `rows`: the
+    section `dataset`, with arguments of the chat template. Raise ConfigError if none can be loaded."""
     return ByteTokenizer() if model is None else ModelTokenizer.load(model, rows)
 
 
@@ -79,16 +72,9 @@ def apply_chat_template(
     add_generation_prompt: bool,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Return chat messages as text; see `Tokenizer.render`.
-
-    Args:
-        owner: has the chat template: a tokenizer or a processor of transformers.
-        messages: in the form that the template wants.
-        arguments: what else the template gets.
-
-    Raises:
-        ConfigError: if there is no template, or if it refuses the messages.
-    """
+    """Return chat messages as text; see `Tokenizer.render`. Raise ConfigError if the template is missing or
+    refuses them. `owner` has the template: a tokenizer or a processor of transformers. `messages` have the
+    form that it wants; `arguments`: what else it gets."""
     from jinja2 import TemplateError
 
     if owner.chat_template is None:
@@ -122,8 +108,7 @@ def _with_no_content(
     opens: bool,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Render messages of which some have no content: `apply_chat_template` drops the key, and templates that
-    ask whether the content is none find nothing there."""
+    """Render messages without content: templates that test it for none miss the key, which the call drops."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     [text], _ = render_jinja_template(
@@ -137,12 +122,8 @@ def _with_no_content(
 
 
 def pinned(template: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a chat template whose clock stands at the date in `arguments`, if it has one, so that the
-    prompts of a run stay the same from day to day: a macro takes the place of the clock.
-
-    Args:
-        template: a text, texts by name, or None.
-    """
+    """Return a chat template (a text, texts by name, or None) whose clock, if any, stands at the date in
+    `arguments`, so that prompts stay the same from day to day: a macro takes the place of the clock."""
     if isinstance(template, dict):
         return {name: pinned(each, arguments) for name, each in cast("dict[str, Any]", template).items()}
     if not isinstance(template, str) or arguments.get(CLOCK) is None:
@@ -165,7 +146,6 @@ def fault_of(prompt: Any) -> str:
 
 
 def _fault_of_text(prompt: str) -> str:
-    """Return why a text is no prompt: it is chat messages, written as JSON."""
     if not prompt.lstrip().startswith("[{"):
         return ""
     try:
@@ -210,13 +190,9 @@ def answer_text(
     whole: bool = False,
 ) -> str:
     """Return the text of an answer as it follows its prompt, without the token that ended its turn. Where the
-    prompt opens a turn, `ChatForm.lead` and `ChatForm.tail` are left out, too.
+    prompt opens a turn, `ChatForm.lead` and `ChatForm.tail` are left out too, unless `whole`.
 
-    Args:
-        prompt: (P,) ids.
-        answer: (A,) ids.
-        special: whether the text has special tokens.
-        whole: leave lead and tail in.
+    `prompt`: (P,) ids. `answer`: (A,) ids. `special`: keep special tokens.
     """
     body, form = body_of(answer, finish, tokenizer), tokenizer.form
     text = tokenizer.decode(body, special=special, after=prompt)
@@ -233,8 +209,8 @@ def answer_text(
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
-    """Do some work on a text of this many characters, such as to tokenise it, and return the result. A thread
-    does it if the text is long, one text at a time: the event loop continues meanwhile."""
+    """Return the result of work on a text of this many characters. A thread does it if the text is long, one
+    text at a time, so that the event loop continues."""
     if characters <= _SHORT:
         return work()
     try:
@@ -298,11 +274,7 @@ class ByteTokenizer:
 
 
 def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
-    """Return the ids of a text that goes on behind others, without a space of its own.
-
-    Args:
-        encode: returns the encoding of a text.
-    """
+    """Return the ids of a text that continues others, without a space of its own."""
     for near in ("\n", "a"):  # one of them does not merge with the text
         ids, known = encode(near + text).ids, encode(near).ids
         if ids[: len(known)] == known:
@@ -316,8 +288,8 @@ def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
 
 
 def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
-    """Let no text become a special token that is also a piece of the model's vocabulary: these models find
-    whole pieces in a text, before anybody looks for added tokens."""
+    """Let no text become a special token that is also a piece of the vocabulary: these models find whole
+    pieces in a text before looking for added tokens."""
     model = tokenizer["model"]
     hidden = {*special} - {model.get("unk_token")}
     pieces: Any = model["vocab"]
@@ -337,7 +309,6 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
-"""The files of a tokenizer. Not every model has all of them."""
 _NO_TEXT = "\ufdd0"
 """Begins what no text has: it is no character of Unicode."""
 _OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
@@ -367,13 +338,11 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._has_images = processor is not None
         self._writer = processor or tokenizer
-        """What applies the chat template."""
         self._model = model
         self.rows = rows
         self._arguments = {name: value for name, value in template.items() if name != CLOCK}
         self._writer.chat_template = pinned(self._writer.chat_template, template)
-        # `_ids` leaves out the checks of transformers, which take longer than a short prompt. This is what
-        # transformers sets at each call.
+        # What transformers sets at each call: `_ids` leaves out its checks, slower than a short prompt.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -382,7 +351,6 @@ class ModelTokenizer:
         self._added_texts = {id: text for text, id in self._added.items()}
         self._added_tokens = {each.content: each for each in tokenizer.added_tokens_decoder.values()}
         self._begins: dict[str, bool] = {}
-        """Texts of tokens -> see `_begins_behind`."""
         self._special = {text: each for text, each in self._added_tokens.items() if each.special}
 
     def encode_prompt(
@@ -433,8 +401,8 @@ class ModelTokenizer:
         return self._plain_backend.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, before: str, text: str) -> list[int]:
-        """Return the ids of a text behind another one, of which the part from its last added token on
-        matters: that may take a space from the text, or give it one."""
+        """Return the ids of a text behind another one. Only the part from that one's last added token on
+        matters: it may take a space from the text, or give it one."""
         if not (self._adds_space or self._strips):
             return self._ids(text)
         last = max((found.start() for found in self._finds(before[-_NEAR:])), default=None)
@@ -577,8 +545,7 @@ class ModelTokenizer:
 
     @cached_property
     def _word(self) -> tuple[list[int], str]:
-        """A token of some text, and this text; nothing if there is none. Decoders drop a space before the
-        first token that they see."""
+        """A token of some text, and this text; or nothing. Decoders drop a space before the first token."""
         added = self._added.values()
         for token in sorted({*self._tokenizer.get_vocab().values()}.difference(added)):
             text = self._tokenizer.decode([token])

@@ -1,15 +1,13 @@
 """A version of the weights as a folder of safetensors: write it atomically, open it and check it.
 
-Weight transports that keep versions in folders, at one end or at both, share this module. A folder holds the
-files `model-00000.safetensors` and so on, and `manifest.json` with the hash of every tensor. The manifest is
-written last.
+A folder holds the files `model-00000.safetensors` and so on, and `manifest.json` with the hash of every
+tensor, which is written last.
 
-Tensors that training does not change are in files `frozen-00000.safetensors`. They are written once, and are
-hard links in the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
+Tensors that training does not change are in files `frozen-00000.safetensors`: written once, and hard links in
+the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
 
-A publisher may also write what has changed since its version before, in files `model-00000.delta` and so on
-(`stretto.models.deltas`), and the files themselves for one version in many only, with which subscribers begin
-(`stretto.models.version_receiver`). Every tensor is compared with the announcement.
+A publisher may write deltas in files `model-00000.delta` and so on (`stretto.models.deltas`), and whole files
+for one version in many only, with which subscribers begin (`stretto.models.version_receiver`).
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class RunFolders:
-    """The folders of versions that the processes of a run have on a machine, each its own, below `folder`: by
+    """The folders of versions that a run's processes have on a machine, each its own, below `folder`: by
     default shared memory, else `otherwise`, else the machine's folder for temporary files."""
 
     def __init__(self, context: Context, folder: str | None, otherwise: Path | None = None) -> None:
@@ -81,15 +79,14 @@ class RunFolders:
             self._parent = otherwise or Path(tempfile.gettempdir())
 
     def own(self, purpose: str = "") -> Path:
-        """Make a folder for this process, which only this user can enter. The name contains the process id,
-        so that a process that is ending does not remove its successor's. Folders that earlier processes of
-        this worker left here are removed: call first without a `purpose`, the name of one of several. Raise
-        WeightsError if the folder cannot be made."""
+        """Make a folder for this process, which only this user can enter. Its name contains the process id,
+        so that an ending process does not remove its successor's. Folders that earlier processes of this
+        worker left are removed: call first without a `purpose`, the name of one of several. Raise
+        WeightsError if that fails."""
         own_prefix = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(own_prefix)
         try:
             self._parent.mkdir(parents=True, exist_ok=True)
-            # The name ends with random letters: nobody else can make the folder first.
             return Path(tempfile.mkdtemp(prefix=f"{own_prefix}{os.getpid()}-", dir=self._parent))
         except OSError as error:
             raise WeightsError(f"no folder for weights can be made in {self._parent}: {error}") from error
@@ -117,7 +114,6 @@ class Manifest(msgspec.Struct, frozen=True):
     base: str = ""
     """Digest of the version that the deltas begin with; empty if there are none."""
     base_version: int = -1
-    """Number of that version."""
     followed: bool = False
     """Whether later versions may be deltas."""
 
@@ -156,7 +152,7 @@ class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):
-    """The description of a version that its sender gives to a receiver. The receiver checks against it."""
+    """What a sender says of a version; the receiver checks against it."""
 
     manifest: bytes
     """JSON of the `Manifest`."""
@@ -193,10 +189,10 @@ class StoredVersion:
 
 class FolderPublisher:
     """A publisher (see `stretto.weights.Publisher`) that keeps the newest versions, each in its own folder
-    below `root`. It owns `root`. Transports that send versions from there extend it.
+    below `root`, which it owns. Transports that send versions from there extend it.
 
     Args:
-        keep: number of newest versions to keep. Older versions that are needed are kept too.
+        keep: number of newest versions to keep, besides older ones that are needed.
         shard_gb: largest file in GiB. Publishing holds at most this much in memory besides the model; with
             deltas it holds one version.
         address: where subscribers ask for a version. Default: the note has the path of the version's folder.
@@ -233,8 +229,8 @@ class FolderPublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write a version to a temporary folder, rename the folder, and remove the oldest versions that are
-        not in `needed`. Raise WeightsError if the version cannot be written, or if `root` is not private."""
+        """Write a version, rename its temporary folder, and remove the oldest versions that are not `needed`.
+        Raise WeightsError if it cannot be written, or `root` is not private."""
         final = self._root / folder_name(version)
         temporary = self._root / f".v{version:08d}-{os.getpid()}"
         try:
@@ -257,8 +253,8 @@ class FolderPublisher:
         return WeightsNote(version, self._address or str(final), manifest.digest, fetched_bytes=fetched)
 
     def find(self, version: int) -> StoredVersion:
-        """Find a version. It may be removed before the caller opens its files. Any thread may call this.
-        Raise WeightsError if the version was never here or has been removed."""
+        """Find a version; it may be removed before its files are opened. Any thread may call this. Raise
+        WeightsError if it is not here."""
         entry = self._versions.get(version)
         if entry is None:
             newest = max(self._versions, default="none")
@@ -351,7 +347,7 @@ class FolderPublisher:
 
 
 class _InMemory:
-    """The files of a version in memory, without the frozen ones. Those of its successor take their place."""
+    """The files of a version in memory, without the frozen ones. Its successor overwrites them."""
 
     def __init__(self, version: int) -> None:
         self.version = version
@@ -408,9 +404,9 @@ def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list
 
 
 def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
-    """Change the files in a folder, which are those of `manifest.base`, by the deltas in another one to those
-    of the manifest's version. Raise OSError if a file cannot be read or written, WeightsError if one is
-    damaged, and ValueError if a delta is, or is of another file: some files may have changed."""
+    """Change the files of `manifest.base` in a folder by the deltas in another one to those of the manifest's
+    version. Raise OSError if a file cannot be read or written, WeightsError if one is damaged, ValueError if
+    a delta is, or is of another file: some files may have changed."""
     for name, delta in manifest.deltas.items():
         file = folder / name
         if file.stat().st_nlink > 1:  # an engine keeps the version before, for a restart of its server
@@ -456,8 +452,8 @@ class FolderUpdate:
 
 
 class FrozenFiles:
-    """The files of frozen tensors that one subscriber has checked: it neither hashes nor receives them again.
-    `folder`: where the subscriber keeps the files that it has received; None if it reads the publisher's."""
+    """The files of frozen tensors that one subscriber has checked, and neither hashes nor receives again.
+    `folder`: where it keeps received files; None if it reads the publisher's."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -499,8 +495,8 @@ def folder_name(version: int) -> str:
 
 
 def expect_private(folder: Path) -> None:
-    """Check that a folder is this user's own, and that nobody else can enter it. Raise OSError if the folder
-    does not exist. Raise WeightsError if it is another user's, has a mode beyond 700, or is a link."""
+    """Check that a folder is this user's own and nobody else can enter it. Raise OSError if it does not
+    exist, WeightsError if it is another user's, has a mode beyond 700, or is a link."""
     status, user = folder.lstat(), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
@@ -521,9 +517,8 @@ def lay_out(
     outline: Outline, note: WeightsNote, folder: Path, frozen: FrozenFiles | None = None
 ) -> dict[Path, int]:
     """Make the folder of a version whose whole files this process will receive. Return path -> size in bytes
-    of each file that the caller must fill: all but those in `frozen`, which this process has. Raise
-    WeightsError if the outline does not describe the announced version, or the folder cannot be written or
-    has no room for it."""
+    of each file that the caller must fill: all but those in `frozen`. Raise WeightsError if the outline does
+    not describe the announced version, or the folder cannot be written or has no room."""
     manifest, sizes = read_outline(outline, note)
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -548,8 +543,8 @@ def lay_out(
 
 
 def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[str, int]]:
-    """Return the manifest of an announced version, and the size in bytes of each file that its sender has.
-    Raise WeightsError if the outline does not describe the announced version."""
+    """Return an announced version's manifest and the size in bytes of each file that its sender has. Raise
+    WeightsError if the outline describes another version."""
     manifest = _read_manifest(outline.manifest, note)
     if len(manifest.stored) != len(outline.sizes):
         raise WeightsError(
@@ -563,10 +558,9 @@ def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[st
 def open_version(
     note: WeightsNote, folder: Path, *, temporary: bool = False, frozen: FrozenFiles | None = None
 ) -> FolderUpdate:
-    """Open a version's folder and check that every tensor matches the announcement; those in `frozen` were
-    checked before, and the version's are added there. `temporary`: remove the folder when the update is
-    closed. Raise WeightsError if the folder is missing or damaged, or is not the announced version; it names
-    tensors that differ."""
+    """Open a version's folder and check every tensor against the announcement, except those in `frozen`, to
+    which the version's are added. `temporary`: closing the update removes the folder. Raise WeightsError if
+    the folder is missing, damaged or of another version; it names tensors that differ."""
     label = f"version {note.version} at {note.address}"
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)
@@ -593,10 +587,10 @@ def open_shared_version(note: WeightsNote, frozen: FrozenFiles | None = None) ->
 
 def stored_version(note: WeightsNote) -> StoredVersion:
     """Find a version that another process of this user has made, in the folder `note.address`. Raise
-    WeightsError if it cannot be read, or if others can enter its folder or the parent."""
+    WeightsError if it cannot be read, or others can enter its folder or the parent."""
     folder = Path(note.address)
     with _unreadable(note):
-        # The files are read to hash them, and later to load them. Nobody else may change them in between.
+        # Nobody else may change the files between the check of their hashes and the load.
         expect_private(folder.parent)
         expect_private(folder)
         data = (folder / "manifest.json").read_bytes()

@@ -1,6 +1,6 @@
 """Receive versions into the files of a folder: whole, or as what has changed since a version that is here.
 
-Every weight transport of which both ends have files shares this, and gives the source of the bytes alone.
+A weight transport with files at both ends adds only the source of the bytes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,15 @@ class Source(Protocol):
         ...
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Fill files of a version, given with their sizes in bytes. Their names are those of the outline. If
-        it was interrupted, the next call with the same files may continue. Raise WeightsError if the version
-        is gone, or cannot be had."""
+        """Fill files of a version, given with their sizes in bytes, under the names of the outline. The
+        next call with the same files may continue an interrupted one. Raise WeightsError if the version is
+        gone."""
         ...
 
 
 class VersionReceiver:
-    """Receives versions into folders below `root`, which it owns.
-
-    While the publisher makes deltas, the newest version stays here, and the next ones change its files.
-    """
+    """Receives versions into folders below `root`, which it owns. While the publisher makes deltas, the
+    newest version stays here, and the next ones change its files."""
 
     def __init__(self, root: Path, source: Source) -> None:
         self._root = root
@@ -63,8 +61,7 @@ class VersionReceiver:
         """The version whose whole files are on their way, its folder, and those that are not here yet."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Receive a version, and compare every tensor's hash with the announcement. Raise WeightsError if the
-        version is gone, damaged, or not the announced one."""
+        """Receive a version, and compare every hash. Raise WeightsError if it is gone, damaged or another."""
         links = await self._links(note)
         takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:

@@ -1,8 +1,8 @@
 """The processor of a vision-language model: what the model reads of a prompt with images.
 
-The model's own processor decides how many tokens of the prompt represent each image, and which arrays the
-model reads beside the ids. It always uses its Pillow and NumPy backend, so that every process gets the same
-result for an image: rollout workers make the ids, engines and trainers the arrays from the images' files.
+The model's own processor decides how many tokens represent an image, and which arrays the model reads. It
+always uses its Pillow and NumPy backend, so that rollout workers, which make the ids, agree with engines and
+trainers, which make the arrays from the images' files.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def newest_name(name: str) -> str:
 
 
 def keep_torch_out() -> None:
-    """Import transformers as if torch were not installed, in a process that must not import torch: its image
-    processors import torch if they can. Do this before anything else imports transformers, which looks for
-    torch only once. Its parts that need torch are then missing in this process."""
+    """Import transformers as if torch were not installed: its image processors import torch if they can. Do
+    this before anything else imports transformers, which looks for torch only once. Its parts that need torch
+    are then missing in this process."""
     if "torch" in sys.modules:
         return
     modules, advice = cast("dict[str, Any]", sys.modules), os.environ.get(_ADVICE)
@@ -118,15 +118,15 @@ class VisionPrompt:
     ids: NDArray[np.int32]
     """(P,) ids of the prompt. The number of image tokens equals the number of image features in the model."""
     media: Mapping[str, NDArray[Any]]
-    """Arguments of the model, such as `pixel_values`. The first dimension counts images or their patches.
-    Empty without an image."""
+    """Arguments of the model, such as `pixel_values`; first dimension: images or patches. Empty without
+    any."""
 
 
 class Vision:
     """The processor of a vision-language model: its tokenizer and its image processor, used together.
 
-    Any thread may call the methods, but only one thread at a time. Raise ConfigError if the model has no
-    processor that can be loaded, or its config names no image token."""
+    Any thread may call the methods, but only one at a time. Raise ConfigError if the model has no processor
+    that can be loaded, or its config names no image token."""
 
     def __init__(self, model: str, rows: DatasetConfig | None = None) -> None:
         self._model = model
@@ -137,7 +137,6 @@ class Vision:
         if token is None:
             raise ConfigError(f"model {model!r} names no image token: its config.json has no image_token_id")
         self.image_token: int = token
-        """Id of the token that represents a part of an image."""
 
     def blank(self) -> VisionPrompt:
         """Return the smallest prompt with an image, which is black."""
@@ -151,7 +150,7 @@ class Vision:
 
     def shown(self, image: Image) -> VisionPrompt:
         """Return a prompt with an image and no text, as the chat template writes it, if there is one: SGLang
-        finds an image only between the tokens that the template puts around it."""
+        finds an image only between the template's tokens."""
         if self._processor.chat_template is None:
             return self.alone(image)
         return self.see([{"role": "user", "content": "<image>"}], [image])
@@ -161,8 +160,8 @@ class Vision:
         return int(np.count_nonzero(ids == self.image_token))
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
-        """Return the arrays that the model reads for images given as files; see `VisionPrompt`. Raise
-        ConfigError if one cannot be read, or they have not the prompt's number of image tokens."""
+        """Return the arrays of images given as files; see `VisionPrompt`. Raise ConfigError if one cannot be
+        read, or they have not the prompt's number of image tokens."""
         seen = self.alone(*map(decode, files))
         found = self.count(seen.ids)
         if found != tokens:
@@ -189,17 +188,15 @@ class Vision:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> VisionPrompt:
-        """Process a prompt with its images. The prompt has a placeholder for each image: in text, the model's
-        own placeholder; in chat messages, a part `{"type": "image"}` or the string `<image>` in a text. Raise
-        ConfigError if the number of placeholders is not the number of images, if the images do not suit the
-        model, or if the prompt is chat messages and the model has no chat template."""
+        """Process a prompt with its images. Each has a placeholder: in text the model's own, in chat messages
+        a part `{"type": "image"}` or `<image>` in a text. Raise ConfigError if the numbers differ, the images
+        do not suit the model, or it lacks a chat template for messages."""
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, tools=tools, with_images=bool(images))
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
-        """Process a part of a text with its images, each at the model's own placeholder. No token is added
-        before or after it. Raise ConfigError as `see` does."""
+        """Process a part of a text with its images; no token is added around it. Raises as `see` does."""
         places = text.count(self.place)
         if places != len(images):
             raise ConfigError(
@@ -216,8 +213,8 @@ class Vision:
         add_generation_prompt: bool = True,
         with_images: bool = False,
     ) -> str:
-        """Return chat messages as text, like `Tokenizer.render`. Each part `{"type": "image"}` becomes the
-        model's own placeholder; with `with_images`, each `<image>` in a text does, too."""
+        """Like `Tokenizer.render`. Each part `{"type": "image"}` becomes the model's own placeholder; with
+        `with_images`, each `<image>` in a text too."""
         turns = [
             (OwnTurn if isinstance(turn, OwnTurn) else dict[str, Any])(
                 turn, content=_parts(turn.get("content"), with_images=with_images)
@@ -249,7 +246,6 @@ class RowTokenizer:
     def __init__(self, vision: Vision, images: Sequence[OpenImage]) -> None:
         self._vision = vision
         self.images = images
-        """The row's images."""
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -310,9 +306,9 @@ class RowTokenizer:
 
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
-    """Return chat messages with images at their places. A place is the string `<image>` in a text, or a part
-    `{"type": "image"}`. It becomes a part `{"type": "image", "sha256": digest}`. Raise ConfigError if the
-    number of places is not the number of images."""
+    """Return chat messages with images at their places: `<image>` in a text or a part `{"type": "image"}`
+    becomes `{"type": "image", "sha256": digest}`. Raise ConfigError unless there is a place for each
+    image."""
     placed: list[Message] = []
     places = 0
     for message in messages:
@@ -362,8 +358,8 @@ def _parts(content: Any, *, with_images: bool) -> Any:
 
 
 def _load_processor(model: str) -> Any:
-    """Load the model's processor with the Pillow backend of its image processor. AutoProcessor would choose
-    torchvision's if it is installed, and needs it for the video processor, which rows do not need."""
+    """Load the model's processor with Pillow's image processor. AutoProcessor would choose torchvision's
+    where installed, and needs it for videos, which rows do not have."""
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

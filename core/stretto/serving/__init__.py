@@ -1,5 +1,4 @@
-"""What inference engines share: the intake of requests, stop strings, and the frame of engines that are HTTP
-servers, such as SGLang and vLLM.
+"""What inference engines share: the intake of requests, stop strings, and the frame of HTTP servers' engines.
 
 Public: for authors of inference engines.
 """

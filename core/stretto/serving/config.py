@@ -1,8 +1,4 @@
-"""Config and checks of server engines: inference engines that are HTTP servers.
-
-An inference worker starts such a server with the server's own interpreter, or attaches to a running one.
-`stretto.serving.engine` has the engine, `stretto.serving.server` the connection to its server.
-"""
+"""Config and checks of server engines: inference engines that are HTTP servers, started or attached to."""
 
 from __future__ import annotations
 
@@ -79,10 +75,8 @@ def check_server_engine(
 ) -> Iterator[Problem]:
     """Yield the problems of a section, without starting a server.
 
-    Args:
-        module: module that the server's interpreter must be able to import.
-        reserved: flags that the worker sets itself, each with the config key to set instead; "" if there is
-            no such key.
+    `module`: what the server's interpreter must be able to import. `reserved`: flags that the worker sets
+    itself, each with the config key to set instead, or "".
     """
     if config.deterministic:
         yield Problem(
@@ -169,8 +163,7 @@ def _check_args(config: ServerEngineConfig, reserved: Mapping[str, str]) -> Iter
 
 
 def flags(own: Mapping[str, Flag], given: Mapping[str, Flag]) -> list[str]:
-    """Build a command line from the engine's own flags and those `given` in `inference.args`, which take
-    precedence."""
+    """Build a command line from the engine's own flags and `inference.args`, which take precedence."""
     line: list[str] = []
     for flag, value in (dict(own) | {_flag(name): value for name, value in given.items()}).items():
         for item in value if isinstance(value, tuple) else (value,):
@@ -187,8 +180,8 @@ def _flag(name: str) -> str:
 
 
 def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> Iterator[Problem]:
-    """Yield what is wrong with an engine's `context_length`: an answer needs more, or the model has less,
-    which is only a warning if the engine `extends` the model's positions."""
+    """Yield what is wrong with `context_length`: an answer needs more, or the model has less, which is only a
+    warning if the engine `extends` the model's positions."""
     positions = text_config(run.model).get("max_position_embeddings")
     if length is not None and positions is not None and length > positions:
         text = f"is {length}, but {run.model!r} has {positions} positions"
@@ -203,7 +196,6 @@ def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> It
 
 
 def context_of_model(config: ServerEngineConfig, model: str | None) -> int:
-    """Return the number of tokens of the longest sample: `context_length`, or `max_position_embeddings`, at
-    most 4096."""
+    """Return the most tokens of a sample: `context_length`, or `max_position_embeddings`, at most 4096."""
     max_positions = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(max_positions), _MOST_CONTEXT)

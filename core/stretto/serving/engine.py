@@ -1,7 +1,4 @@
-"""The base class of server engines: everything except the HTTP API of one kind of server.
-
-This module manages the weights and the server itself; `stretto.serving.streams` manages the samples.
-"""
+"""The base class of server engines, but for the HTTP API: weights and server. `streams` has the samples."""
 
 from __future__ import annotations
 
@@ -71,10 +68,9 @@ class _WeightFiles:
 class ServerEngine(Streams, ABC):
     """Implements `stretto.engine.VisionEngine`; a subclass implements the API of its kind of server.
 
-    The engine restarts a server that ends, breaks a connection or sends nothing for too long, and loads the
-    weights that it served. After too many restarts, or if the engine was only attached to the server, an
-    EngineError ends the task group given to `start`; after too many restarts it has the end of the server's
-    log.
+    The engine restarts a server that ends, breaks a connection or is silent for too long, and loads the
+    weights that it served. After too many restarts, or if it was only attached, an EngineError ends the task
+    group given to `start`; for a started server it has the end of the server's log.
     """
 
     health: ClassVar[str]
@@ -85,7 +81,6 @@ class ServerEngine(Streams, ABC):
         self._context = context
         self._model = context.model or ""
         self._reads_images = False
-        """Whether the model is a vision-language model; known when the server is started."""
         self._has_tied_head = False
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's own tensors; empty while its files are not on this machine."""
@@ -99,7 +94,6 @@ class ServerEngine(Streams, ABC):
         self._version = -1
         """The version that the server serves; -1 for none."""
         self._weight_files: _WeightFiles | None = None
-        """The weights served, for a server that is started again."""
         self._pauses: list[float] = []
 
     def unfit(self, sampling: Sampling) -> str:
@@ -256,8 +250,8 @@ class ServerEngine(Streams, ABC):
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
-        """Compare a version with the model's own files, if these are on this machine: a server notices a
-        tensor that does not fit only during the load, or never."""
+        """Compare a version with the model's own files: a server notices a misfit only during the load, if at
+        all."""
         if not self._shapes:
             return
         shapes = self._shapes_in(str(folder))
@@ -275,8 +269,8 @@ class ServerEngine(Streams, ABC):
         return hashes
 
     def _keep(self, note: WeightsNote, folder: Path) -> _WeightFiles:
-        """Hard-link the files of the weights served, because their publisher removes them later. Where links
-        are not possible, use the publisher's files until it removes them."""
+        """Hard-link the files of the weights served, which their publisher removes later; where links are not
+        possible, use the publisher's until then."""
         links = folder.with_name(f".{self._context.worker}-{note.version:08d}")
         try:
             shutil.rmtree(links, ignore_errors=True)
@@ -321,8 +315,7 @@ class ServerEngine(Streams, ABC):
         return file
 
     def _look_at_model(self) -> bool:
-        """Return whether the model reads images. An attached server may have one that this machine has
-        not."""
+        """Return whether the model reads images. An attached server's model may not be on this machine."""
         about = known_config if self._config.urls else fetch_config
         try:
             return is_vision_language(about(self._context.model))
@@ -340,8 +333,8 @@ class ServerEngine(Streams, ABC):
         self._samples.learn(text.get("vocab_size"), end_tokens_in(folder), image_token_of(whole))
 
     def _shapes_in(self, folder: str) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of a folder's tensors, without the head of a model with tied embeddings: files
-        may contain it or not. The tensors of a vision-language model get their newest names."""
+        """Return the shapes of a folder's tensors, a vision-language model's under their newest names,
+        without the head of tied embeddings: files may contain it or not."""
         shapes = shapes_in(folder)
         if self._reads_images:
             shapes = {newest_name(name): shape for name, shape in shapes.items()}

@@ -1,6 +1,7 @@
-"""The images of texts that are sent to servers. Each is decoded here and sent as a PNG file, so that the
-server sees the same pixels as the trainer. A server expands the tokens of images itself, so it gets one token
-for each image. It returns the ids that it made of them, and these must be the ids that are trained.
+"""The images of texts that are sent to servers.
+
+Each is sent as a PNG file, so that the server sees the same pixels as the trainer. A server expands image
+tokens itself, so it gets one for each image; the ids that it returns must be those that are trained.
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ class ServerImage:
 
 
 class RequestImages:
-    """The images of one request, with the SHA-256 of each file. They are decoded once, when they are first
-    needed. `token` stands for a part of an image."""
+    """The images of one request, decoded when first needed. `token` stands for a part of an image."""
 
     def __init__(self, token: int, files: Sequence[bytes], digests: Sequence[str]) -> None:
         self._token = token
@@ -48,8 +48,7 @@ class RequestImages:
         self._images: list[ServerImage] = []
 
     async def text(self, tokens: list[int]) -> ServerText:
-        """Return a text that begins with a prompt that has these images. Raise RequestError if one cannot be
-        read."""
+        """Return a text that begins with a prompt with these images; RequestError if one is unreadable."""
         async with self._lock:
             if not self._images:
                 self._images = await anyio.to_thread.run_sync(self._read)
@@ -92,8 +91,7 @@ def image_runs(tokens: NDArray[np.int32], token: int) -> int:
 
 
 def _collapse(tokens: Sequence[int], token: int, images: int) -> list[int]:
-    """Return the tokens with the first runs of `token`, one for each image, as one token each. Later ones are
-    of an answer."""
+    """Return the tokens with one token for each of the first runs of `token`. Later runs are of an answer."""
     sent: list[int] = []
     runs = 0
     for before, current in zip([None, *tokens], tokens, strict=False):

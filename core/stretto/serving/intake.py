@@ -1,8 +1,7 @@
 """The intake of an inference engine: which requests it accepts, and in which order their samples start.
 
 `Intake` checks a request, ignores one that it already has, keeps waiting samples in order of arrival, holds
-back those that need newer weights, and ends samples that are late; the engine samples tokens and emits the
-chunks.
+back those that need newer weights, and ends those that are late.
 
     intake = Intake(MySample, vocabulary=32000, room=4096)
     for sample in intake.accept(request):   # raises RequestError: answer with `final_chunks`
@@ -11,7 +10,7 @@ chunks.
         start(intake.pop())
     intake.close(sample)                    # after its last chunk
 
-The intake is not thread-safe: the engine calls it from one thread. Others may read `waiting`.
+Not thread-safe: the engine calls it from one thread. Others may read `waiting`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class OpenSample:
     source: OpenRequest
     index: int
     begun: NDArray[np.int32]
-    """(B,), answer tokens that the sample had on arrival, or when it last had to leave its slot."""
+    """(B,), answer tokens that the sample had on arrival, or when it last left its slot."""
     sent: int
     """Number of answer tokens that the client has. The engine raises it with every chunk."""
     place: int
@@ -91,8 +90,7 @@ class OpenSample:
 
     @property
     def finish_on_arrival(self) -> Finish:
-        """The finish of an answer that was already complete when it arrived; empty if it was not. This does
-        not look for stop strings."""
+        """The finish of an answer that was complete on arrival; else empty. Stop strings are not checked."""
         if len(self.begun) and int(self.begun[-1]) in self.source.ends:
             return "stop"
         return "length" if len(self.begun) == self.request.sampling.max_tokens else ""
@@ -179,8 +177,7 @@ class Intake(Generic[Sample]):
         return iter([sample for _, samples in self._requests.values() for sample in samples])
 
     def late(self, now: float | None = None) -> list[OpenRequest]:
-        """Return the requests whose deadline has passed at `now`, of `clock.now`. The engine ends their
-        samples with the error `OpenRequest.late`."""
+        """Return the requests that are late at `now`; the engine ends them with `OpenRequest.late`."""
         now = clock.now() if now is None else now
         if now < self._next_deadline:
             return []
@@ -216,8 +213,7 @@ class Intake(Generic[Sample]):
 
     @property
     def ready(self) -> int:
-        """Number of samples that could start now. It may count samples that have ended, but is 0 if none is
-        left."""
+        """Number of samples that could start now. It may count ended samples, but is 0 if none is left."""
         while self._ready and self._ready[0][1].ended:
             heappop(self._ready)
         return len(self._ready)
@@ -241,8 +237,7 @@ class Intake(Generic[Sample]):
         self._queue(sample)
 
     def serve(self, version: int) -> None:
-        """Set the policy version that the engine serves from now on. Samples that need a newer one are held
-        back; they do not block the others."""
+        """Set the served policy version. Samples that need a newer one wait without blocking others."""
         self._version = version
         samples = [sample for _, sample in self._ready] + self._too_new
         self._ready, self._too_new = [], []
@@ -298,8 +293,7 @@ class Intake(Generic[Sample]):
 
 
 def final_chunks(request: GenerateRequest, finish: Finish, error: str = "") -> list[Chunk]:
-    """Return the answer to a request that the engine does not serve: one last chunk, without tokens, for
-    every sample that the client does not have."""
+    """Return the answer to a request that is not served: a last chunk for every open sample."""
     count = max(1, len(request.seeds))
     positions = request.have if len(request.have) == count else (0,) * count
     return [

@@ -1,5 +1,4 @@
-"""The texts that an engine has computed with its current weights: what a prefix cache without a limit would
-find."""
+"""The texts that an engine has computed with its weights: what a prefix cache without a limit would find."""
 
 from __future__ import annotations
 

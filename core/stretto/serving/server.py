@@ -1,7 +1,7 @@
 """One HTTP server of an inference worker: start it under a guard or attach to it, and send it requests.
 
-`get` and `post` have a deadline. A call fails in one of two ways: `ServerRefused`, the server answered with
-an error; or `ServerLost`, there was no answer that could be understood, and the server must be replaced.
+A call with a deadline fails in one of two ways: `ServerRefused`, the server answered with an error; or
+`ServerLost`, no answer that could be understood came, and the server must be replaced.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ class Server:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self.last_data_at = clock.now()
-        """Time of the last data from the server, of `clock.now`."""
         self.broken = ""
         """Why the server must be replaced; empty while it works."""
 
@@ -129,8 +128,7 @@ class Server:
             return "".join(deque(file, maxlen=_TAIL_LINES)).rstrip()
 
     async def stop(self) -> None:
-        """Close the connection and end a server that this worker started, with all its processes.
-        Idempotent."""
+        """Close the connection; end a started server with all its processes. Idempotent."""
         await self._session.close()
         if self._process is None:
             return
@@ -141,8 +139,7 @@ class Server:
     # ---------------------------------------------------------------------------------------- HTTP
 
     async def until_healthy(self, path: str, deadline_s: float) -> None:
-        """Wait until the server answers at `path`. Raise EngineError, with the end of the server's log, if it
-        ended or did not answer in time."""
+        """Wait until the server answers at `path`. Raise EngineError, with the log's end, if it does not."""
         deadline = clock.now() + deadline_s
         reason = "no answer"
         while self.status is None:
@@ -165,7 +162,7 @@ class Server:
         return f"; its log, {self._log}, ends:\n{tail}" if tail else ""
 
     async def get(self, path: str, *, deadline_s: float) -> Any:
-        """Send a GET request and return the answer: decoded JSON, else text, or None if it is empty.
+        """Return the answer to a GET: decoded JSON, else text, or None if it is empty.
 
         Raises:
             ServerRefused: if the status is not 200; with the server's reason.
@@ -196,13 +193,8 @@ class Server:
             return content.decode(errors="replace")
 
     async def stream(self, path: str, body: Any, event: msgspec.json.Decoder[T]) -> AsyncGenerator[T]:
-        """Yield the events of a stream until the server sends `[DONE]`. Closing the generator early closes
-        the connection.
-
-        Raises:
-            ServerRefused: if the status is not 200; with the server's reason.
-            ServerLost: if the stream ends without `[DONE]`, or sends data that is not such an event.
-        """
+        """Yield the events of a stream until `[DONE]`. Closing the generator early closes the connection.
+        Raise as `get`; ServerLost if it ends without `[DONE]` or sends something else."""
         self._check_open()
         try:
             async with self._session.post(path, **_json(body)) as response:

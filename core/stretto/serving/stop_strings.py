@@ -15,11 +15,8 @@ __all__ = ["StopStrings", "stop_tokenizer"]
 
 
 class StopStrings:
-    """The stop strings of one request, with the tokenizer that `stop_tokenizer` returns.
-
-    At each token only the end of the answer is decoded: as many tokens as the longest string has bytes,
-    since only a special token has less than a byte.
-    """
+    """The stop strings of one request, with the tokenizer that `stop_tokenizer` returns. At each token only
+    as many tokens as the longest string has bytes are decoded: only a special token has less than a byte."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self._strings = strings
@@ -35,8 +32,7 @@ class StopStrings:
 
 
 def stop_tokenizer(model: str) -> Any:
-    """Load the model's tokenizer. Text that it decodes includes the special tokens. Raise RequestError if the
-    model has none that can be loaded."""
+    """Load the model's tokenizer, which decodes special tokens as text. Raise RequestError if that fails."""
     from transformers import PreTrainedTokenizerFast
 
     try:

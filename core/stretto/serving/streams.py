@@ -1,13 +1,13 @@
 """The samples of an engine that is a server: their streams, and the chunks to emit.
 
-The queue sends waiting samples to the server one by one as streams, at most `slots` at a time. Before new
-weights are loaded, and after a server has ended, it ends every stream and puts its sample back at its place
-in the line. Later it sends the sample again: the prompt and the tokens so far. So one stream belongs to one
-version, and the version of every token is known exactly.
+The queue sends at most `slots` samples as streams at a time. Before new weights are loaded, and after a
+server has ended, it ends every stream, puts its sample back at its place in the line, and later sends it
+again with its tokens so far. So one stream belongs to one version, and the version of every token is known
+exactly.
 
-The cost is one more prefill for each interrupted sample. Where the keys and values are kept over a swap, the
-server's prefix cache makes this prefill short. The entries of that cache are salted with the version under
-which a sample started, so only samples that were in flight at a swap read keys and values of older weights.
+The cost is one more prefill for each interrupted sample, short where a prefix cache outlives the swap. Its
+entries are salted with the version under which a sample started, so only samples that were in flight at a
+swap read keys and values of older weights.
 """
 
 from __future__ import annotations
@@ -76,13 +76,11 @@ class StreamChunk:
     """`abort` if the stream was interrupted; the answer is then not complete."""
     error: str = ""
     versions: Sequence[str] = ()
-    """Only in the last chunk, and only if the server reports it: the versions whose weights sampled the
-    stream's tokens."""
+    """In the last chunk, if the server reports it: versions whose weights sampled the stream's tokens."""
     kept: Sequence[Sequence[int]] | None = None
     """The ids from which each token was drawn, if the server reports them."""
     cached_tokens: int | None = None
-    """Only in one chunk, and only if the server reports it: the number of leading tokens of the prompt that
-    its prefix cache had."""
+    """In one chunk, if the server reports it: leading tokens of the prompt that its prefix cache had."""
 
 
 class VersionSpan(msgspec.Struct, gc=False):
@@ -94,11 +92,10 @@ class VersionSpan(msgspec.Struct, gc=False):
 @dataclass(eq=False)
 class _ServerSample(OpenSample):
     answer: list[int] = field(init=False)
-    """The tokens that the sample had on arrival, and all tokens that the server has returned since."""
+    """The tokens that the sample had on arrival, and those that the server has returned since."""
     salt: str = ""
     """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
     version: int = -1
-    """Version of the current stream, or of the last one."""
     logprobs: deque[float] = field(default_factory=deque[float])
     """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
     versions: deque[int] = field(default_factory=deque[int])
@@ -110,7 +107,6 @@ class _ServerSample(OpenSample):
     """Number of streams that the server ended although the queue did not ask for it."""
     scope: anyio.CancelScope | None = None
     stream_id: str = ""
-    """Id of the current stream, or of the last one."""
     images: RequestImages | None = None
 
     def __post_init__(self) -> None:
@@ -132,13 +128,12 @@ class Streams(Protocol):
 
     @abstractmethod
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """End streams. The last chunk of each has the finish `abort`. Ids that the server does not know are
-        ignored."""
+        """End streams; the last chunk of each has the finish `abort`. Unknown ids are ignored."""
 
 
 class StreamQueue:
-    """The samples of one worker: at most `slots` in streams at the same time, each of at most `room` tokens,
-    prompt and answer together. `model` is for stop strings."""
+    """The samples of one worker: at most `slots` in streams, each of at most `room` tokens, prompt and answer
+    together. `model` is for stop strings."""
 
     def __init__(self, streams: Streams, *, slots: int, room: int, model: str) -> None:
         self._streams = streams
@@ -166,10 +161,8 @@ class StreamQueue:
         self.block = 128
         """Most tokens of a block of the server's prefix cache."""
         self.generated = 0
-        """Number of tokens that the server has returned since the start."""
         self.lost_tokens: int | None = None
-        """Number of tokens of prompts that the server computed again because its prefix cache had lost them;
-        None while it has found none at all: it may have no such cache."""
+        """Prompt tokens computed again that the prefix cache had lost; None until the cache has had any."""
 
     @property
     def running(self) -> int:
@@ -208,8 +201,7 @@ class StreamQueue:
         self._emit = self._server = None
 
     def learn(self, vocabulary: int | None, ends: frozenset[int], image_token: int | None) -> None:
-        """Set the size of the model's vocabulary (None keeps the current one), the tokens that end its
-        answers, and the token that stands for a part of an image."""
+        """Set the size of the vocabulary (None keeps it), the answers' end tokens, and the image token."""
         self._image_token = image_token
         self._intake.vocabulary = vocabulary or self._intake.vocabulary
         self._intake.eos = ends
@@ -234,8 +226,7 @@ class StreamQueue:
     def images(
         self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
     ) -> RequestImages | None:
-        """Return the images of a prompt; None if it has none. Raise RequestError if it does not have one run
-        of image tokens for each image."""
+        """Return a prompt's images, or None. Raise RequestError without one run of image tokens for each."""
         token = self._image_token
         if token is None and files:
             raise RequestError(
@@ -274,8 +265,8 @@ class StreamQueue:
         self._server = None
 
     async def drain(self, server: Server) -> None:
-        """End every stream at a server. The server may not know a very new stream yet, so the abort is
-        repeated until all streams have ended. Raise ServerLost if some do not end in time."""
+        """End every stream at a server. It may not know a new one yet, so the abort is repeated. Raise
+        ServerLost if some do not end in time."""
         deadline = clock.now() + _DRAIN_S
         while self._running:
             if clock.now() > deadline:
@@ -287,8 +278,7 @@ class StreamQueue:
                 await self._idle.wait()
 
     async def leave(self) -> None:
-        """Cancel every stream of a server that is lost. The keys and values in it are lost too, so the
-        samples' salts are reset."""
+        """Cancel every stream of a lost server; its keys and values are lost, so samples' salts are reset."""
         for sample in self._running:
             if sample.scope is not None:
                 sample.scope.cancel()
@@ -357,8 +347,7 @@ class StreamQueue:
                 server.distrust(str(error))
 
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
-        """Receive the chunks of a stream until the stream or the sample ends. Return False if the sample
-        ended first and the server still runs the stream."""
+        """Receive a stream's chunks until stream or sample ends; False if the server still runs it."""
         sampling, length = sample.request.sampling, len(sample.answer)
         tokens = [*sample.prompt.tolist(), *sample.answer]
         ask = Ask(
@@ -389,13 +378,11 @@ class StreamQueue:
         return True
 
     def _can_be_found(self, sample: _ServerSample) -> bool:
-        """The server finds the prefixes of a sample's text in its cache, and these tokens say which text it
-        is. Images are not told apart by their tokens."""
+        """Whether these tokens say which text the server's cache has; they do not tell images apart."""
         return sample.images is None and sample.salt == f"v{self._version}"
 
     def _note_cached(self, cached: int, seen: int) -> None:
-        """Count how many of a prompt's first `seen` tokens, which the server has computed before, its prefix
-        cache did not have any more. The cache has whole blocks only."""
+        """Count how many of a prompt's first `seen` tokens the prefix cache, of whole blocks, has lost."""
         if cached and self.lost_tokens is None:
             self.lost_tokens = 0
         if self.lost_tokens is not None and cached + self.block < seen:
@@ -438,8 +425,8 @@ class StreamQueue:
             self._end(sample, piece.finish, piece.error)
 
     async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
-        """Return the detector of a request's stop strings; None if it has none. The queue detects them
-        itself: the server sees only one part of an answer that continues after a swap."""
+        """Return the detector of a request's stop strings; None if it has none. The server cannot detect
+        them: it sees only one part of an answer that continues after a swap."""
         if not sampling.stop:
             return None
         async with self._loading:
@@ -466,7 +453,7 @@ class StreamQueue:
         self._news.set()
 
     async def _flush(self) -> None:
-        """Emit new chunks. Emit at once if nothing was emitted recently; otherwise collect chunks first."""
+        """Emit new chunks: at once if nothing was emitted recently, else collect some first."""
         while True:
             await self._news.wait()
             self._news = anyio.Event()
@@ -504,8 +491,8 @@ def _keys(tokens: list[int]) -> tuple[int, ...]:
 
 
 def _seed(seed: int, position: int) -> int:
-    """Return the seed of a stream that starts at a position of the answer. It depends on the position: a
-    later stream of the same sample must not use the random numbers of the earlier tokens again."""
+    """Return the seed of a stream from a position of the answer on. It depends on the position: a later
+    stream of the sample must not use the random numbers of earlier tokens again."""
     if position == 0:
         return seed % 2**63
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()

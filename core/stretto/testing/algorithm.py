@@ -32,13 +32,9 @@ _VOCABULARY = 256
 _USED = 8
 """Number of tokens that a policy samples in the beginning, all with the same probability."""
 _TARGET = 7
-"""The token that is rewarded."""
 _LONGEST = 6
-"""Maximum length of an answer."""
 _FALL = 0.02
-"""Minimum relative loss reduction of an algorithm that reads rows."""
 _GROUPS = 8
-"""Number of groups in a batch."""
 
 
 class _LookupModel:
@@ -120,7 +116,6 @@ class _Training:
 
     @property
     def trained(self) -> list[tuple[Call, _LookupModel, Loss]]:
-        """The calls that train, each with its model and its loss."""
         return [
             (call, self.models[call.model], call.loss)
             for call in self.graph.calls
@@ -155,8 +150,7 @@ class _Training:
         return batch.concat(kept) if kept else None
 
     def goal(self) -> float:
-        """Return a figure that rises when the algorithm learns: the mean reward of new samples, or minus the
-        mean loss for an algorithm that reads rows."""
+        """Return what rises when it learns: the mean reward of new samples; for rows, minus the mean loss."""
         if self.graph.samples:
             return float(np.mean([self.sampled()["rewards"].mean().item() for _ in range(4)]))
         import torch
@@ -169,8 +163,8 @@ class _Training:
         return total
 
     def sampled(self, off_policy: float = 0.0) -> Batch:
-        """Sample groups of answers of the actor. The reward is the share of the target token. `off_policy` is
-        the standard deviation of the noise on the behaviour logprobs, in nats."""
+        """Sample groups of answers of the actor; the reward is the share of the target token. `off_policy`:
+        standard deviation, in nats, of the noise on the behaviour logprobs."""
         import torch
 
         from stretto.rl.batch import Batch
@@ -230,8 +224,7 @@ class _Training:
 
 
 def _in_two_parts(batch: Batch) -> Batch:
-    """Return a batch whose first sample is in two sequences, like a conversation whose history has changed:
-    the first token of its answer, and the others after that token as context."""
+    """Return a batch whose first sample is two sequences: its first token; the rest, with it as context."""
     import torch
 
     from stretto.rl.batch import Batch
@@ -289,8 +282,8 @@ class AlgorithmConformance(ComponentConformance):
     """The contract of `stretto.algorithm.Algorithm`: a dataflow that can run, a gradient that does not depend
     on how a batch is split, and a tiny task that it learns.
 
-    The task of an algorithm that samples: answers of some tokens, and the reward is the share of one of them.
-    An algorithm that reads rows must lower its loss on `rows`."""
+    An algorithm that samples is rewarded with the share of one token; one that reads `rows` must lower its
+    loss."""
 
     kind: ClassVar[Kind] = "algorithm"
     rows: ClassVar[Sequence[Mapping[str, Any]]] = tuple(
@@ -330,8 +323,8 @@ class AlgorithmConformance(ComponentConformance):
             assert isinstance(kept, bool), f"`keep` returned {kept!r} for the rewards {rewards}"
 
     def test_the_gradient_does_not_depend_on_the_split(self, under_test: ComponentUnderTest) -> None:
-        """Engines split a batch over ranks and micro-batches: into sequences, or into groups if the loss asks
-        for them (`unit`). The samples come from a slightly different policy."""
+        """Engines split a batch into sequences, or groups if the loss's `unit` asks for them. The samples
+        come from a slightly different policy."""
         import torch
 
         training = _Training(under_test.make(), self.rows)
@@ -352,9 +345,8 @@ class AlgorithmConformance(ComponentConformance):
                 )
 
     def test_a_sample_in_parts_counts_once(self, under_test: ComponentUnderTest) -> None:
-        """A conversation may be several sequences; they share a number in the column `sample`. The other
-        samples of its group then have the same losses as if it were one. An algorithm that whitens over the
-        batch moves all losses in the same way; this is taken out."""
+        """A conversation may be several sequences with one number in the column `sample`. Its group's other
+        samples then have the same losses, but for a common shift: algorithms may whiten over the batch."""
         import torch
 
         training = _Training(under_test.make(), self.rows)

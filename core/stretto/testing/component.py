@@ -55,11 +55,7 @@ class ComponentUnderTest:
         return msgspec.structs.replace(own.context, **facts)
 
     def make(self, **facts: Any) -> Any:
-        """Make the object, as a worker of the run does. See `context`.
-
-        Raises:
-            ContractError: if the object does not keep the contract of its kind.
-        """
+        """Make the object, as a worker does; see `context`. Raise ContractError if it breaks its contract."""
         return self.composed.make(self.path, self.context(**facts))
 
 

@@ -26,8 +26,8 @@ _MOST_ROWS = 64
 
 
 class DatasetConformance(ComponentConformance):
-    """The contract of `stretto.dataset.Dataset`: the same rows by index, in every process and in any order. A
-    run that is resumed, or a worker that joins late, so has the rows of the others."""
+    """The contract of `stretto.dataset.Dataset`: the same rows by index, in every process and in any order,
+    for runs that are resumed and workers that join late."""
 
     kind: ClassVar[Kind] = "dataset"
     changed: ClassVar[Mapping[str, Any]] = {}

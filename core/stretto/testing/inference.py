@@ -1,7 +1,6 @@
 """The contract of inference engines as tests of one engine alone.
 
-The tests make tiny models and compare every logprob with the forward pass of transformers, so they need
-`stretto[torch]`.
+They compare every logprob of tiny models with the forward pass of transformers, and need `stretto[torch]`.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ __all__ = ["InferenceConformance"]
 _DEEP = 16
 """Number of layers that makes a model slow enough for a test to act in the middle of an answer."""
 _DELIVERY_S = 0.25
-"""Time that chunks may take besides decoding, in seconds: the engine collects them for 20 ms and sends
-them."""
+"""Seconds that chunks may take besides decoding: the engine collects them for 20 ms."""
 
 
 class InferenceConformance(SwapTests, ComponentConformance):
     """The contract of `InferenceEngine`, tested with one engine that starts once and swaps between two
-    models. The models have 1,024 positions, and the engine must serve them all.
+    models, whose 1,024 positions it must all serve.
 
-    An engine whose component has `needs_model=False` has only the tests that need no numbers of a model. Its
-    `options` must let an answer reach the request's `max_tokens`."""
+    With `needs_model=False` only the tests without a model's numbers run; the `options` must let an answer
+    reach `max_tokens`."""
 
     kind: ClassVar[Kind] = "inference"
     seeds: ClassVar[bool] = False
@@ -129,8 +127,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     # ------------------------------------------------------------------------------------ numbers
 
     def test_logprobs_are_those_of_the_models_own_forward(self, served: ServedEngine) -> None:
-        """At any temperature, with other requests at the same time, for prompts of one to hundreds of
-        tokens."""
+        """At any temperature, among other requests, for prompts of one to hundreds of tokens."""
         queries = [
             request(1 + 37 * i % 400, n=1 + i % 3, max_tokens=5 + 13 * i % 40, temperature=temperature)
             for i, temperature in enumerate([1.0, 0.7, 0.0, 1.3] * 4)
@@ -307,8 +304,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """For running and waiting samples, twice or more; the next request starts immediately. One try must
-        be fast enough: other programs may delay a message."""
+        """For running and waiting samples; the next request starts at once. One of the tries must be fast."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
@@ -392,8 +388,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
     @needs_model
     def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: ServedEngine) -> None:
-        """512 tokens, in a bounded number of messages. One of three tries must pass: other programs may delay
-        a chunk."""
+        """512 tokens, in a bounded number of messages. One of three tries must pass."""
         shares: list[float] = []
         while min(shares, default=1.0) > 0.1 and len(shares) < 3:
             messages, start = served.messages, time.monotonic()
@@ -405,8 +400,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
     def test_figures_add_up(self, served: ServedEngine) -> None:
-        """With more samples than slots, from the request to the end. The answers are long enough to be seen
-        under way."""
+        """With more samples than slots, and answers that are long enough to be seen under way."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
         query = request(n=idle.slots + 4, max_tokens=200)
@@ -459,8 +453,7 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
 
 
 def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> None:
-    """Assert a bound on Pearson's chi-squared statistic. Tokens expected fewer than five times form one
-    class."""
+    """Assert a bound on Pearson's chi-squared statistic; tokens expected under five times are one class."""
     expected = exact * len(drawn)
     counts = np.bincount(drawn, minlength=len(exact))
     frequent = expected >= 5

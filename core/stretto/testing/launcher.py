@@ -63,8 +63,8 @@ class _Launched:
 
 
 class LauncherConformance(ComponentConformance):
-    """The contract of `stretto.launcher.Launcher`, tested with real processes: their output and exit status,
-    an end on request and one by accident, and nothing left of them afterwards."""
+    """The contract of `stretto.launcher.Launcher` with real processes: output, exit status, an end on request
+    and by accident, and nothing left of them."""
 
     kind: ClassVar[Kind] = "launcher"
     resources: ClassVar[Resources] = Resources()
@@ -182,8 +182,6 @@ class LauncherConformance(ComponentConformance):
         assert not errors, f"`check` refuses one process of few resources: {errors[0]}"
         assert not mark.exists(), "`check` started the job"
 
-    # ------------------------------------------------------------------------------------ private
-
     def _job(
         self, folder: Path, worker: str, code: str, *arguments: Path, env: dict[str, str] | None = None
     ) -> Job:
@@ -204,7 +202,6 @@ class LauncherConformance(ComponentConformance):
 
 
 def _until_free(lock: Path, within_s: float, otherwise: str) -> None:
-    """Wait until no process holds a lock on a file."""
     deadline = time.monotonic() + within_s
     with lock.open("a") as file:
         while True:

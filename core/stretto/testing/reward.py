@@ -22,8 +22,8 @@ _START_S = 120.0
 
 
 class RewardConformance(ComponentConformance):
-    """The contract of `stretto.reward`: every answer gets a finite number, and the same answer the same one,
-    whatever else is scored, in this process and in a scoring process."""
+    """The contract of `stretto.reward`: every answer gets a finite number, the same answer the same one,
+    whatever else is scored, here and in a scoring process."""
 
     kind: ClassVar[Kind] = "reward"
     row: ClassVar[Mapping[str, Any]] = {"prompt": "1+1=", "answer": "2"}
@@ -100,7 +100,7 @@ class RewardConformance(ComponentConformance):
 
 
 def _columns(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the columns that a workflow adds, for a tokenizer of bytes."""
+    """The columns that a workflow adds, for a tokenizer of bytes."""
     return {"completion_tokens": [max(1, len(text.encode())) for text in texts]}
 
 

@@ -47,11 +47,7 @@ class Sample:
     """Time of arrival of each chunk, from `time.monotonic`."""
 
     def add(self, chunk: Chunk) -> None:
-        """Add the next chunk.
-
-        Raises:
-            AssertionError: if it is not the next chunk, or not a valid chunk.
-        """
+        """Add the next chunk. Raise AssertionError if it is another one, or not valid."""
         assert not self.finish, f"a chunk after the last one: {chunk}"
         if not self.arrivals:
             self.start = chunk.position
@@ -80,9 +76,7 @@ Key = tuple[str, int]
 
 class ServedEngine:
     """An engine in its own event loop, and all chunks that it has emitted. Tests call it from their thread.
-
-    It receives weights in folders, as with the transport `file`: version 0, 1, ... in the order of `swap`.
-    """
+    It gets versions 0, 1, ... in folders, as with the transport `file`, in the order of `swap`."""
 
     def __init__(
         self, engine: InferenceEngine, folder: Path, *, tolerance: float = 1e-3, start_s: float = 120.0
@@ -95,14 +89,12 @@ class ServedEngine:
         self.weights: dict[int, Reference | NoModel] = {}
         """The reference of each version."""
         self.messages = 0
-        """Number of calls of `emit` so far."""
         self._publisher = FolderPublisher(folder / "weights", keep=3, shard_gb=1.0)
         self._published = count()
         self._portal: BlockingPortal
         self._samples: dict[Key, Sample] = {}
         self._open_keys: dict[Key, None] = {}
         self._broken: BaseException | None = None
-        """The exception that ended the engine."""
         self._violations: list[AssertionError] = []
         self._news = anyio.Event()
         self._over = anyio.Event()
@@ -201,8 +193,7 @@ class ServedEngine:
         self.until_load(lambda load: load.running == load.waiting == 0)
 
     def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
-        """Assert that each token has the logprob that the reference of its version computes. Without a model,
-        it is a finite one."""
+        """Assert that each token has its version's reference logprob; without a model, a finite one."""
         assert all(-np.inf < logprob <= 0 for logprob in sample.logprobs), f"logprobs {sample.logprobs}"
         prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
         for version in set(sample.versions):

@@ -28,11 +28,8 @@ _TEMPLATE = (
 
 
 def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
-    """Write a random Qwen2 model into a folder and return the folder.
-
-    The model is float32 with 2 heads of size 32, and has one token for each printable ASCII character. Its
-    distributions are peaked, so that a wrong token, position or version shows in the logprobs.
-    """
+    """Write a random Qwen2 model into a folder and return the folder: float32, 2 heads of size 32, a token
+    for each printable ASCII character. Its peaked distributions show a wrong token, position or version."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,8 +108,8 @@ class Reference:
         return log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
 
     def last_over(self, older: Reference, tokens: Sequence[int], kept: int) -> float:
-        """Return the logprob of the last token under these weights, with the KV cache of the first `kept`
-        tokens from older weights; 1 <= kept < L - 1."""
+        """Return the logprob of the last token under these weights, over the KV cache of the first `kept`
+        tokens from older ones; 1 <= kept < L - 1."""
         import torch
 
         text = torch.tensor([list(tokens)])

@@ -54,8 +54,7 @@ _END = [_step(3), _advice(3), _samples("train", 2), _samples("eval", 2), _step(4
 
 class TrackerConformance(ComponentConformance):
     """The contract of `stretto.tracker.Tracker`: it takes a whole run, continues in another process, and
-    takes again what it has got when it was killed before that was noted. Every process of it is a real
-    one."""
+    takes again what it got before a kill. Each of its processes is a real one."""
 
     kind: ClassVar[Kind] = "tracker"
     start_s: ClassVar[float] = 60.0
@@ -105,8 +104,7 @@ class TrackerConformance(ComponentConformance):
         *,
         killed: bool = False,
     ) -> Sent | None:
-        """Run one process of the tracker in a folder that has the run's, and kill it after the last call if
-        `killed`. Return what its `start` returned."""
+        """Run one process of the tracker, `killed` after the last call; return what `start` returned."""
         context = under_test.context(folder=str(folder / "run"))
         own = context.path("trackers", under_test.config.folder_name)
         own.mkdir(parents=True, exist_ok=True)

@@ -119,8 +119,7 @@ class TrainingConformance(ComponentConformance):
     def test_from_a_checkpoint_it_goes_on_as_before(
         self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
     ) -> None:
-        """Weights and optimizer: the next step is the same one. `load` also goes back to it. So does a
-        checkpoint that is written from a copy, after that step."""
+        """Also after `load` goes back to it, and from a checkpoint written from a copy after that step."""
         loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
         copy = folder / "copy"
         copy.mkdir(parents=True)
@@ -165,8 +164,6 @@ class TrainingConformance(ComponentConformance):
         with pytest.raises(EngineError):
             engine.load(None)
 
-    # ------------------------------------------------------------------------------------ private
-
     def _made(self, under_test: ComponentUnderTest, model: Path) -> TrainingEngine:
         known = {field.name for field in msgspec.structs.fields(type(under_test.config))}
         numbers = {name: value for name, value in _NUMBERS.items() if name in known}
@@ -204,7 +201,7 @@ def _batch(seed: int = 0) -> Batch:
 
 
 def _loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return -A log pi, which is linear."""
+    """-A log pi, which is linear."""
     advantages = batch["advantages"]
     return -advantages * logprobs, {"advantage": advantages, "advantage_max": advantages}
 

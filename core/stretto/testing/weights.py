@@ -37,7 +37,7 @@ _Handler = Callable[[bytes], Awaitable[bytes]]
 
 
 def _tensors(version: int) -> dict[str, Tensor]:
-    """Return the tensors of a version: several dtypes, and one that is larger than a message."""
+    """Several dtypes, and one tensor that is larger than a message."""
     import torch
 
     return {
@@ -49,8 +49,7 @@ def _tensors(version: int) -> dict[str, Tensor]:
 
 
 def _small_steps(version: int) -> dict[str, Tensor]:
-    """Return the tensors of a version in 16 bits, of which few values differ from those of the version
-    before. A transport may send what has changed alone."""
+    """In 16 bits, with few values that differ from the version before: a transport may send those alone."""
     import torch
 
     drawn = torch.Generator().manual_seed(version)
@@ -88,8 +87,7 @@ class _LocalWire:
 
 
 class _Ends:
-    """The publisher of a run and its subscribers, in an event loop of their own. The test's thread publishes,
-    as a trainer's does."""
+    """A run's publisher, used from the test's thread, and subscribers, in an event loop of their own."""
 
     def __init__(self, under_test: ComponentUnderTest, portal: BlockingPortal) -> None:
         self._under_test = under_test
@@ -101,7 +99,6 @@ class _Ends:
         self.publisher: Publisher = portal.call(transport.publisher, self._wire("trainer-0"))
 
     def transport(self, worker: str) -> WeightsTransport:
-        """Return the transport as a worker has it."""
         return self._portal.call(lambda: self._under_test.make(run=self._run, worker=worker))
 
     def subscriber(self) -> Subscriber:
@@ -116,12 +113,10 @@ class _Ends:
         frozen: Collection[str] = (),
         tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
     ) -> WeightsNote:
-        """Publish a version without the tensors that are frozen."""
         tensors = iter([pair for pair in tensors_of(version).items() if pair[0] not in frozen])
         return self.publisher.publish(version, tensors, needed)
 
     def freeze(self, *names: str) -> None:
-        """Make these tensors, as version 0 has them, a part of all versions to come."""
         assert isinstance(self.publisher, FreezingPublisher)
         self.publisher.freeze(iter([(name, _tensors(0)[name]) for name in names]))
 
@@ -243,8 +238,7 @@ class WeightsConformance(ComponentConformance):
         ends.assert_arrives(always, note, tensors_of=_small_steps)
 
     def test_a_damaged_copy_of_an_older_version_does_no_harm(self, ends: _Ends, tmp_path: Path) -> None:
-        """What an engine's machine keeps may be damaged: then everything is fetched again. Versions that are
-        needed stay and can be copied, also if they are stored as what has changed."""
+        """Then everything is fetched again. Versions that are needed stay and can be copied."""
         subscriber = ends.subscriber()
         notes: list[WeightsNote] = []
         for version in range(6):

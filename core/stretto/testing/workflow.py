@@ -63,8 +63,7 @@ class ScoreCall(NamedTuple):
 
 
 async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Call `sample` with each number below `size`, all concurrently, and return the results in order. The
-    first error ends all."""
+    """Return `sample` of each number below `size`, run concurrently, in order. The first error ends all."""
     results: dict[int, T] = {}
 
     async def run_one(number: int) -> None:
@@ -77,16 +76,15 @@ async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
 
 
 class FakeSession:
-    """A `stretto.workflow.Session` without a run: a script answers, and tools, environment and reward are
-    plain functions. It records what the workflow asks of it.
+    """A `stretto.workflow.Session` without a run, which records what the workflow asks of it: a script
+    answers; tools, environment and reward are plain functions.
 
     Tokens are bytes, unless there is another tokenizer. Token i of an answer has the logprob -0.5 - 0.001 i
     and the version 3 + i // 8, so a workflow that mixes them up shows.
 
     Args:
-        answers: the texts of the answers, one after the other, and again from the first one; or a function of
-            the prompt's text and the number of the conversation, from 0 (outside of a conversation: the
-            number of the sample).
+        answers: texts of the answers, in a cycle; or a function of the prompt's text and the number of the
+            conversation, from 0 (outside of one: of the sample).
         size: `group_size`.
         reward: reward of a text.
         tools: functions that the policy may call.
@@ -116,13 +114,11 @@ class FakeSession:
         self.generated: list[Generated] = []
         """Every sample, in the order in which it was asked for."""
         self.scored: list[ScoreCall] = []
-        """Every call of `score`."""
         self._answers = answers
         self._reward = reward
         self._tools: list[Tool] = [tool_of(function) for function in tools]
         self._environment = environment
         self._numbers: dict[str, int] = {}
-        """Number of each conversation, from 0."""
 
     async def generate(
         self,
@@ -231,14 +227,9 @@ class FakeSession:
 
 
 def assert_valid_trajectories(trajectories: Sequence[Trajectory], session: FakeSession) -> None:
-    """Assert that a trainer can train on the trajectories that a workflow made with this session.
-
-    Each has columns of one length, finite numbers, and a reward. Its trained tokens are whole answers of the
-    session, in the context in which they were sampled, with their own logprobs and versions.
-
-    Raises:
-        AssertionError: with the number of the trajectory, and what is wrong.
-    """
+    """Assert that a trainer can train on the trajectories that a workflow made with this session: columns of
+    one length, finite numbers, a reward; trained tokens are whole answers of the session, in the context in
+    which they were sampled, with their own logprobs and versions."""
     assert trajectories, "the workflow returned no trajectory"
     assert not trajectories[0].part, "trajectory 0 is a part, but there is none before it"
     for number, trajectory in enumerate(trajectories):
@@ -305,8 +296,6 @@ def _is_at(answer: Answer, trajectory: Trajectory, start: int) -> bool:
 
 
 class _BrokenSession(FakeSession):
-    """A session without an engine that can serve."""
-
     async def generate(self, *_: Any, **__: Any) -> list[Answer]:
         raise EngineError("no engine can serve this request")
 
@@ -322,15 +311,14 @@ class _IncompleteSession(FakeSession):
 
 
 class _Watch:
-    """Looks from another thread, every 10 ms, at what this thread's event loop does. On a machine that stands
-    still, the other thread does not look either."""
+    """Looks from another thread, every 10 ms, at this thread's event loop. On a machine that stands still,
+    the other thread does not look either."""
 
     _LOOKS = 20
 
     def __init__(self) -> None:
         self.blocked = ""
-        """The place at which the loop was at all of 20 looks in a row; empty if there was none. Waiting for
-        events is no such place."""
+        """Where the loop was in 20 looks in a row, other than waiting for events; empty if nowhere."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, args=[threading.get_ident()])
 
@@ -381,8 +369,7 @@ class WorkflowConformance(ComponentConformance):
         return make(answers, size=cls.group_size, reward=reward, **_user_code(under_test.config))
 
     def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
-        """Each token with the logprob and the version that it was sampled with, for prompts at the same time:
-        a rollout worker runs hundreds of them at once with one object."""
+        """Each token has its own logprob and version, for prompts at the same time with one object."""
         sessions = [
             self.session(under_test, [f"{text} ({number})" for text in self.answers]) for number in range(3)
         ]
@@ -429,8 +416,7 @@ class WorkflowConformance(ComponentConformance):
         assert_valid_trajectories(trajectories, session)
 
     def test_a_sample_gets_the_reward_of_its_own_answers(self, under_test: ComponentUnderTest) -> None:
-        """And not that of another sample of its group. A workflow may change the rewards: then this shows
-        nothing."""
+        """Not that of another sample of its group. If a workflow changes the rewards, this shows nothing."""
         rewards, turns = dict[str, float](), Counter[int]()
 
         def answer(_: str, number: int) -> str:
@@ -455,8 +441,7 @@ class WorkflowConformance(ComponentConformance):
                 )
 
     def test_it_does_not_block_the_event_loop(self, under_test: ComponentUnderTest) -> None:
-        """A rollout worker runs hundreds of tickets in one event loop. What waits without `await`, such as
-        `time.sleep` or `requests.get`, stops them all."""
+        """Anything that waits without `await`, such as `time.sleep`, stops a worker's hundreds of tickets."""
         self._played(under_test, self.session(under_test, self.answers))  # imports what it needs
         watch = _Watch()
         self._played(under_test, self.session(under_test, self.answers), watch=watch)
@@ -485,8 +470,7 @@ class WorkflowConformance(ComponentConformance):
         assert found == self.group_size - 1, f"{found} samples of the {self.group_size - 1} that were made"
 
     def test_an_answer_without_a_score_gets_none(self, under_test: ComponentUnderTest) -> None:
-        """`Session.score` gives the reward NaN to an answer whose scoring failed. The sample then has it too,
-        in all of its parts, and the other samples have theirs."""
+        """`Session.score` gives NaN to an answer whose scoring failed; so do all parts of the sample."""
         scored: list[str] = []
 
         def reward(text: str) -> float:
@@ -516,7 +500,7 @@ class WorkflowConformance(ComponentConformance):
         row: Mapping[str, Any] | None = None,
         watch: _Watch | None = None,
     ) -> list[Sequence[Trajectory]]:
-        """Run a row, or the row of the class, in each session, all at the same time and with one object."""
+        """Run a row, or the class's, in each session, all at once and with one object."""
         row = self.row if row is None else row
 
         async def play_all() -> list[Sequence[Trajectory]]:

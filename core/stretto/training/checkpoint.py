@@ -1,4 +1,4 @@
-"""(torch) The checkpoint files of a Hugging Face model in training. They are the same for every layout.
+"""(torch) The checkpoint files of a Hugging Face model in training, the same for every layout.
 
     model/              Hugging Face format: config, weights in safetensors, tokenizer
     adapter/            only with LoRA: peft format; model/ then holds the merged weights
@@ -7,8 +7,7 @@
     random.safetensors  states of the random number generators
     engine.json         number of optimizer steps; a skipped step counts too
 
-Every rank iterates over the full tensors, one after the other. Files have about 1 GiB each, and the ranks
-write them in turn.
+Every rank iterates over all full tensors; the ranks write files of about 1 GiB in turn.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _FILE_BYTES = 2**30
 
 
 class Copies:
-    """Copies of tensors in memory, of `room` bytes together, and what writes them into files. At the first
-    tensor that finds no room, all are written, and those that follow are written at once."""
+    """Copies of tensors in memory, of `room` bytes together, and what writes them into files. Once a tensor
+    finds no room, all are written, and later ones at once."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -59,7 +58,7 @@ class Copies:
         return own.clone() if self._room and own.data_ptr() == tensor.data_ptr() else own
 
     def add(self, write: Callable[[], object]) -> None:
-        """Call a function later, after those that were added before it; now if there is no room."""
+        """Call a function later, after those added before it; now if there is no room."""
         self._writes.append(write)
         if not self._room:
             self.write()
@@ -83,17 +82,14 @@ def write_tensors(
     copies: Copies,
     limit: int = _FILE_BYTES,
 ) -> str:
-    """Iterate over all tensors, and write this rank's share of them to `<stem>.safetensors`, or to several
-    files and an index under the names that Hugging Face uses.
+    """Iterate over all tensors; write this rank's share to `<stem>.safetensors`, or several files and an
+    index under Hugging Face's names. Return the error as text, or an empty string: it is not raised, because
+    the tensors need all ranks, so this rank must not stop before the others do.
 
     Args:
         writes: whether this rank writes the file with a number, from 0. Who writes file 0 writes the index.
         copies: what has room in it is written later.
         limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
-
-    Returns:
-        The error, or an empty string. An error is returned, not raised: the tensors need all ranks, so this
-        rank must not stop before the other ranks do.
     """
     files = _Files(folder, stem, writes, copies, limit)
     problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True))

@@ -12,8 +12,7 @@ __all__ = ["compute_device"]
 
 
 def compute_device(device: Literal["auto", "cpu", "cuda"], share: float) -> torch.device:
-    """Return the device of a section's `device`. On a GPU, limit this process to its `share` of the memory.
-    Raise EngineError if `device` is 'cuda' and torch sees no GPU in this process."""
+    """Return the device; limit a GPU's memory to `share`. Raise EngineError for 'cuda' without a GPU."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -1,7 +1,7 @@
 """(torch) The common base of distributed layouts: the process group, exchanges of figures, the norm.
 
-Nothing is pickled: ranks send figures as JSON. Ranks on one machine find each other through a file, and on
-several machines through a store that rank 0 serves. Gloo listens on one network interface only.
+Nothing is pickled: ranks send figures as JSON. They find each other through a file on one machine, through a
+store that rank 0 serves on several. Gloo listens on one network interface only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _users = 0
 
 class RankLayout(Layout):
     """A model over `processes` ranks: `parts` rows of `width` consecutive ranks, which compute a part
-    together; `inner` is the name of their mesh dimension."""
+    together; `inner` names their mesh dimension."""
 
     def __init__(self, config: GroupTrainingConfig, context: Context, *, width: int, inner: str) -> None:
         super().__init__(config, context)
@@ -60,9 +60,8 @@ class RankLayout(Layout):
         return self._mesh
 
     def connect(self) -> None:
-        """Join the process group, or create it. The engines of one process share the group. Raise EngineError
-        if the existing group has another number of ranks, or several ranks have no place to meet. Raise
-        OSError if rank 0 cannot be reached, or cannot listen."""
+        """Join the process group, or create it; a process's engines share it. Raise EngineError if it has
+        another number of ranks, or ranks have no place to meet; OSError if rank 0 is unreachable."""
         global _users
         if self._mesh is not None:
             return

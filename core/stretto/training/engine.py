@@ -1,9 +1,8 @@
 """(torch) A Hugging Face model in training: the common base of all engines that train one.
 
-Parameters and optimizer are float32. The engine splits a batch into micro-batches of a token budget. It
-weights the loss of each token by its share in the whole batch, over all ranks, so the gradient equals that of
-the unsplit batch. The layout decides which rank holds what, and reduces over ranks; see
-`stretto.training.layout`.
+Parameters and optimizer are float32. Each token's loss is weighted by its share in the whole batch, over all
+ranks, so the gradient of micro-batches equals that of the unsplit batch. The layout
+(`stretto.training.layout`) decides which rank holds what, and reduces over ranks.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ class HFTraining:
         ranks = layout.parts * layout.width
 
         def in_turn(number: int) -> bool:
-            """Return whether this rank writes a file; file 0 of the model is written by rank 0."""
             return number % ranks == layout.rank
 
         def after_model(number: int) -> bool:
@@ -161,8 +159,8 @@ class HFTraining:
         return copies.writer()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, and the buffers that the model's files contain, on CPU; tied parameters appear once.
-        Adapters are merged, or sent alone in the form of `stretto.models.lora_files`."""
+        """Parameters, tied ones once, and the buffers of the model's files, on CPU. Adapters are merged, or
+        sent alone in the form of `stretto.models.lora_files`."""
         yield from self.trained_weights()
         yield from self.frozen_weights()
 
@@ -396,8 +394,8 @@ class HFTraining:
         self._steps += 1
 
     def _loss(self, work: _Work, output: Tensor, loss: Loss, count: int, statistics: _Statistics) -> Tensor:
-        """One micro-batch's part of the loss, a scalar with gradient, from the figures of its selected tokens
-        (`stretto.training.token_head`). `count`: denominator of the loss of the whole batch."""
+        """One micro-batch's part of the loss, a scalar with gradient, from the figures of its selected
+        tokens. `count`: denominator of the loss of the whole batch."""
         head_figures = _spread(output[:, 0], work)
         batch = work.batch
         if work.rows.wanted.whole:
@@ -443,10 +441,9 @@ class HFTraining:
         return _Work(micro.to(device), places.to(device), rows)
 
     def _with_blank_image(self, micro: Batch) -> Batch:
-        """Return the micro-batch as the model reads it. If the model reads images and the layout has several
-        parts, a micro-batch without an image gets a blank image at its end, whose output is not used: if only
-        some ranks ran the vision tower, the ranks would wait for each other forever. Raise EngineError if the
-        batch has images and the model reads none."""
+        """Return the micro-batch as the model reads it. With images and several parts, one without an image
+        gets a blank image, whose output is not used: if only some ranks ran the vision tower, they would wait
+        for each other forever. Raise EngineError if the batch has images and the model reads none."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -467,8 +464,6 @@ class HFTraining:
 
 @dataclass(frozen=True)
 class _Work:
-    """One micro-batch on its way through the model."""
-
     batch: Batch
     places: Tensor  # (N,) int64, indices of the tokens for which the head's figures are computed
     rows: ModelInputs
@@ -517,8 +512,7 @@ class _Statistics:
 
 
 def _align(model: nn.Module) -> None:
-    """Move the tensors of a model that lie in the mapping of a file into memory that torch allocates. The
-    same numbers at another alignment may give other bits, and a checkpoint's file has another one."""
+    """Move tensors out of a file's mapping into torch's memory: another alignment may give other bits."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
@@ -532,9 +526,9 @@ def _blank_image(model: str) -> Batch:
 
 
 def _copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy the tokenizer of a model to a folder, unchanged. `AutoTokenizer` would save another one where
-    `tokenizer.json` is not that of the class which it takes for the model's type: a Qwen2 model gets the
-    pre-tokenizer and the normalizer of Qwen2."""
+    """Copy a model's tokenizer to a folder, unchanged. `AutoTokenizer` would save another where
+    `tokenizer.json` is not of the class that it takes for the model's type: a Qwen2 model gets Qwen2's
+    pre-tokenizer and normalizer."""
     _copy_files(source, TOKENIZER_FILES, folder)
     if not (folder / "tokenizer.json").exists():
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
@@ -544,7 +538,6 @@ def _copy_tokenizer(source: str, folder: Path) -> None:
 
 
 def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
-    """Copy files of a model to a folder, those that it has."""
     for name in names:
         file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:

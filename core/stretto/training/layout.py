@@ -1,10 +1,7 @@
 """(torch) How a model in training is distributed over processes: the interface between engine and layout.
 
-`Layout` puts all of the model into one process. `stretto.training.distributed.RankLayout` and the distributed
-engines override its methods.
-
-Words: a *rank* is one process of the group. The engine splits a batch into *parts*; one rank, or several
-consecutive ranks, compute a part.
+A *rank* is one process of the group. The engine splits a batch into *parts*; one rank, or several consecutive
+ranks, compute a part.
 """
 
 from __future__ import annotations
@@ -29,10 +26,9 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """All of the model in one process.
+    """All of the model in one process; `RankLayout` and the distributed engines override its methods.
 
-    The methods may communicate, so the engine calls them in all ranks, in the same order and with the same
-    number of micro-batches.
+    Methods may communicate: the engine calls them in all ranks, in one order, with as many micro-batches.
     """
 
     rank: int = 0
@@ -83,8 +79,7 @@ class Layout:
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Continue with what `carried` yielded when the checkpoint was written. Raise EngineError if it
-        belongs to other parameters than those that are trained."""
+        """Continue with what `carried` yielded at the checkpoint; EngineError if it has other parameters."""
 
     # ------------------------------------------------------------------------------ the numbers
 
@@ -118,7 +113,7 @@ class Layout:
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Compute the gradient of the sum of the losses of all parts, and keep it in the parameters.
-        `loss_of`: called with a micro-batch's number and figures; returns its part of the loss, a scalar."""
+        `loss_of`: micro-batch's number and figures -> its part of the loss, a scalar."""
         for index, row in enumerate(rows):
             loss_of(index, self.compute(model, row)).backward()
 

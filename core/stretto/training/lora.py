@@ -1,7 +1,4 @@
-"""(torch) LoRA adapters of a Hugging Face model in training, and the names of its tensors.
-
-Tensors have the names of the model's files. The names of the modules that peft adds are removed.
-"""
+"""(torch) LoRA adapters of a Hugging Face model in training, under the names of the model's files."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ __all__ = [
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without: str = "") -> None:
-    """Freeze the model and put adapters into it, in place, but not into the module `without`. A value or
-    reward head is trained in full. Raise EngineError if a target matches no linear module."""
+    """Freeze the model and add adapters, in place, except in the module `without`. A value or reward head is
+    trained in full. Raise EngineError if a target matches no linear module."""
     from peft import inject_adapter_in_model
 
     # A head with tied weights gets no adapter: the adapter would not change the embeddings.
@@ -90,8 +87,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def file_name(name: str) -> str:
-    """Return the name of a parameter in files. peft wraps the adapted module and gives each adapter a name;
-    both appear in the parameter's name and are removed here."""
+    """Return a parameter's name in files: without the names that peft adds for its wrapper and adapter."""
     return name.replace(".base_layer.", ".").replace(".default.", ".")
 
 
@@ -106,9 +102,8 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with their adapters merged, under the names of the files. The full
-    tensors come in the order of `published_tensors`: a module's weight before the two factors of its adapter.
-    This rank's model may have only some of them."""
+    """Yield the model's own tensors with adapters merged, under the names of the files. `tensors` come as
+    from `published_tensors`: a weight before its adapter's factors. This rank's model may have only some."""
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
@@ -128,9 +123,8 @@ def merge_adapters(
 def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield adapters in the form of `stretto.models.lora_files`: two factors for each matrix; a reader adds
-    their product to the matrix. The full tensors come under the names of the files, A of a module before B.
-    This rank's model may have only some of them."""
+    """Yield adapters in the form of `stretto.models.lora_files`. Full tensors come under the names of the
+    files, A of a module before B. This rank's model may have only some of them."""
     transposed = _transposed(model)
     a: Tensor | None = None
     for name, tensor in tensors:

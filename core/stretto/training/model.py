@@ -56,9 +56,8 @@ log = structlog.get_logger()
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
-    """Load a model in float32 on a device, and choose how batches are laid out for it. Rows are packed, and
-    prefixes are shared, if that gives exact results and the config allows it. Raise EngineError if the model
-    cannot be loaded, or `packing` is 'packed' and the model cannot be packed."""
+    """Load a model in float32, and choose its rows: packed and with shared prefixes if that is exact and
+    allowed. Raise EngineError if it cannot be loaded, or 'packed' is not possible."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -92,8 +91,7 @@ def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.
 
 
 def load_policy(source: str) -> PreTrainedModel:
-    """Load a model unchanged from its files, in the dtype of the files and on the CPU. It is for publishing
-    and not for training. Raise EngineError if the model cannot be loaded, or is not a language model."""
+    """Load a model on the CPU, in its files' dtype, to publish it. Raise EngineError if that fails."""
     try:
         model_config = AutoConfig.from_pretrained(source)
         kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM
@@ -103,9 +101,8 @@ def load_policy(source: str) -> PreTrainedModel:
 
 
 def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:
-    """Return the name of a tensor in the model -> its name in the files of `source`, for tensors that
-    transformers renames when it loads them, as it does for most vision-language models. Workers that do not
-    load the model with transformers know only the names of the files."""
+    """Return name in the model -> name in the files of `source`, for tensors that transformers renames at
+    load, as in most vision-language models. Workers without transformers know only the names of the files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -157,8 +154,7 @@ def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[st
     """Return what makes a vision-language model's arguments of a batch's images and (R, T) padded ids."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
-    # Some models need an argument that marks the image tokens; without it, they would treat the positions of
-    # these tokens as positions of text.
+    # Without an argument that marks image tokens, some models take their positions for positions of text.
     marks = {"mm_token_type_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
 
     def arguments(batch: Batch, ids: Tensor) -> dict[str, Tensor]:
@@ -187,8 +183,8 @@ def _load(
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load the model of a folder or of the hub on a device. Nothing is unpickled, and no weight is random.
-    `new_head`: a head that the source lacks starts at 0. If False, the source must have all tensors."""
+    """Load a model from a folder or the hub on a device. Nothing is unpickled, no weight is random: a
+    `new_head` that the source lacks starts at 0; without it the source must have all tensors."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
     try:
@@ -216,7 +212,6 @@ def _begin_at_zero(model: PreTrainedModel, missing: Iterable[str], source: str) 
 
 
 def _without_dropout(config: Any) -> Any:
-    """Turn off all dropout in a config: the model's output must not be random."""
     parts = [getattr(config, name, None) for name in config.sub_configs]
     for owner in (config, config.get_text_config(), *(part for part in parts if part is not None)):
         for name, value in vars(owner).items():
@@ -226,8 +221,8 @@ def _without_dropout(config: Any) -> Any:
 
 
 def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]:
-    """Return a function of the model's arguments, which computes the input of its head. The trials of rows
-    compare it, because the output of a new head is 0 everywhere."""
+    """Return a function from the model's arguments to the input of its head, which the trials of rows
+    compare: the output of a new head is 0 everywhere."""
     base: Any = model.base_model
     return lambda arguments: base(**arguments).last_hidden_state
 

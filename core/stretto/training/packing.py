@@ -1,9 +1,8 @@
 """(torch) How a batch becomes the input of a Hugging Face model: one packed row, or padded rows.
 
-A packed row holds all tokens end to end, and attention is computed for each sequence separately, so no token
-attends to another sequence. This is the fastest way on CPU and computes no padding. With shared prefixes, the
-row is a tree: tokens that several sequences begin with occur once. Both are valid where attention is full and
-causal. Every other model gets rows padded on the right, with a mask.
+A packed row holds all tokens end to end, with attention in each sequence separately: the fastest way on CPU,
+without padding. With shared prefixes the row is a tree. Both are valid where attention is full and causal.
+Every other model gets rows padded on the right, with a mask.
 """
 
 from __future__ import annotations
@@ -78,8 +77,8 @@ def _attend_in_blocks(
 
 
 def _gather(states: Tensor, nodes: Tensor) -> Tensor:
-    """Select tokens, with repetitions: (1, heads, T, dim) -> (1, heads, K, dim). `embedding` adds up the
-    gradients of a repeated token much faster than `index_select` does."""
+    """(1, heads, T, dim) -> (1, heads, K, dim), with repetitions. `embedding` adds up the gradients of a
+    repeated token much faster than `index_select`."""
     rows = F.embedding(nodes, states[0].transpose(0, 1).flatten(1))  # (K, heads * dim)
     return rows.unflatten(1, (states.shape[1], states.shape[3])).transpose(0, 1)[None]
 
@@ -92,13 +91,12 @@ class InputRows(Protocol):
     """How batches become inputs: `PackedRows`, `PrefixRows` or `PaddedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
-        """Split into consecutive micro-batches of at most `max_tokens` computed tokens, or one sequence.
-        `whole_groups`: keep consecutive sequences with the same `group` together in any case."""
+        """Split into consecutive micro-batches of at most `max_tokens` computed tokens, or one sequence;
+        `whole_groups`: never between consecutive sequences with the same `group`."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
-        """Return the inputs of a micro-batch on a device. `wanted.at` are indices into the batch's tokens, in
-        ascending order; both are on the CPU."""
+        """Return a micro-batch's inputs. `wanted.at`: ascending indices into its tokens; both on the CPU."""
         ...
 
 
@@ -113,8 +111,7 @@ class PackedRows(InputRows):
 
 class PrefixRows(InputRows):
     """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
-    output depends on, such as the last one of each answer, are left out. `width`: number of channels of the
-    model's attention, over all heads."""
+    output depends on are left out. `width`: channels of the model's attention, over all heads."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -153,8 +150,8 @@ def _one_row(ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Wanted
 
 
 class PaddedRows(InputRows):
-    """Each sequence in its own row, padded on the right. `image_arguments`: makes the arguments for the
-    images of a batch from its ids, (S, L); None for a model that reads text only."""
+    """Each sequence in its own row, padded on the right. `image_arguments`: (batch, ids (S, L)) -> arguments
+    for the images; None for a model that reads text only."""
 
     def __init__(self, image_arguments: Callable[[Batch, Tensor], dict[str, Tensor]] | None = None) -> None:
         self._image_arguments = image_arguments
@@ -185,7 +182,7 @@ def differs_from_plain(
     rows: InputRows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
 ) -> str:
     """Compare a row of three sequences, of which the last begins like the first, with each alone. Return how
-    a model's hidden states, (1, T, H), which `compute` returns, differ; empty if they do not."""
+    the hidden states (1, T, H) that `compute` returns differ; empty if they do not."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)

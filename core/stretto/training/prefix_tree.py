@@ -1,8 +1,7 @@
 """(torch) Sequences as a tree, in which tokens that several sequences begin with occur once.
 
-The answers of a group begin with the same prompt, and the pieces of a conversation with the same turns. A
-causal model computes the same hidden states for these tokens in every sequence, so one computation is enough:
-in the tree, each token attends to its ancestors and to itself. The gradients of all sequences add up in it.
+A causal model computes the same hidden states for a group's prompt, or earlier turns, in every sequence. So
+each token attends to its ancestors and to itself; the gradients of all sequences add up.
 """
 
 from __future__ import annotations
@@ -34,12 +33,10 @@ class AttentionBlock:
     """Consecutive nodes whose attention is computed in one call."""
 
     queries: int
-    """Number of nodes, Q."""
     keys: int
     """Number of nodes that they read, K: the ancestors of the first node, then the block's own."""
     bias: Tensor | None
-    """(Q, K) float32: 0 where a query reads a key, else -inf. None if the block is one chain without
-    ancestors: its attention is causal."""
+    """(Q, K) float32: 0 where a query reads a key, else -inf. None for a chain without ancestors: causal."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ class AttentionPlan:
 
 
 class PrefixTree:
-    """The tree of some sequences. Its nodes are tokens in depth-first order, so each subtree is consecutive.
-    `sequences`: the tokens of each sequence. A sequence may be empty, but not all of them."""
+    """The tree of some sequences, not all empty. Nodes are tokens in depth-first order: subtrees are
+    slices."""
 
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
@@ -83,8 +80,8 @@ class PrefixTree:
             self._ends[nodes] = branch.start
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
-        """Divide the nodes into blocks. Branches are joined where that takes less time than two calls.
-        `width`: number of channels of the attention, over all heads."""
+        """Divide the nodes into blocks; join branches where that is faster. `width`: channels of all
+        heads."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
         for branches in self._join_branches(_CALL_PRODUCTS // width):
@@ -119,7 +116,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class _Branch:
-    """The nodes that one sequence adds to the tree, a chain."""
+    """The chain of nodes that one sequence adds."""
 
     start: int
     size: int
@@ -139,9 +136,8 @@ def _common_length(one: Integers, other: Integers) -> int:
 
 
 def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Batch]:
-    """Split into consecutive batches whose trees have at most `max_nodes` nodes each. A longer sequence gets
-    its own batch. Consecutive sequences of a `group` stay together if their own tree is not larger than that;
-    with `whole_groups` in any case."""
+    """Split into consecutive batches whose trees have at most `max_nodes` nodes each, or one sequence.
+    Consecutive sequences of a `group` stay together if their tree fits; with `whole_groups` in any case."""
     if batch.num_tokens <= max_nodes:
         return [batch]
     sequences = np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])

@@ -1,8 +1,7 @@
 """(torch) A model's head at the wanted tokens: logprob and entropy of each, without the logits of all.
 
-The logits of a batch are its largest tensor: tokens x vocabulary. This module computes them in chunks of
-tokens, takes logprob and entropy from each chunk, and computes the chunk again in the backward pass. Memory
-then depends on the size of a chunk and not on the number of tokens.
+The logits of a batch, tokens x vocabulary, are its largest tensor. They are computed in chunks of tokens, and
+again in the backward pass, so memory does not depend on the number of tokens.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ log = structlog.get_logger()
 # N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
 
 _CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Size of a chunk's float32 logits. With smaller chunks, accumulating the gradient of the head would take
-most of the time."""
+"""Size of a chunk's float32 logits. Smaller chunks spend most time on accumulating the head's gradient."""
 _KEPT_BYTES = 1 << 25
 """Logits up to this size are kept for the backward pass. With a small vocabulary, this is the whole batch."""
 
@@ -53,11 +51,9 @@ class Support:
     bias: Tensor
     """(B,) float32, what is added to their logits."""
     kept: Tensor | None
-    """(E,) int64, the ids from which each token was drawn, one token after the other; None for the whole
-    vocabulary."""
+    """(E,) int64, ids from which each token was drawn, token after token; None: the whole vocabulary."""
     ends: Tensor
-    """(N + 1,) int64, on the CPU: the kept ids of token n are those from `ends[n]` to `ends[n + 1]`. A token
-    without any was drawn from the whole vocabulary."""
+    """(N + 1,) int64, on the CPU: token n has kept ids `ends[n]` to `ends[n + 1]`; without any: all."""
 
     @classmethod
     def of(cls, drawn: Drawn, places: Tensor) -> Support:
@@ -126,8 +122,7 @@ class Wanted:
     whole: bool = False
     """Whether the logprob over the whole vocabulary is wanted too."""
     support: Support | None = None
-    """From what the tokens were drawn; None for softmax(logits / temperature). Logprob and entropy are those
-    of this distribution."""
+    """From what the tokens were drawn, and so logprob and entropy; None for softmax(logits / temperature)."""
 
     def moved(self, at: Tensor, device: torch.device) -> Wanted:
         """Return the same tokens on a device, with other indices `at`."""
@@ -144,17 +139,17 @@ class ModelInputs:
     """A batch as the arguments of a model."""
 
     arguments: dict[str, Any]
-    """The ids and the arguments that each layer needs."""
     wanted: Wanted
     """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
-    """Replace the model's `forward`, in place. It then takes one more argument, `wanted`, and returns the
-    figures of the wanted tokens in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also
-    the logprob over the whole vocabulary, (N, 3); or a value or reward, (N, 1). `trial`: inputs on which a
-    policy's logits in chunks are compared with the model's own. If they differ, the log says so, and all
-    logits of a micro-batch are computed together. None to do so at once."""
+    """Replace the model's `forward`, in place. It takes one more argument, `wanted`, and returns the wanted
+    tokens' figures in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also the logprob
+    over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
+
+    `trial`: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
+    the log says so, and all logits of a micro-batch are computed together. None to do so at once."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
     if head == "policy" and trial is not None:
         if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
@@ -174,8 +169,6 @@ class _OtherHead:
 
 
 class _WholeLogits:
-    """Logprobs and entropies from the logits that the model itself computes."""
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._forward: Any = model.forward
         self._selects = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -188,11 +181,11 @@ class _WholeLogits:
 
 
 class _ChunkedLogits:
-    """Logprobs and entropies from the hidden states, in chunks of tokens.
+    """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: what the device
+    allows.
 
-    A plain head is a matrix: its backward pass is written by hand. Any other head, such as one that is split
-    over ranks or has an adapter, is called as a module, under activation checkpointing. `chunk`: number of
-    tokens of a chunk; None for as many as the device's budget of bytes allows."""
+    The backward pass of a plain head, a matrix, is written by hand. Any other head, such as one split over
+    ranks or with an adapter, is called as a module, under activation checkpointing."""
 
     def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
         config: Any = model.config.get_text_config()
@@ -300,11 +293,9 @@ class _Form:
 
 
 class _LinearFigures(torch.autograd.Function):
-    """What `_figures` returns, of a linear head; `_Form` has the formula of the logits.
-
-    With s the scaled logits, p the softmax over the kept ones, H its entropy and y the target:
-    d logprob / ds_j = [j = y] - p_j and dH / ds_j = -p_j (log p_j + H), where p_j is 0 outside.
-    """
+    """What `_figures` returns, of a linear head; `_Form` has the formula of the logits. With s the scaled
+    logits, p the softmax over the kept ones, H its entropy and y the target: d logprob / ds_j = [j = y] - p_j
+    and dH / ds_j = -p_j (log p_j + H), where p_j is 0 outside."""
 
     @staticmethod
     def forward(
@@ -414,8 +405,8 @@ def _scaled_logits(
 def _gradient_of_logits(
     logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
 ) -> Tensor:
-    """Return the gradient of the scaled logits, (C, V), from those of a token's logprob and entropy, (C,).
-    The result takes the memory of `logprobs`."""
+    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in the
+    memory of `logprobs`."""
     shares = logprobs.exp()
     if form.entropy_gradient:
         factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])

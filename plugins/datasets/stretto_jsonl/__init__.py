@@ -34,11 +34,8 @@ class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JsonLines:
-    """Rows of a file, read one at a time; only the positions of the lines are held in memory.
-
-    The file is read rather than memory-mapped: a change during the run then causes errors instead of killing
-    the process.
-    """
+    """Rows of a file, read one at a time; only the positions of the lines are in memory. The file is not
+    memory-mapped: a change during the run causes errors instead of killing the process."""
 
     def __init__(self, config: JsonLinesConfig, context: Context) -> None:
         del context

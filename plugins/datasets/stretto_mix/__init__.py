@@ -129,7 +129,6 @@ class Mix:
         self._starts = [0, *accumulate(len(part) for part in parts.values())]
         digests = [(name, part.fingerprint) for name, part in parts.items()]
         self.fingerprint = hashlib.sha256(msgspec.json.encode(digests)).hexdigest()
-        """SHA-256 of the parts' names and fingerprints."""
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -1,8 +1,8 @@
 """The curriculum of `mix`: which row comes next, by the parts' weights and the rewards of earlier groups.
 
-The next ticket goes to the part that is furthest behind its share, so no part is ever a whole ticket ahead.
-Within a part, a pool is drawn by weight times number of its rows, and of the pool the row that was drawn
-least often; among equals, the seed decides. Rows whose tickets are in flight wait while there are others.
+The part that is furthest behind its share comes next, so none is ever a whole ticket ahead. Within a part, a
+pool is drawn by weight times number of rows, and of it the row that was drawn least often; the seed decides
+among equals. Rows whose tickets are in flight wait while there are others.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from stretto_mix import GateConfig
 
 Weight = float | Mapping[int, float]
-"""A weight, or weights at steps."""
 UNSEEN = "unseen"
 """Name of the pool of rows without a result."""
 
 
 def weight_at(weight: Weight, step: int) -> float:
-    """Return a weight at a step: between two steps of a schedule on the straight line, before the first and
-    after the last step their weights."""
+    """Return a weight at a step: linear between two steps of a schedule, constant before and after."""
     if not isinstance(weight, Mapping):
         return weight
     knots = sorted(weight.items())
@@ -49,8 +47,6 @@ class Pool:
 
 @dataclass
 class _Row:
-    """What is known of a row that was drawn."""
-
     draws: int = 0
     in_flight: int = 0
     ticket: int = -1
@@ -82,7 +78,7 @@ class _PartRows:
 
 class MixCurriculum:
     """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset. Pools come by rising `max`, the
-    last one without a bound; `unseen` is the weight of rows without a result."""
+    last without; `unseen` is the weight of rows without a result."""
 
     def __init__(
         self,
@@ -104,7 +100,6 @@ class MixCurriculum:
         self._credits = dict.fromkeys(parts, 0.0)
         """Tickets that each part should have had by its weight, less those that it had."""
         self._pooled = Counter[str]()
-        """Pool -> number of its rows."""
         self._parts = {
             name: _PartRows(rows, self._first_order(number, rows), sizes=Counter({UNSEEN: len(rows)}))
             for number, (name, (rows, _)) in enumerate(parts.items())
@@ -183,8 +178,6 @@ class MixCurriculum:
             if row < last:
                 with self._changed(row) as known:
                     known.draws, known.in_flight, known.ticket, known.reward, known.unfit = facts
-
-    # ----------------------------------------------------------------------------------- private
 
     def _shares(self, version: int) -> dict[str, float]:
         weights = {name: weight_at(weight, version) for name, weight in self._weights.items()}

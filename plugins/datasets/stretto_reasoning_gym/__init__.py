@@ -1,7 +1,6 @@
 """`reasoning_gym`, dataset and reward: tasks of Reasoning Gym (Stojanovski et al. 2025, arXiv 2505.24760).
 
-A separate process (`generator.py`) generates rows on demand. A row carries everything that the task's own
-`score_answer` needs.
+A separate process (`generator.py`) generates rows, with everything that the task's own `score_answer` needs.
 """
 
 from __future__ import annotations
@@ -122,8 +121,7 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
 
     def reasoning_gym(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         """Return a reward between 0 and 1 and three metrics: `accuracy` is 1 for the full reward, `answered`
-        is 1 if there is an answer in its tags, and `unreadable` is 1 if the task's own code cannot read the
-        answer, whose reward is then 0."""
+        for an answer in its tags, `unreadable` if the task's code cannot read the answer, which gets 0."""
         if "task" not in columns:
             raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
         entry = {name: restore(columns[name]) for name in ("question", "answer", "metadata")}

@@ -1,11 +1,10 @@
 """The process that generates rows, and the class with which its owner uses it.
 
-Some tasks draw from sets, whose order depends on the hash seed of the process. With a fixed hash seed the
-rows are the same in every process of a run, and in every run. The library and its imports stay out of the
-kernel and the rollout workers.
+Some tasks draw from sets, whose order depends on the process's hash seed. It is fixed, so the rows are the
+same in every process and run. The library's imports stay out of the kernel and the rollout workers.
 
-The pipe carries messages in msgpack. The process reads an `Order` and answers with an error message, empty if
-the order is valid. Then it reads an index and answers with an `Entry`, until the pipe ends.
+The pipe carries msgpack. The process reads an `Order` and answers with an error message, empty if the order
+is valid. Then it answers each index with an `Entry`, until the pipe ends.
 """
 
 from __future__ import annotations
@@ -131,8 +130,8 @@ class Generator:
 
 
 def plain(value: Any) -> Any:
-    """Convert a value of the library to data that msgpack can encode and `restore` converts back: tuples,
-    and integers of more than 64 bits, are marked. Raise TypeError for a value of another type."""
+    """Convert a library's value for msgpack, so that `restore` converts it back: tuples and integers of more
+    than 64 bits are marked. Raise TypeError for another type."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):

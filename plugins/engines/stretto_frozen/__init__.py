@@ -1,7 +1,6 @@
-"""Training engine `frozen`: publishes the weights of the run's model without training.
+"""Training engine `frozen`: publishes the run's model without training, for runs with `steps: 0`.
 
-It is for runs with `steps: 0`, which only evaluate a model; `stretto evaluate` uses it. It holds the model in
-host memory, in the dtype of its files and without an optimizer.
+It holds the model in host memory, without an optimizer; `stretto evaluate` uses it.
 """
 
 from __future__ import annotations

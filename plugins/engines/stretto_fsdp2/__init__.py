@@ -54,7 +54,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         super().__post_init__()
         if self.processes % self.tensor_parallel:
             raise ValueError(

@@ -1,9 +1,9 @@
 """(torch) Gradients reduced over ranks as products of two thin matrices: PowerSGD.
 
 PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727, algorithms 1 and 2) approximates the mean
-gradient M (n, m) of each matrix by P Qᵀ with P (n, r) and Q (m, r), and ranks exchange only P and Q. Each
-rank adds what the approximation left out to its next gradient (error feedback). The arithmetic is that of
-PyTorch's hook for DDP; this module hands it all gradients as one bucket, after the last micro-batch.
+gradient M (n, m) of each matrix by P Qᵀ; ranks exchange only P (n, r) and Q (m, r). Each rank adds what the
+approximation left out to its next gradient (error feedback). The arithmetic is that of PyTorch's hook for
+DDP, with all gradients as one bucket after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ class PowerSgd:
         self._state = self._new_state(steps=0)
 
     def add_up(self, gradients: Sequence[Tensor]) -> None:
-        """Replace each rank's gradients by the approximate sum over all ranks, in place.
-
-        If the sum is not finite, the optimizer skips the step; what was carried is dropped, because it is not
-        finite either.
-        """
+        """Replace each rank's gradients by the approximate sum over all ranks, in place. If the sum is not
+        finite, the optimizer skips the step; what was carried is not finite either and is dropped."""
         bucket = _Bucket(gradients)
         pytorch.powerSGD_hook(self._state, bucket).wait()  # pyright: ignore[reportArgumentType]
         for gradient, mean in zip(gradients, bucket.gradients(), strict=True):
@@ -70,9 +67,8 @@ class PowerSgd:
             yield f"error.{rank}", error
 
     def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
-        """Continue with what `carried` returned. With another number of ranks, each gets the same part of the
-        sum of all errors; with another rank of the matrices, these begin at random.
-        """
+        """Continue with what `carried` returned. Another number of ranks: each gets the same part of the sum
+        of all errors. Another rank of the matrices: they begin at random."""
         state = self._new_state(int(carried["steps"]))
         self._state = state
         errors = sum(name.startswith("error.") for name in carried)

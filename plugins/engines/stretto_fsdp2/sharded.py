@@ -1,7 +1,7 @@
 """The layout of `fsdp2`: data-parallel ranks that shard or copy the model, optionally split by tensor.
 
 On a mesh (dp, tp), parameters are split by tensor first, then sharded over dp. FSDP2 averages the ranks'
-gradients, so each rank's loss, which is already its part of the whole, is multiplied by the number of ranks.
+gradients, so each rank's loss, already its part of the whole, is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,7 @@ class ShardedLayout(RankLayout):
             fully_shard(
                 module,
                 mesh=self.mesh["dp"],
-                # The root too: by default its parameters stay gathered after a forward, and a later forward
-                # would not see that a step or a load has changed their shards.
+                # By default the root's parameters stay gathered: a later forward would miss a step or load.
                 reshard_after_forward=True,
                 mp_policy=root if module is model else inner,
                 offload_policy=offload,
@@ -79,7 +78,6 @@ class ShardedLayout(RankLayout):
             _return_freed_memory()
 
     def _move_buffers(self, model: nn.Module) -> None:
-        """Move the buffers to the device; FSDP2 moves only parameters."""
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self.device))
@@ -141,8 +139,7 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run all micro-batches. FSDP2 reduces the gradient of each, so no rank ever holds a full gradient;
-        without sharding the copies reduce theirs once at the end."""
+        """Run all micro-batches. FSDP2 reduces each one's gradient; copies reduce theirs once at the end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return
@@ -162,8 +159,8 @@ class ShardedLayout(RankLayout):
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return freed memory to the system. By default it keeps blocks of up to 32 MiB, and layers
-    that are gathered and freed in turn fragment the heap so much that sharding saves nothing."""
+    """Make glibc return freed memory: gathering and freeing layers in turn fragments the blocks of up to 32
+    MiB that it keeps by default, so much that sharding saves nothing."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**20)

@@ -1,8 +1,7 @@
 """Tensor parallelism for decoders of the Llama type: how each module is split.
 
-The projections of queries, keys and values and the input projections of the feed-forward part are split by
-output, the output projections by input, and embedding and head by vocabulary. Every rank holds the full
-logits and the full hidden states between modules.
+Projections of queries, keys, values and feed-forward inputs are split by output, output projections by input,
+embedding and head by vocabulary. Between modules every rank holds all hidden states and logits.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Engines `mock`: training and inference at configured speeds, to try a configuration's timing.
 
-Neither needs a model or a GPU: answers are random tokens of random length, or those of a function, and the
-weights are one number.
+No model: answers are random tokens of random length, or those of a function; the weights are one number.
 """
 
 from __future__ import annotations

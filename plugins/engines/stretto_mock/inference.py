@@ -1,5 +1,4 @@
-"""The mock inference engine: it draws random tokens, or asks a function, and emits them at a configured
-speed."""
+"""The mock inference engine: it emits random tokens, or a function's answers, at a configured speed."""
 
 from __future__ import annotations
 
@@ -118,8 +117,6 @@ class MockInference:
             pause_s=sum(self._pauses),
             pause_max_s=max(self._pauses, default=0.0),
         )
-
-    # ------------------------------------------------------------------------------------ private
 
     def _draw(self, sample: _MockSample) -> None:
         limit = sample.request.sampling.max_tokens

@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 class MockTraining:
-    """Its weights are the number of optimizer steps, and a checksum of all tokens that it has trained, in
-    order. So versions differ, and runs can be compared. In a group of several processes, each sees other
-    rows, and the checksum is 0."""
+    """Its weights are the number of optimizer steps and a checksum of all tokens trained, in order, so that
+    versions differ and runs can be compared. In a group each process sees other rows; the checksum is 0."""
 
     def __init__(self, config: MockTrainingConfig, context: Context) -> None:
         del context

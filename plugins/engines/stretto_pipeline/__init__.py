@@ -31,7 +31,6 @@ class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, for
     More micro-batches keep the stages busier: with m of them, all stages compute during m - stages + 1."""
 
     def __post_init__(self) -> None:
-        """Check the relations between fields."""
         super().__post_init__()
         if self.processes % self.stages:
             raise ValueError(f"processes ({self.processes}) must be a multiple of stages ({self.stages})")

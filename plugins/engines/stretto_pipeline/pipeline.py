@@ -1,8 +1,8 @@
 """The layout of `pipeline`: pipelines of stages, run by stretto's own 1F1B schedule.
 
-Micro-batches may have any shape: every stage has the batch and therefore knows the shape of the tensors it
-receives. Stages exchange only hidden states and their gradients. Each data-parallel part has its own pipeline
-(a "line" of ranks); the ranks with the same stage add up their gradients at the end.
+Micro-batches may have any shape: every stage has the batch and knows the shapes that it receives. Stages
+exchange only hidden states and their gradients. Each data-parallel part has its own pipeline (a "line" of
+ranks); the ranks with the same stage add up their gradients at the end.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class PipelineLayout(RankLayout):
         self._aliases: dict[str, str] = {}
 
     def connect(self) -> None:
-        """Make the mesh and three groups for each pipeline: one for hidden states and one for gradients,
-        since neither may wait for the other, and one for its first and last stage."""
+        """Make the mesh and three groups for each pipeline: for hidden states and for gradients, since
+        neither may wait for the other, and for its first and last stage."""
         if self._mesh is not None:
             return
         super().connect()
@@ -107,8 +107,8 @@ class PipelineLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run 1F1B. Then the ranks with the same stage add up their gradients, and the first and last stage
-        those of a tied embedding."""
+        """Run 1F1B; then the ranks of a stage add up gradients, and first and last those of a tied
+        embedding."""
         run_backward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.parts > 1 and gradients:

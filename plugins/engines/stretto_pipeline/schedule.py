@@ -1,8 +1,7 @@
 """1F1B: the order in which a stage computes, receives and sends, for any number of micro-batches.
 
-A stage first computes the forward of as many micro-batches as there are stages after it. Then each forward is
-followed by the backward of the oldest micro-batch, so that no stage holds the activations of more than
-`stages` micro-batches.
+A stage first computes as many forwards as there are stages after it. Then each forward is followed by the
+backward of the oldest micro-batch, so no stage holds the activations of more than `stages` micro-batches.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ class _Channel:
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send a tensor, and keep it until it has been sent. Wait only for the sends before the last
-        few; this cannot deadlock, because their receiver has passed them or waits for nothing else."""
+        """Start to send, and keep the tensor until it is sent. Wait only for the sends before the last few;
+        this cannot deadlock: their receiver has passed them or waits for nothing else."""
         self._sent.append((dist.isend(tensor, dst=self.rank, group=self.group), tensor))
         self.flush(_UNDER_WAY)
 
@@ -73,8 +72,7 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """Run all micro-batches, whose hidden states have these shapes, through this stage, without gradients.
-    `take` gets each output of the last stage."""
+    """Run all micro-batches of these shapes, without gradients. `take` gets the last stage's outputs."""
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
         output = compute(index, hidden)

@@ -1,7 +1,7 @@
 """One stage of a model: the Hugging Face model itself, without the modules of the other stages.
 
-Layers of other stages are replaced by placeholders that return their input, so every module keeps its name
-and each layer its number, by which the model chooses its mask.
+Placeholders that return their input replace the layers of other stages, so every module keeps its name and
+each layer its number, by which the model chooses its mask.
 """
 
 from __future__ import annotations

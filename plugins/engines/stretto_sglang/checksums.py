@@ -1,10 +1,9 @@
 """Compare an SGLang server's checksums with the weights that it should load.
 
-SGLang returns a checksum of each tensor that it holds, under its own names: query, key and value of a layer
-are one tensor there, as are gate and up, and a vocabulary is padded to a multiple of 64. The tensors of
-vision-language models have older names there. On CPU the checksum is the beginning of the SHA-256 of the
-tensor's bytes, so it can be computed from the files. On other devices its definition is not known, but it
-changes if and only if the tensor does.
+SGLang returns a checksum of each tensor, under its own names: query, key and value of a layer are one tensor,
+as are gate and up; a vocabulary is padded to a multiple of 64; tensors of vision-language models have older
+names. On CPU the checksum begins the SHA-256 of the tensor's bytes. On other devices its definition is not
+known, but it changes if and only if the tensor does.
 """
 
 from __future__ import annotations
@@ -43,13 +42,8 @@ class Checksums:
     def hashes(
         self, published: Mapping[str, str], folder: Path, checksums: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the published hashes; a tensor that the server's checksums show to be different gets a hash
-        that says so.
-
-        Args:
-            published: tensor name -> hash, for the version in `folder`, which the server should load.
-            checksums: the server's checksums now, by its own names.
-        """
+        """Return the published hashes; a tensor that the server's `checksums` show to differ gets a hash that
+        says so. `published`: hashes of the version in `folder`, which the server should load."""
         hashes = dict(published)
         tensors = {newest_name(name): place for name, place in places_in(folder).items()}
         for name, checksum in checksums.items():

@@ -1,8 +1,8 @@
 """The requests to an SGLang server, and how its replies are read.
 
 Streams go to /generate with token ids. The server returns segments of token ids with the logprobs of
-`log_softmax(logits / temperature)`; the last segment names the weight versions that produced the tokens. The
-server loads weights from disk. The endpoints that unpickle (/update_weights_from_tensor) are never used.
+`log_softmax(logits / temperature)`; the last segment names the weight versions. The server loads weights from
+disk; the endpoints that unpickle (/update_weights_from_tensor) are never used.
 """
 
 from __future__ import annotations
@@ -115,9 +115,7 @@ class SglangEngine(ServerEngine):
         return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check that the server accepts the key, and streams new segments rather than the whole answer at
-        each token.
-        """
+        """Check that the server accepts the key, and streams segments, not each time the whole answer."""
         try:
             info = await server.get("/server_info", deadline_s=_CALL_S)
             room, segments, dtype = (
@@ -168,8 +166,8 @@ class SglangEngine(ServerEngine):
             yield piece
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
-        """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id
-        begins with the given one."""
+        """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id begins
+        with the given one."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
 
@@ -225,11 +223,8 @@ class SglangEngine(ServerEngine):
 
 
 def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
-    """Return the fields of a prompt. For one with images, SGLang then returns its own ids of it.
-
-    SGLang keeps what the vision tower made of an image under the image's hash, also when it loads new
-    weights. So the hash depends on the salt, which names a version.
-    """
+    """Return the fields of a prompt. With images, SGLang returns its own ids. It keeps the vision tower's
+    output by the image's hash across loads, so the hash depends on the salt, which names a version."""
     if not text.images:
         return {"input_ids": text.sent}
     return {
@@ -241,8 +236,8 @@ def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
 
 
 def _restricts(sampling: Sampling) -> bool:
-    """Whether top_p, top_k or min_p removes some tokens. SGLang then also returns the logprob of the drawn
-    token among the remaining ones, if they are not too many."""
+    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob of the drawn token among the
+    remaining ones, if they are not too many."""
     restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     return restricts and sampling.temperature > 0
 

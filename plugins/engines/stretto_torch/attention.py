@@ -1,8 +1,8 @@
 """Attention of the hand-written decoder, over a prompt and over slots.
 
-N: tokens computed at once, R: rows, T: positions attended to, P: columns of a prefill, K: key-value
-heads, G: query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): the
-queries, keys and values of a token one after the other, queries and keys already rotated.
+N: tokens computed at once, R: rows, T: positions attended to, P: columns of a prefill, K: key-value heads, G:
+query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): queries, keys and
+values of one token after the other, queries and keys already rotated.
 """
 
 from __future__ import annotations
@@ -97,11 +97,8 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
 
 
 class SlotAttention:
-    """Attention of one new token per row to its slot.
-
-    The G query heads of a key-value head take the place of G query positions, so that keys and values are
-    read once and need not be repeated.
-    """
+    """Attention of one new token per row to its slot. The G query heads of a key-value head take the place of
+    G query positions, so that keys and values are read once and need not be repeated."""
 
     def __init__(self, cache: SlotCache, heads: Heads, length: int) -> None:
         self._cache = cache

@@ -1,7 +1,6 @@
 """Continuous batching: take requests, sample tokens, and change the weights between steps.
 
-The engine's compute thread makes all calls, one after the other. No call here waits for requests: the thread
-in `inference.py` does that, and asks for one step at a time.
+The engine's compute thread makes all calls. None waits for requests: the thread in `inference.py` does.
 """
 
 from __future__ import annotations
@@ -53,13 +52,11 @@ class Batcher:
         self.version = -1
         self.figures = Figures()
         self.model = model
-        """What is served. A swap overwrites its `targets`."""
         self._tokenizer = tokenizer
         self._deterministic = deterministic
         self._recompute_on_swap = recompute_on_swap
         image_token = -1 if model.reader is None else model.reader.vision.image_token
         self.slots = Slots(model.decoder, model.shapes, image_token, deterministic=deterministic)
-        """The samples that are being decoded."""
         # With many slots, it saves more time to compute several new prompts together than the slots lose
         # while they are empty for a few steps.
         self._refill_from = max(1, model.shapes.slots // 8) if model.shapes.slots >= 32 else 1
@@ -180,7 +177,6 @@ class Batcher:
         return chunks
 
     def _refill(self) -> int:
-        """Give free slots to waiting samples, and draw the first token of each; return their number."""
         free, ready = self.slots.free, self.intake.ready
         if not free or not ready or free < min(self._refill_from, ready):
             return 0

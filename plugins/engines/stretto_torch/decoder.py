@@ -1,7 +1,7 @@
 """The interface between engine and model: fill a slot with a prompt, and decode one token of every row.
 
-There are two implementations: `decoder_fast` is written by hand for the Llama and Qwen families, `decoder_hf`
-runs any causal language model of transformers. `model.py` chooses one.
+`model.py` chooses between `decoder_fast`, written by hand for the Llama and Qwen families, and `decoder_hf`,
+which runs any causal language model of transformers.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Decoder(Protocol):
             shifts: (N,) int64, see `PromptImages.shift`; only with `begins`, and None for models of text.
             images: of the one text that is computed from its beginning; None for a text without images.
 
-        Returns:
-            (N, V) float32 logits after the last token of each text.
+        Returns: (N, V) float32 logits after the last token of each text.
         """
         ...
 
@@ -70,8 +69,7 @@ class Decoder(Protocol):
             spans: the rows in order, from 0 on; rows after the last span are padding.
             shifts: (R,) int64, see `PromptImages.shift`; None for models of text.
 
-        Returns:
-            (R, V) float32 logits after each token; padding rows hold arbitrary values.
+        Returns: (R, V) float32 logits after each token; padding rows hold arbitrary values.
         """
         ...
 

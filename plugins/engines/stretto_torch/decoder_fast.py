@@ -1,10 +1,9 @@
 """A decoder written by hand for models built like Llama, Mistral, Qwen2 and Qwen3.
 
-In a small model a decode step mostly consists of the cost of starting kernels, so this decoder uses as few
-kernels as possible: query, key and value in one product, gate and up in one product, residuals added by the
-preceding product, and the rotary embedding as one complex multiplication. For the latter, rows of the query
-and key weights are reordered when they are loaded: the pair (i, i + D/2) of Hugging Face becomes the pair
-(2i, 2i + 1).
+A decode step of a small model is mostly the cost of starting kernels, so there are few: query, key and value
+in one product, gate and up in one, residuals added by the preceding product, and the rotary embedding as one
+complex multiplication. For the latter, rows of the query and key weights are reordered at load: the pair (i,
+i + D/2) of Hugging Face becomes (2i, 2i + 1).
 
 N: tokens computed at once, D: head dimension.
 """
@@ -40,9 +39,8 @@ class UnsuitableError(Exception):
 
 
 class FastDecoder:
-    """Keeps `stretto_torch.decoder.Decoder`, with fused weights of its own: for `rows` of the largest step,
-    slots of `length` tokens, and `tokens` of all slots together. Raise UnsuitableError if the model has
-    another architecture; `model.py` tests whether an accepted one computes the same as transformers."""
+    """Keeps `Decoder` with fused weights of its own: for `rows` of the largest step, slots of `length`
+    tokens, and `tokens` of all slots together. Raise UnsuitableError for another architecture."""
 
     one_size_class = False
     cheap_padding = 512  # only attention computes padding
@@ -82,8 +80,8 @@ class FastDecoder:
         del shifts, images
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
-        # Only attention computes padding. But if each text alone would have these columns, everything does:
-        # it costs little, and gives the products of a deterministic engine a multiple of 16 rows.
+        # Only attention computes padding, unless each text alone would have these columns: then everything
+        # does, to give the products of a deterministic engine a multiple of 16 rows.
         whole = begins is None and padded_prompt(int(lengths.min())) == columns
         widths = torch.full_like(lengths, columns) if whole else lengths
         real = (positions < widths.unsqueeze(1)).flatten().nonzero().squeeze(1)
@@ -168,8 +166,6 @@ def _layer(weights: _DecoderWeights, prefix: str) -> _Layer:
 
 
 class _DecoderWeights:
-    """Allocates the decoder's weights and records where each tensor of a checkpoint goes in them."""
-
     def __init__(self, state: Mapping[str, Tensor], head_dim: int, eps: float, *, onednn: bool) -> None:
         self._state = state
         self._eps = eps

@@ -1,8 +1,7 @@
 """A decoder that runs any causal or vision-language model of transformers, through its own forward.
 
-The model gets a cache object that writes each row's keys and values at the row's own position in its slot,
-and an attention mask that hides the rest of the slot. N: prompts, P: columns, R: rows, T: positions attended
-to.
+A cache object writes each row's keys and values at the row's own position in its slot; a mask hides the rest
+of the slot. N: prompts, P: columns, R: rows, T: positions attended to.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from stretto_torch.swap import Target, Targets, tied_names
 
 
 class HFDecoder:
-    """Keeps `stretto_torch.decoder.Decoder` with an unchanged model of transformers: for `rows` of the
-    largest step, slots of `length` tokens, and `tokens` of all slots together."""
+    """Keeps `Decoder` with an unchanged model of transformers: for `rows` of the largest step, slots of
+    `length` tokens, and `tokens` of all slots together."""
 
     one_size_class = True
     cheap_padding = 64

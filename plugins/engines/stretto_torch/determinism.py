@@ -1,8 +1,8 @@
 """The test, at the start of a deterministic engine, that a row's bits do not depend on the other rows.
 
-No library promises this; on the machines tested so far it holds for shapes padded as in `shapes.py`. If it
-fails, every prompt is computed separately; if that does not suffice, the number of rows is fixed at its
-largest, and last the lengths too. It takes up to some minutes, so its result is kept.
+No library promises this; so far it held on the machines tested, for shapes padded as in `shapes.py`. If it
+fails, every prompt is computed separately; then the number of rows is fixed at its largest, and last the
+lengths. It takes up to some minutes, so its result is kept.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Say) -> Shapes:
-    """Return `stable_shapes`: from this user's cache, or else by the test. `values` say which model it is,
-    and which values the engine has; `say` is told what the test does, and how long it still takes."""
+    """Return `stable_shapes`: from this user's cache, or by the test. `values`: the model and the engine's
+    values, which are the key of the cache. `say` is told what the test does, and how long it still takes."""
     facts = (*values, *_machine(decoder), repr(shapes))
     name = sha256("\n".join(facts).encode()).hexdigest()[:32]
     file = cache_folder("deterministic") / f"{name}.json"

@@ -29,11 +29,9 @@ class PromptImages:
     media: Mapping[str, Tensor]  # arguments of the model, such as `pixel_values`
     places: NDArray[np.int64]  # positions of the image tokens, ascending, at least one
     salt: NDArray[np.int32]
-    """What stands for the image tokens in the texts of the prefix cache: negative, and other numbers for
-    other images."""
+    """Stands for the image tokens in texts of the prefix cache: negative, other numbers for other images."""
     positions: Tensor | None
-    """(3, 1, P) time, height and width of each token, for models that have such positions (M-RoPE of
-    Qwen2-VL); None for others."""
+    """(3, 1, P) time, height and width of each token, for models with M-RoPE (Qwen2-VL); None for others."""
     shift: int
     """Difference of a later token's position and its index: an image may take fewer positions than tokens."""
 

@@ -1,7 +1,7 @@
 """The `torch` inference engine: methods for the worker's event loop, and the compute thread behind them.
 
-The thread owns the model, and only the thread uses it. The event loop sends it commands through a queue,
-which it reads between two decode steps; the thread returns chunks at most every 20 ms.
+Only the thread uses the model. It reads the event loop's commands from a queue between two decode steps, and
+returns chunks at most every 20 ms.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ class _AbortCommand:
 @dataclass(frozen=True, slots=True)
 class _SwapCommand:
     order: int
-    """Number of the `swap` call; if several swaps are due, the one with the highest number is loaded."""
+    """Number of the `swap` call; of several swaps that are due, the one with the highest number is loaded."""
     version: int
     hashes: Mapping[str, str]  # of all tensors
     tensors: Mapping[str, Tensor]
     assumed: Collection[str]
-    """Names of the tensors that the engine held with the published hash, so that nobody read them."""
+    """Tensors that the engine held with the published hash, so that nobody read them."""
     report: Future[SwapReport] = field(default_factory=Future[SwapReport])
 
 
@@ -90,11 +90,8 @@ _Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _St
 
 
 class TorchInferenceEngine:
-    """Keeps `stretto.engine.InferenceEngine`.
-
-    An exception in the compute thread breaks the engine permanently: it is raised in the task group given to
-    `start`, unfinished and later requests get `abort` chunks, and `swap` raises.
-    """
+    """Keeps `stretto.engine.InferenceEngine`. An exception in the compute thread breaks it permanently: the
+    task group given to `start` gets it, unfinished and later requests `abort` chunks, and `swap` raises."""
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
         self._config = config
@@ -153,9 +150,7 @@ class TorchInferenceEngine:
         self._commands.put(_AbortCommand(request))
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """See `InferenceEngine`. If several swaps are due, only the last one is loaded; all calls return the
-        version served then.
-        """
+        """See `InferenceEngine`. Only the last of several due swaps is loaded; all return its version."""
         self._swaps_called += 1
         order = self._swaps_called
         command = await anyio.to_thread.run_sync(self._inspect, update, order)

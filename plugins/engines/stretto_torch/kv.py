@@ -37,9 +37,10 @@ class Move(NamedTuple):
 class SlotCache:
     """Keys and values of every slot. Never holds NaN: masked positions are multiplied by 0, not skipped.
 
-    `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. Within a block the key
-    of head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the one
-    additional token. `rows`: number of rows of the largest step; `tokens`: size of the pool."""
+    `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. In a block the key of
+    head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the
+    additional token. `rows`: rows of the largest step; `tokens`: size of the pool.
+    """
 
     def __init__(
         self, shapes: Sequence[LayerShape], rows: int, tokens: int, device: torch.device, dtype: torch.dtype
@@ -94,19 +95,16 @@ class SlotCache:
     # --------------------------------------------------------------------------------- for decoders
 
     def indices(self, layer: int, rows: Tensor | slice, positions: Tensor) -> Tensor:
-        """Return the indices of the keys, then values, of tokens in a layer: (tokens, 2 * kv_heads). `rows`,
-        (tokens,) or a slice, and `positions`, (tokens,), say where each token is."""
+        """Return (tokens, 2 * kv_heads) indices of keys, then values, for tokens in `rows` at `positions`."""
         return self._starts[self._heads[layer]][rows] + positions.unsqueeze(1)
 
     def span(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Return the first `length` keys and values of rows `start..stop-1`, each (rows * kv_heads, length,
-        head_dim), without a copy. The rows' blocks must be adjacent and have one capacity."""
+        head_dim), as views. The rows' blocks must be adjacent and have one capacity."""
         key = (layer, start, stop, length)
         if key not in self._spans:
             self._spans[key] = self._views(*key)
         return self._spans[key]
-
-    # ------------------------------------------------------------------------------------ private
 
     def _views(self, layer: int, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         flat, heads, first_block = self.layers[layer], self._heads[layer], self.blocks[start]
@@ -116,8 +114,8 @@ class SlotCache:
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
-        """Return the index where the keys, then the values, of each head begin: (blocks, 2 * heads).
-        `blocks`: start and capacity of each, flattened."""
+        """Return where each head's keys, then values, begin: (blocks, 2 * heads). `blocks`: start, capacity
+        of each, flattened."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
@@ -132,8 +130,8 @@ class SlotCache:
 
 
 def _zeros(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of zeros. On a processor the system gives it pages, zeroed, as they are written:
-    `torch.zeros` would write all of them, and 6 GB took 16 s of the start."""
+    """Return zeros. On a CPU the system zeroes pages as they are written: `torch.zeros` would write all at
+    once, and 6 GB took 16 s of the start."""
     if device.type != "cpu":
         return torch.zeros(rows, columns, device=device, dtype=dtype)
     size = rows * columns * dtype.itemsize

@@ -1,9 +1,9 @@
 """The product with a weight matrix, by the kernel that is fast for its size.
 
-On a CPU, torch computes float32 products with MKL by default. On AMD, oneDNN is faster for large weights: on
-Zen 5 twice at any number of rows, on Zen 3 a third at 8 rows and not at 64. It is called through private
-operators of torch, costs about 8 us more per call, and generates code for each new number of rows. It keeps a
-second copy of the weight, in the order in which it reads it; each change of the weights packs it again.
+On a CPU, torch computes float32 products with MKL. On AMD, oneDNN is faster for large weights: on Zen 5 twice
+at any number of rows, on Zen 3 a third at 8 rows and not at 64. It is called through private operators of
+torch, costs about 8 us more per call, generates code for each new number of rows, and keeps a second copy of
+the weight in its own order, packed again after each change.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of a weight from which oneDNN makes up for its more expensive call at 8 rows, the smallest number
-# (measured on Zen 5). The choice depends on the weight alone: another kernel for other rows would give other
-# bits.
+# Elements of a weight from which oneDNN makes up for its more expensive call at 8 rows (measured on Zen 5).
+# It depends on the weight alone: another kernel for other rows would give other bits.
 _WORTHWHILE = 160_000
 # Rows for which a weight is packed. Other numbers of rows use the same order.
 _PACKED_FOR = 32
@@ -59,8 +58,8 @@ class Linear:
 def prefers_onednn(
     choice: Literal["auto", "torch", "onednn"], device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether to use oneDNN for large products. `auto` does so on AMD processors. It measures nothing: a
-    deterministic engine would have other bits whenever the measurement came out differently."""
+    """Whether to use oneDNN for large products; `auto`: on AMD. It measures nothing: the bits of a
+    deterministic engine would follow the measurement."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     if choice != "auto":

@@ -1,8 +1,4 @@
-"""Load a model and choose its decoder.
-
-Before serving, the decoder is tested against the plain forward of transformers, so that a decoder with wrong
-results is never used.
-"""
+"""Load a model and choose its decoder, which is tested against the plain forward of transformers."""
 
 from __future__ import annotations
 
@@ -124,8 +120,8 @@ def _bytes_of_a_token(model: Any) -> int:
 
 
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
-    """Return the number of tokens of all slots together: as many as can be used, or what the budget allows.
-    The budget must hold the longest sample in as many rows as the decoder computes for one sample."""
+    """Return the number of tokens of all slots together: all that can be used, or what the budget allows. It
+    must hold the longest sample in as many rows as the decoder computes for one."""
     max_tokens = shapes.most_rows * shapes.length
     size = _bytes_of_a_token(model)
     min_tokens = max(rows * shapes.length, 64)  # the decoder's test needs 64

@@ -1,9 +1,8 @@
 """The prefix cache: texts whose keys and values are in the pool, for new texts with the same prefix.
 
 Every text was computed completely with the current weights: a swap clears the cache. A running sample's text
-is in its own block. When the sample leaves, its text is copied to the part of the pool that no row uses,
-where new texts replace those whose last use was longest ago. A text that another one continues needs no room
-of its own.
+is in its own block. When the sample leaves, its text is copied to the free part of the pool, where new texts
+replace the least recently used ones. A text that another one continues needs no room of its own.
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts of one pool with `tokens` tokens. `saves`: use little of the pool, because what is used once
-    takes memory: as much as the rows had at most, and twice as much whenever a text comes again that had no
-    room."""
+    """The texts of one pool with `tokens` tokens. `saves`: use little of the pool, because used memory stays
+    taken: as much as the rows had at most, and twice as much whenever a text returns that had no room."""
 
     def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
-        """Tokens that are computed again because the cache is too small: new texts began with them, and the
-        cache had them before."""
+        """Tokens computed again because the cache, which had them before, is too small."""
         self._tokens = tokens
         self._room = _ROOM if saves else tokens
         self._uses = 0
@@ -69,8 +66,8 @@ class Prefixes:
         self._next = 0  # where among them to look first for the next text's place
 
     def find(self, ids: NDArray[np.int32]) -> tuple[SlotSample | Block, int] | None:
-        """Find the text that shares the most leading pieces with this one; return where it is and how many
-        tokens they share. At least one token is not shared, because the logits need one computed token."""
+        """Return where the text is that shares most leading pieces with this one, and how many tokens they
+        share. At least one token is not shared, because the logits need one computed token."""
         keys = prefix_keys(ids[:-1])
         found = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
         shared = 0 if found is None else _shared(found.ids, ids[:-1])
@@ -99,9 +96,9 @@ class Prefixes:
     def arrange(
         self, free: tuple[int, int], former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = ()
     ) -> list[Move]:
-        """Set the free part of the pool, tokens start..stop-1: rows have blocks in all other parts from now
-        on. Keep there what was in the way of rows, and the texts of samples that have left, from their
-        previous blocks. Return the moves for this; the caller must copy them before anything else happens."""
+        """Set the free part of the pool, tokens start..stop-1; rows have blocks in all others. Keep there
+        what was in the way of rows, and texts of samples that have left. Return the moves, which the caller
+        must copy at once."""
         self._room = max(self._room, self._tokens - (free[1] - free[0]))
         self._free = free = (free[0], min(free[1], free[0] + self._room))
         kept = self._kept
@@ -125,8 +122,6 @@ class Prefixes:
         # One that was placed may have been replaced by a later one.
         return [move for text, move in moves if self._is_known(text)]
 
-    # ------------------------------------------------------------------------------------ private
-
     def _next_use(self) -> int:
         self._uses += 1
         return self._uses
@@ -137,8 +132,8 @@ class Prefixes:
         return text
 
     def _place(self, text: CachedText) -> bool:
-        """Give a text a block: the next gap that is large enough, or else, of the next `_LOOKS` places, the
-        one whose last use is longest ago. Return False if that is after the text's own."""
+        """Give a text a block: the next gap that is large enough, else the least recently used of the next
+        `_LOOKS` places. Return False if that was used after the text's own."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
         best = (text.used, 0, 0, 0)
         for look in range(min(places, _LOOKS)):

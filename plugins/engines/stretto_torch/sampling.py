@@ -1,7 +1,6 @@
 """Draw tokens: turn logits and one uniform number per row into a token and its logprob.
 
-Everything here works on each row separately, so a row's token never depends on other rows.
-R: rows, V: vocabulary.
+Each row is drawn separately, so its token never depends on other rows. R: rows, V: vocabulary.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Under top_p, most answers need far fewer tokens than the vocabulary has, and topk of a few tokens is about
-# ten times cheaper than sorting the vocabulary.
+# Under top_p most answers need few tokens; topk of them is ten times cheaper than sorting the vocabulary.
 _LIKELIEST = 256
 
 
@@ -43,11 +41,9 @@ class Bias:
 
 
 def uniforms(seed: int, count: int) -> NDArray[np.float32]:
-    """Return the first `count` numbers in [0, 1) of a sample; they depend only on seed and position.
-
-    They are multiples of 2^-23: the largest of them times a sum near 1 then stays below that sum in float32,
-    so that the search in `draw` never passes the last token that has a probability.
-    """
+    """Return the first `count` numbers in [0, 1) of a sample; they depend only on seed and position. They are
+    multiples of 2^-23: the largest times a sum near 1 stays below that sum in float32, so the search in
+    `draw` never passes the last token that has a probability."""
     raw = np.random.Philox(key=seed % 2**64).random_raw((count + 1) // 2)
     return (raw.view(np.uint32)[:count] >> 9).astype(np.float32) * np.float32(2**-23)
 
@@ -62,10 +58,8 @@ def draw(
         uniform: (R,) in [0, 1).
         settings: None if every row has temperature 1 and keeps every token.
 
-    Returns:
-        Tokens (R,), the logprobs (R,) of the distribution they were drawn from, and the ids that each row
-        was drawn from, by row, where they are wanted. A row whose logits are not finite has a logprob that is
-        not finite either.
+    Returns: tokens (R,); logprobs (R,) of the distribution that they were drawn from, not finite where a
+    row's logits are not; and by row, where wanted, the ids that it was drawn from.
     """
     kept: dict[int, NDArray[np.int32]] = {}
     if settings is not None:
@@ -99,7 +93,7 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 
 def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Add the bias, divide by the temperature, and mask what min_p, then top_k and top_p remove. A greedy row
+    """Add the bias, divide by the temperature, mask what min_p, then top_k and top_p remove. A greedy row
     gets only the bias: its logprobs are those of the plain distribution."""
     device = logits.device
     if settings.bias is not None:

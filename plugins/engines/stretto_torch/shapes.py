@@ -1,9 +1,7 @@
-"""The shapes of a decode step: its number of rows, and the number of positions that attention reads; and the
-shapes of prefills in deterministic engines.
+"""The shapes of decode steps (rows, and positions that attention reads) and of deterministic prefills.
 
-The number of rows is padded to a multiple of 8 and lengths to a multiple of 32. Prompts that one prefill
-computes have the same number of columns, a multiple of 16. With such shapes every kernel in use has been
-observed to give the same bits for a row; `determinism.py` tests it, and says what is fixed if it fails.
+Rows are padded to a multiple of 8, lengths to one of 32, the columns of a deterministic prefill to one of 16.
+With such shapes every kernel in use gave the same bits for a row; `determinism.py` tests it.
 """
 
 from __future__ import annotations
@@ -17,8 +15,7 @@ from numpy.typing import NDArray
 _ROWS = 8
 _LENGTH = 32
 _PROMPT = 16
-# Columns of all prompts in one prefill of a deterministic engine. More would hardly be faster, and the test
-# at the start computes prefills of this size.
+# Columns of all prompts in a deterministic prefill. More is hardly faster; the test at the start uses it.
 _PREFILL = 512
 
 
@@ -62,8 +59,8 @@ class Shapes:
         return self.most_rows if self.fixed else padded_rows(live)
 
     def spans(self, positions: NDArray[np.int64], size_classes: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-        """Return the spans of a step: one for each size class, as long as its longest row needs. `positions`,
-        (live,), are those of the tokens that are computed; the classes are rows start..stop-1, in order."""
+        """Return a step's spans: one for each size class, as long as its longest row needs. `positions`
+        (live,) are those of the computed tokens; the classes are rows start..stop-1, in order."""
         if self.full:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [
@@ -72,8 +69,8 @@ class Shapes:
         ]
 
     def prompt_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide prompts of these lengths into the prefills of a deterministic engine. All prompts of a
-        prefill have the same number of columns, so that attention computes each as it would alone."""
+        """Divide prompts into deterministic prefills. All prompts of one have the same number of columns, so
+        that attention computes each as it would alone."""
         by_columns: dict[int, list[int]] = {}
         for i, length in enumerate(lengths):
             by_columns.setdefault(padded_prompt(length), []).append(i)

@@ -1,11 +1,10 @@
 """The allocator of the cache: it gives each row a block of the pool.
 
-A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. The rows of
-one capacity form a size class: they are adjacent in the pool and in the step, so that attention reads them as
-one tensor. The pool begins with the blocks of all size classes except the largest, larger capacities first.
-Each capacity divides those before it, so that most blocks keep their positions when a size class before them
-grows or shrinks by one block. At the end of the pool is the largest one, whose capacity is the slot's own
-length, which the others need not divide. The space between is free.
+A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. Rows of one
+capacity form a size class, adjacent in the pool and in the step, so that attention reads them as one tensor.
+The pool begins with all classes but the largest, larger capacities first; each divides those before it, so
+most blocks keep their positions when a class before them changes by one block. The class of the largest
+capacity, the slot's own length, which the others need not divide, is at the end. The space between is free.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Plan:
     order: list[int]  # for each new row, its current row
     blocks: list[Block]  # the block of each new row, possibly followed by blocks of padding rows
     size_classes: list[tuple[int, int]]
-    """The rows start..stop-1 of each size class: their blocks are adjacent and have one capacity. In order,
-    together all rows."""
+    """The rows start..stop-1 of each size class, in order, together all rows: adjacent blocks."""
     free: tuple[int, int]  # tokens start..stop-1 of the pool, which are in no block
 
 

@@ -1,10 +1,8 @@
 """The running samples: one row each, decoded together, token by token.
 
-Running samples are in rows 0..n-1, in the order in which `size_classes.py` places their keys and values, so
-that a step computes only live rows and each span of rows attends no further than it must. All other state of
-a sample is in its lane, which never moves.
-
-n: running samples, V: vocabulary, L: tokens of a slot.
+Rows 0..n-1 are in the order in which `size_classes.py` places their keys and values, so a step computes only
+live rows and each span attends no further than it must. A sample's other state is in its lane, which never
+moves. n: running samples, V: vocabulary, L: tokens of a slot.
 """
 
 from __future__ import annotations
@@ -30,8 +28,7 @@ from stretto_torch.slot_sample import SlotSample
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
-# A sample gets a slot only if every sample then has room for this many more tokens, so that a new one
-# need not leave at once.
+# A sample gets a slot only if every one then has room for this many more tokens, or it might leave at once.
 _HEADROOM = 64
 
 
@@ -69,10 +66,9 @@ class SampleEnding:
 class Slots:
     """Rows and lanes of the running samples.
 
-    Args:
-        image_token: id that stands for images; -1 for a model of text. An answer with it has no meaning.
-        deterministic: make a sample's bits independent of other samples: every prompt is computed whole, with
-            others of the same padded length, and a sample that has a slot keeps it.
+    `image_token`: id that stands for images, -1 for a model of text; an answer with it has no meaning.
+    `deterministic`: a sample's bits do not depend on others: every prompt is computed whole, with others of
+    the same padded length, and a sample that has a slot keeps it.
     """
 
     def __init__(
@@ -329,8 +325,7 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Return (V,) logits after the known tokens of each row, computed from `begins[i]` on where its slot
-        holds the tokens before."""
+        """Return (V,) logits after each row's known tokens, from `begins[i]` on: its slot has the others."""
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}
@@ -450,9 +445,9 @@ class Slots:
         former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = (),
         prefixes: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
-        """Keep only these rows, in a new order and in blocks that fit their current lengths. `former_texts`:
-        of samples that have just left. `prefixes`: where to copy each new sample's from; all is copied at
-        once, so a source may overlap another row's new block."""
+        """Keep only these rows, in a new order and in blocks that fit. `former_texts`: of samples that have
+        just left. `prefixes`: where to copy each new sample's from; all is copied at once, so a source may
+        overlap a new block."""
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
         needs = [positions[row] + 1 for row in rows]

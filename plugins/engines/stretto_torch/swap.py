@@ -1,7 +1,4 @@
-"""The steps of a weight swap: check, hash, and copy the tensors into place.
-
-Checking and hashing need no pause of the engine and run outside its compute thread.
-"""
+"""The steps of a weight swap. Checking and hashing run outside the compute thread, without a pause."""
 
 from __future__ import annotations
 
@@ -38,7 +35,6 @@ class Targets:
     tied: frozenset[str] = frozenset()
     """Additional names that a checkpoint may hold, for tensors that share memory with one of `by_name`."""
     products: Sequence[Linear] = ()
-    """Products with these tensors, which may have to rearrange their weights."""
 
     def renamed(self, names: Mapping[str, str]) -> Targets:
         """Return the same targets under other names: those to change -> their new ones."""

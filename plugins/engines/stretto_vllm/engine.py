@@ -1,8 +1,8 @@
 """The requests to a vLLM server, and how its replies are read.
 
-Streams go to /inference/v1/generate with token ids. The server returns token ids, each with its logprob under
-the distribution it was drawn from (`--logprobs-mode processed_logprobs`), and at the end the weight versions
-that produced them. Weights go through stretto's own worker extension (`in_server/stretto_in_vllm.py`).
+Streams go to /inference/v1/generate with token ids. The server returns token ids with logprobs of the
+distribution they were drawn from (`--logprobs-mode processed_logprobs`), and at the end the weight versions.
+Weights go through stretto's worker extension (`in_server/stretto_in_vllm.py`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,6 @@ class VllmEngine(ServerEngine):
         super().__init__(config, context)
         self._vllm = config
         self._hashes: Mapping[str, str] = {}
-        """Hashes that the server computed of the tensors it read last."""
 
     def command(self, port: int, key: str) -> ServerCommand:
         """Return the command `vllm serve`, with the development endpoints for weights, all behind the key."""
@@ -130,9 +129,7 @@ class VllmEngine(ServerEngine):
         return ServerCommand((*module, *flags(own, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check that the server accepts the key, has the extension, and returns logprobs of the distribution
-        that tokens are drawn from.
-        """
+        """Check the key, the extension, and that logprobs are those of the distribution that is sampled."""
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]
@@ -191,11 +188,7 @@ class VllmEngine(ServerEngine):
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Ask the server to read the files, and keep the hashes that it returns.
-
-        Raises:
-            WeightsError: if the server cannot read the files.
-        """
+        """Make the server read the files; keep the hashes. Raise WeightsError if it cannot read them."""
         await self._rpc(server, "stretto_read", str(folder), deadline_s=_CALL_S)
         with anyio.move_on_after(_READ_S):
             while not (read := await self._rpc(server, "stretto_have_read", deadline_s=_CALL_S))["done"]:
@@ -241,11 +234,7 @@ class VllmEngine(ServerEngine):
         return [by_position[i][str(token)]["logprob"] for i, token in enumerate(text.tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
-        """Call a method of the worker extension in all workers of the server; return their common answer.
-
-        Raises:
-            ServerLost: if the call fails, or the workers' answers differ.
-        """
+        """Return the common answer of all extensions. Raise ServerLost if a call fails, or answers differ."""
         body = {"method": method, "args": arguments}
         try:
             answer = await server.post("/collective_rpc", body, deadline_s=deadline_s)
@@ -260,8 +249,7 @@ class VllmEngine(ServerEngine):
 
 
 def _prompt(text: ServerText) -> dict[str, Any]:
-    """Return the fields of a prompt. For one with images, vLLM then returns its own ids of it. It recognises
-    an image by the digest."""
+    """Return the fields of a prompt. With images vLLM returns its own ids; the digest names an image."""
     parts = [{"type": "image_url", "url": image.url, "uuid": image.digest} for image in text.images]
     images = {"content_parts": parts, "return_token_ids": True} if parts else {}
     return {"token_ids": text.sent, **images}

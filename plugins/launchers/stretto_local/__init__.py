@@ -28,7 +28,6 @@ class _ProcessRecord(msgspec.Struct, frozen=True):
 
     pid: int
     created: str
-    """When it started (`FormerProcess.created`)."""
     gpus: tuple[str, ...]
 
 
@@ -38,7 +37,6 @@ class LocalHandle:
     def __init__(self, process: StartedProcess) -> None:
         self._process = process
         self.ended = False
-        """Whether somebody has seen its end."""
 
     @property
     def pid(self) -> int:
@@ -151,8 +149,7 @@ class LocalLauncher:
         return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers. A worker that has ended may be started again and then gets its GPUs
-        again, so others get them only if there is no other way."""
+        """Choose GPUs for new workers, last those of ended workers, which may be started again with them."""
         machine = [_this_machine()]
         try:
             return place(jobs, machine, self._spots)

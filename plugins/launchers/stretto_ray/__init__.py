@@ -1,7 +1,6 @@
 """Launcher `ray`: each worker is a process on a node of a Ray cluster (see docs/cluster.md).
 
-The cluster runs already, or the launcher starts one on this machine. A worker's process is started by a Ray
-actor, which holds the worker's resources in a placement group.
+The cluster runs already, or starts here. An actor starts the process; a placement group has its resources.
 """
 
 from __future__ import annotations

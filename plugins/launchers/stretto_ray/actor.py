@@ -21,8 +21,8 @@ _DRAIN_S = 1.0
 """A process that has left the worker's session may hold its output open: do not wait for it any longer."""
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
 """Variables with which Ray starts an actor, a login of the cluster among them. A worker needs none."""
-# Ray kills an actor with its job, its node, or when it is told to, and not always the actor's children. So
-# the system kills the worker when the actor's thread ends (PR_SET_PDEATHSIG). Ray blocks SIGINT.
+# Ray kills an actor with its job or its node, and not always its children: so the system kills the worker
+# when the actor's thread ends (PR_SET_PDEATHSIG). Ray blocks SIGINT.
 _BEGIN = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -46,9 +46,8 @@ class WorkerActor:
     async def start(
         self, command: Sequence[str], env: Mapping[str, str], text: bytes, folder: str
     ) -> tuple[str, int]:
-        """Start the worker with a text as standard input, and return the id of this node and that of the
-        process. This process's Python takes the place of an empty program. `folder` is the working directory,
-        if this node has it."""
+        """Start the worker with a text as standard input, in place of an empty program; return the ids of
+        node and process. `folder`: the working directory, if this node has it."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids()["GPU"]
@@ -76,8 +75,7 @@ class WorkerActor:
         return context.get_node_id(), process.pid
 
     async def read(self) -> bytes | int | None:
-        """Return the next output, or the exit status when the worker has ended and its output is read. None
-        after some seconds without news."""
+        """Return the next output, or the exit status at the end. None after some seconds without news."""
         async with self._turn:  # a call whose answer was lost on the network may still wait
             reading = asyncio.create_task(self._output.read(_CHUNK))
             await asyncio.wait([reading, self._ending], timeout=_READ_S, return_when=asyncio.FIRST_COMPLETED)

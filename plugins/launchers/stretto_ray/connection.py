@@ -1,10 +1,10 @@
 """This process's connection to a Ray cluster, or to one that it starts on this machine.
 
-Ray lives in the kernel's process. Three of its habits would harm a run:
+Three habits of Ray in the kernel's process would harm a run:
 
-- In the main thread, `ray.init` takes SIGTERM over. So another thread connects. It waits until the process
-  ends, because the processes of a cluster on this machine end with the thread that has started them.
-- Ray's handler for crashes takes SIGTERM too, writes stacks, and hands the signal on once (`keep_sigterm`).
+- In the main thread, `ray.init` takes SIGTERM over. So another thread connects, and waits until the process
+  ends: the processes of a cluster on this machine end with the thread that has started them.
+- Ray's handler for crashes takes SIGTERM, writes stacks, and hands the signal on once (`keep_sigterm`).
 - Ray ends a process that has not reached the cluster's head for a minute, before it could write its summary.
   It gets a longer time (`_SETTINGS`); the run ends when its workers are lost and do not start again.
 """
@@ -32,13 +32,12 @@ from stretto_ray.reservations import Reservations
 _CONNECT_S = 120.0  # includes the start of a cluster on this machine
 _PROBE_S = 10.0  # for the connection to the port of a head, which is there or not
 _CPUS = 10_000
-"""CPUs of a cluster on this machine: there, as with the launcher `local`, more threads than cores are no
-error."""
+"""CPUs of a cluster on this machine: as with `local`, more threads than cores are no error."""
 _STORE = 100 * 2**20
 """Bytes of its object store, which the launcher hardly uses."""
 _SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_gcs_rpc_server_reconnect_timeout_s": "1000000"}
-# The ports of a cluster on this machine are open to others, so it asks for a login that only its own
-# processes have. Ray keeps the first one that a process has.
+# The ports of a cluster on this machine are open to others, so it asks for a login of its own processes. Ray
+# keeps a process's first one.
 _LOGIN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 T = TypeVar("T")
@@ -55,12 +54,12 @@ class Connection:
     runtime_env: Mapping[str, Any]
     reservations: Reservations
     actors: Any
-    """Ray's class of the actors. Ray sends it to the cluster once."""
+    """Ray's class of the actors, sent to the cluster once."""
 
 
 def connect(config: RayConfig, log: Path | None) -> Connection:
-    """Return the connection to the cluster of a launcher's section. It lasts until the process ends, or
-    connects to another cluster. What Ray says goes to the file `log`. Raise LaunchError if there is none."""
+    """Return the connection to a section's cluster, until the process ends or connects to another one. Ray's
+    messages go to `log`. Raise LaunchError if there is none."""
     global _current
     with _lock:
         wanted = config.address, config.runtime_env
@@ -81,7 +80,7 @@ def connect(config: RayConfig, log: Path | None) -> Connection:
 
 def call(function: Callable[[], T], *, stays: bool = False) -> Future[T]:
     """Call a function of Ray in a thread of its own, which `stays` keeps until the process ends. Ray blocks
-    while the head of the cluster is away, which must hold up neither the kernel nor its end."""
+    while the cluster's head is away; neither the kernel nor its end may wait for that."""
     outcome: Future[T] = Future()
     outcome.set_running_or_notify_cancel()  # nobody can cancel it
 

@@ -1,7 +1,6 @@
 """Starts workers on the nodes of a Ray cluster: for each one an actor, which runs the worker's program.
 
-When the kernel's process ends, however that happens, Ray ends its actors, and these their workers. So no
-worker outlives its kernel.
+However the kernel's process ends, Ray ends its actors, and these their workers: none outlives its kernel.
 """
 
 from __future__ import annotations
@@ -166,8 +165,7 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Address of this machine as the other nodes of the cluster reach it. Raises LaunchError without a
-        connection."""
+        """Where the cluster's other nodes reach this machine. Raises LaunchError without a connection."""
         if self._config.address is None:
             return "127.0.0.1"
         ray, nodes = import_module("ray"), self._nodes()
@@ -190,8 +188,8 @@ class RayLauncher:
             yield Problem("launcher", str(error), "environment")
 
     async def launch(self, jobs: Sequence[Job]) -> list[RayHandle]:
-        """Start an actor for each job, and its program. A worker that ran before gets the resources that were
-        reserved for it, on another node if its previous one is lost."""
+        """Start an actor for each job, and its program. A worker that ran before gets its reserved resources,
+        on another node if its previous one is lost."""
         config = self._config
         connection = await anyio.to_thread.run_sync(connect, config, self._log)
         keep_sigterm()

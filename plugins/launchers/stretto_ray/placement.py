@@ -31,7 +31,7 @@ class RayBundle:
     workers: tuple[str, ...]
     resources: Mapping[str, float]
     each: Mapping[str, float]
-    """The resources of each of the workers."""
+    """Resources of one worker."""
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class RayGroup:
 
 
 def group_of(job: Job) -> str:
-    """Return the key of the placement group of a job: its role, or for a rank, its worker group with the role
-    in front, such as `trainer-critic`."""
+    """Return the key of a job's placement group: its role, and for a rank its worker group too, such as
+    `trainer-critic`."""
     return job.worker.rpartition("-")[0] if job.role == "trainer" else job.role
 
 
 def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
-    """Return the Ray resources that a worker reserves. The CPUs and the memory of a cluster that the launcher
-    starts on this machine do not limit the workers, so there is no memory among them."""
+    """Return the Ray resources that a worker reserves; no memory on a cluster that the launcher starts here,
+    whose CPUs and memory do not limit workers."""
     needs = job.resources
     found: dict[str, float] = {"CPU": needs.threads}
     if needs.gpus:
@@ -64,9 +64,8 @@ def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
 
 
 def groups_of(config: RayConfig, jobs: Iterable[Job]) -> list[RayGroup]:
-    """Return the placement groups for jobs: one for each worker group and role, in the order of the jobs.
-    Ranks get few nodes, and workers of another role many. A bundle never spans nodes, so the ranks of a unit
-    share one."""
+    """Return one placement group for each worker group and role, in the order of the jobs. Ranks get few
+    nodes, other workers many. The ranks of a unit share a bundle, which never spans nodes."""
     groups: dict[str, dict[str, list[Job]]] = {}
     for job in jobs:
         units = groups.setdefault(group_of(job), {})
@@ -95,10 +94,8 @@ def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def shortage(groups: Sequence[RayGroup], nodes: Sequence[ClusterNode]) -> str:
-    """Return why a cluster, with nothing else on it, has no room for placement groups; empty if it may have.
-
-    The names of the keys that say what a worker needs are in the text.
-    """
+    """Return why an empty cluster has no room for placement groups, with the keys that say what a worker
+    needs; empty if it may have."""
     bundles = [bundle for group in groups for bundle in group.bundles]
     have = ", ".join(f"{node.name}: {_text(node.resources, bundles)}" for node in nodes) or "no nodes"
     for bundle in bundles:

@@ -47,7 +47,6 @@ class BundlePlace:
 
     reservation: Reservation
     number: int
-    """Of the bundle, in its group."""
 
     def leave(self) -> None:
         """The worker has ended. Its bundle stays reserved for it."""
@@ -62,8 +61,8 @@ class Reservations:
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return a bundle for each job: that in which its worker ran before, an unused one, or a new one,
-        which Ray gives when there is room."""
+        """Return each job's bundle: its worker's former one, an unused one, or a new one, which Ray gives
+        when there is room."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:

@@ -1,7 +1,6 @@
 """Launcher `slurm`: each worker is a step of a Slurm job (see docs/cluster.md).
 
-Outside of a job, `stretto run` submits one, and the run starts when Slurm starts it. Inside of a job, the
-kernel's process starts the workers as steps with `srun`.
+Outside of a job, `stretto run` submits one. Inside, the kernel's process starts the workers with `srun`.
 """
 
 from __future__ import annotations

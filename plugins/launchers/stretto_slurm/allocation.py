@@ -21,7 +21,6 @@ class Allocation:
     """The job that this process runs in. A heterogeneous job has several parts, each with its own id."""
 
     jobs: tuple[str, ...]
-    """Id of the job of each part."""
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation | None:
@@ -72,8 +71,7 @@ def _count(ids: str) -> int:
 
 
 def ask_slurm(*command: str, text: str = "") -> str:
-    """Run a command of Slurm with a text as standard input, and return its output. Raise LaunchError if it
-    fails, or takes longer than a minute."""
+    """Run a command of Slurm with a text as input. Raise LaunchError if it fails, or takes over a minute."""
     try:
         done = subprocess.run(
             command,

@@ -53,7 +53,7 @@ def part_of(config: SlurmConfig, job: Job) -> int:
 
 def wait_for(variable: str) -> str:
     """Return lines of bash that wait for the process whose id is in a variable, and set `status` to its exit
-    status. A trap ends bash's `wait` before the process has ended."""
+    status. A trap ends bash's `wait` early."""
     return (
         f"while kill -0 ${variable} 2> /dev/null; do wait ${variable}; status=$?; done\n"
         f"wait ${variable}; late=$?\n"
@@ -62,8 +62,7 @@ def wait_for(variable: str) -> str:
 
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
-    """Return the script of a job for a run. Raise LaunchError if the workers have no room on the number of
-    nodes, however large the nodes are."""
+    """Return the script of a run's job. Raise LaunchError if the workers have no room on the nodes."""
     parts = [(config.nodes, config.options), *((each.nodes, each.options) for each in config.parts.values())]
     headers: list[list[str]] = []
     for number, (nodes, options) in enumerate(parts):
@@ -94,8 +93,8 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
 
 
 def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[str]:
-    """Return the options for each node with which the workers have room. With GPUs, these are as few as
-    possible, and ranks get as few nodes as these allow. Else cores and memory are as little as possible."""
+    """Return the options for each node with which the workers have room: as few GPUs as possible, and ranks
+    on as few nodes; without GPUs as few cores and as little memory."""
     spots, gpus = (
         _place_on_gpus(jobs, nodes)
         if any(job.resources.gpus for job in jobs)

@@ -29,9 +29,8 @@ _SIGNAL_BASE = 128
 _POLL_S = 0.05  # how often the start of a step is looked for in its log
 _KILLED_S = 30.0
 """A step that was killed has this many seconds until its srun ends."""
-# Slurm numbers the GPUs of a step in one way or another, so they are chosen by their place in its list. Not
-# every Slurm ends what a worker leaves running, so this does. A command in the background has no standard
-# input unless it is given one.
+# Slurm numbers a step's GPUs in one way or another, so they are chosen by their place in its list. Not every
+# Slurm ends what a worker leaves running, so this does. Commands in the background need a standard input.
 _WRAPPER = """\
 IFS=, read -ra all <<< "${{CUDA_VISIBLE_DEVICES-}}"
 chosen=""
@@ -66,7 +65,6 @@ class SlurmHandle:
         self._process = process
         self._spot = spot
         self._log_begin = log_begin
-        """Size of the log before the step."""
         self._step = self._pid = ""
 
     @property
@@ -142,7 +140,6 @@ class SlurmLauncher:
         self._name = context.name
         self._allocation = Allocation.of(os.environ)
         self._handles: dict[str, tuple[Job, Spot, SlurmHandle]] = {}
-        """The latest step of each worker."""
 
     @property
     def address(self) -> str:
@@ -180,8 +177,7 @@ class SlurmLauncher:
             ) from error
 
     async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
-        """Start a step for each job. A worker that ran before gets its spot again if its node is still
-        there."""
+        """Start a step for each job. A worker gets its former spot if that node is still there."""
         if self._allocation is None:
             raise LaunchError("this process runs in no Slurm job, so it cannot start a step")
         spots = await anyio.to_thread.run_sync(self._place, jobs, self._allocation)

@@ -1,8 +1,7 @@
-"""Reward `code`: runs the Python program of an answer in the sandbox, and compares what it computes with the
-row's tests. See docs/rewards.md.
+"""Reward `code`: runs the program of an answer in the sandbox, and compares its results with the row's tests.
 
 The program never gets an expected value: this process compares. So nothing that a program does to Python, or
-writes anywhere, can make a wrong result right.
+writes anywhere, can make a wrong result right. See docs/rewards.md.
 """
 
 from __future__ import annotations

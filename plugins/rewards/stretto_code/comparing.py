@@ -8,13 +8,13 @@ from decimal import Decimal
 from itertools import zip_longest
 from typing import Any, cast
 
-# There is one way only to divide the digits of a word, so that matching takes time linear in its length.
+# Only one way divides the digits of a word, so matching is linear in its length.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values of JSON are equal. `true` is no number; `2` equals `2.0`. The tolerance applies
+    """Whether two values of JSON are equal: `true` is no number, `2` equals `2.0`. The tolerance applies
     where the expected number has a fraction."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
@@ -40,8 +40,8 @@ def same_value(value: Any, expected: Any, tolerance: float) -> bool:
 
 
 def same_text(output: str, expected: str, tolerance: float) -> bool:
-    """Whether two outputs are equal, line by line. Blanks at the ends of lines and empty lines at the end do
-    not count. Words of a line may be numbers; the tolerance applies where the expected one has a fraction."""
+    """Whether two outputs are equal, line by line, but for blanks at the ends of lines and empty lines at the
+    end. Words may be numbers; the tolerance applies where the expected one has a fraction."""
     pairs = zip_longest(_lines(output), _lines(expected))
     return all(a is not None and b is not None and _same_line(a, b, tolerance) for a, b in pairs)
 

@@ -54,7 +54,6 @@ def program_of(completion: str) -> str:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield language and content of each fenced block that is closed."""
     lines = text.split("\n")
     start = 0  # the line after an opening fence; 0 outside of blocks
     for number, line in enumerate(lines, 1):

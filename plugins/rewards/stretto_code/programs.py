@@ -1,8 +1,7 @@
 """stretto's own program runner: programs run as forks of a warm Python in the bubblewrap sandbox.
 
-Each of the `parallel` warm Pythons (`warm_python.py`) has a sandbox, and runs one program at a time, in
-namespaces of its own. This process writes program and input to files in memory, and reads the
-output itself. A warm Python that ends or hangs is replaced.
+Each of the `parallel` warm Pythons (`warm_python.py`) has a sandbox and runs one program at a time in its own
+namespaces, with files in memory. One that ends or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ _ENVIRONMENT = {
 
 
 class SandboxRunner:
-    """A `stretto.program_runner.ProgramRunner` with `parallel` warm sandboxes, which all start at once. With
-    `unsafe`, programs have this user's rights, within the limits of one process. Raises RewardError if a
-    sandbox cannot start."""
+    """A `stretto.program_runner.ProgramRunner` with `parallel` warm sandboxes, all started at once. With
+    `unsafe`, programs have this user's rights. Raises RewardError if a sandbox cannot start."""
 
     def __init__(self, sandbox: SandboxMode, parallel: int, imports: Sequence[str] = ()) -> None:
         self._sandbox: SandboxMode = sandbox
@@ -139,8 +137,6 @@ class _SandboxLost(Exception):
 
 
 class _WarmPython:
-    """One sandbox with its warm Python. Runs one program at a time."""
-
     def __init__(self, sandbox: SandboxMode, imports: Sequence[str]) -> None:
         if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
             raise RewardError(

@@ -1,5 +1,4 @@
-"""The tests of a row: calls of a function with expected values, or texts on standard input with expected
-output. Reads the forms that data sets of programming tasks have."""
+"""The tests of a row, in the forms that data sets of programming tasks have: calls or standard input."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ class Case:
 
 
 def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
-    """Return the tests in a column: a list of tests, a map of `inputs` and `outputs`, or either as a text of
-    JSON. `fn_name` of the row names the function where the tests do not. Raise SuiteError for anything
-    else."""
+    """Return the tests in a column: a list of tests, a map of `inputs` and `outputs`, or either as JSON text.
+    The row's `fn_name` names the function where the tests do not. Raise SuiteError for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -51,8 +49,8 @@ def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
 
 
 def _read_lists(value: Mapping[str, Any], function: str) -> list[Case]:
-    """Read `{"inputs": […], "outputs": […], "fn_name": …}`, the form of APPS and TACO. Some of its data sets
-    wrap the value of a call in a list, so both count."""
+    """Read `{"inputs": […], "outputs": […], "fn_name": …}` (APPS, TACO). Some data sets wrap a call's value
+    in a list, so both count."""
     if missing := [name for name in ("inputs", "outputs") if name not in value]:
         raise SuiteError(f"the map of tests has no {missing[0]!r}; its keys: {', '.join(value)}")
     inputs, outputs = value["inputs"], value["outputs"]
@@ -92,8 +90,7 @@ def _read_test(test: Any, function: str, index: int) -> Case:
 
 
 def _read_pair(given: Any, expected: Any, function: str) -> Case:
-    """Read one input with its output. The arguments of a call may be a list, or a text with one value of JSON
-    in each line (LiveCodeBench)."""
+    """Read one input with its output. Arguments of a call: a list, or a JSON value a line (LiveCodeBench)."""
     if not function:
         return Case((_text(expected),), _text(given))
     if isinstance(given, str):

@@ -1,19 +1,16 @@
 """The process inside the sandbox that runs programs: a Python that is already warm, and forks.
 
 `warm_python.py SETTINGS` gets one request at a time from its control socket: limits, and four files (the
-program, its input, and the two pipes for its output). For each request it forks a supervisor, which forks
-once more for the program, watches it against the limits, and answers how it ended. Only the last fork reads
-the program and its input, so no program finds anything of an earlier one. This file imports only the standard
-library.
+program, its input, and the two pipes for its output). For each it forks a supervisor, which forks the
+program, watches it against the limits, and answers how it ended. Only the last fork reads program and input,
+so no program finds anything of an earlier one. This file imports only the standard library.
 
-With namespaces, each program is the first process of a process namespace of its own, with its own `/tmp`,
-`/dev/shm`, `/proc` and System V memory. It sees no other process, and when it ends the kernel ends all
-processes that it started. Before the program runs, the fork gives up all rights. Without namespaces
-(`sandbox: unsafe`), a program has this user's rights.
+With namespaces, each program is the first process of its own process namespace, with its own `/tmp`,
+`/dev/shm`, `/proc` and System V memory; when it ends the kernel ends all processes that it started. Before it
+runs, the fork gives up all rights. Without namespaces (`sandbox: unsafe`), it has this user's rights.
 
-In both cases the program has the system's limits and a seccomp filter. The filter makes each new process and
-thread wait until the supervisor has counted those that there are. So processes are limited also where the
-system's limit does not hold, as for root, and no program outruns the supervisor.
+A seccomp filter makes each new process and thread wait until the supervisor has counted all: the limit holds
+also where the system's does not, as for root, and no program outruns the supervisor.
 """
 
 from __future__ import annotations
@@ -48,8 +45,7 @@ from typing import Any, NamedTuple, NoReturn
 SCRIPT = Path(__file__)
 """The sandbox must show this file."""
 REQUEST = struct.Struct("<dIII")
-"""Limits of a program: seconds, MiB of memory, processes, and MiB of files. The files of the request come
-with it: program, input, output, errors."""
+"""Limits: seconds, MiB of memory, processes, MiB of files. Four files: program, input, output, errors."""
 REPLY = struct.Struct("<BiI")
 """Index in `ENDINGS`, exit status or signal, and length of the text that follows: why it failed."""
 FAILED = "failed"
@@ -98,8 +94,7 @@ class _ProgramFiles(NamedTuple):
 
 
 def _serve(settings: dict[str, Any]) -> str:
-    """Serve requests until the control socket ends; the process ends then. In the fork for a program, return
-    the program."""
+    """Serve requests until the control socket ends, and exit. In a program's fork, return the program."""
     control = socket.socket(fileno=settings["control"])
     for name in settings["imports"]:
         importlib.import_module(name)
@@ -157,8 +152,7 @@ def _supervise(
 def _follow(
     child: int, limits: _Limits, output: int, listener: int, control: socket.socket
 ) -> tuple[str, int]:
-    """Wait until a program ends or exceeds a limit, and return how: ending and status. `listener` asks before
-    each new process and thread of the program."""
+    """Return how a program ends: ending, status. `listener` asks before each new process and thread."""
     deadline = time.monotonic() + limits.time_s
     process = os.pidfd_open(child)
     poll = select.poll()
@@ -201,10 +195,9 @@ def _allow_one(listener: int) -> None:
 
 
 def _usage(most: int) -> tuple[int, int]:
-    """Return the number of processes and threads of the program and, if it has several processes, their
-    memory in bytes: for each the resident memory beyond that of this process, which they share. The memory of
-    one process has a limit of the system. Look at `most` processes and one more: a tree of processes may grow
-    as fast as it is read."""
+    """Return the program's number of processes and threads and, if it has several processes, their memory in
+    bytes beyond that of this process, which they share; one process has a limit of the system. Look at `most`
+    processes and one more: a tree may grow as fast as it is read."""
     processes = list(islice(_descendants(os.getpid()), most + 1))
     shared = _resident(os.getpid())
     threads = memory = 0
@@ -246,8 +239,7 @@ def _end_all(child: int) -> None:
 def _prepare(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, scratch: str, report: socket.socket
 ) -> str:
-    """Turn the fork into the place where the program runs, and return the program. `report` gets the listener
-    of the filter, or the text why this failed."""
+    """Make the fork the program's place, and return the program. `report` gets the listener, or the error."""
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -290,8 +282,7 @@ def _own_folders(limits: _Limits) -> None:
 
 @functools.cache
 def _shown_below_tmp() -> list[str]:
-    """Return the folders below `/tmp` that the sandbox shows: those of a Python that is installed there. The
-    program's own `/tmp` would hide them."""
+    """Return folders of Python below the sandbox's `/tmp`, which the program's own `/tmp` would hide."""
     places: list[str] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), line.split()[4])
@@ -353,7 +344,7 @@ def _check(result: int, call: str) -> None:
 
 
 def _run(source: str) -> NoReturn:
-    """Run a program as Python runs a file, and end the process as Python would. To take the interpreter down
+    """Run a program as Python runs a file, and end the process as Python would. Taking the interpreter down
     would cost more than most programs: it touches every page that the fork shares."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = ["program.py"]

@@ -1,7 +1,6 @@
-"""Reward `judge`: another model reads each answer and gives it a score, over any OpenAI-compatible API.
+"""Reward `judge`: another model scores each answer, over any OpenAI-compatible API. See docs/rewards.md.
 
-The judge gets `rubric`, filled with the prompt, the answer and the row's columns. The last number that
-`pattern` finds in its reply is the score. See docs/rewards.md.
+It gets `rubric` with prompt, answer and the row's columns. The last number that `pattern` finds is the score.
 """
 
 from __future__ import annotations

@@ -31,7 +31,6 @@ _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or model)"}
 """What a refusal is usually about."""
 _MOST_BYTES = 2**20
-"""Size of the largest reply that is read."""
 _MOST_SHOWN = 300
 
 _templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
@@ -87,9 +86,7 @@ class Judge:
     async def score(
         self, completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
     ) -> list[dict[str, float]]:
-        """Return the reward of each answer, and as metrics the judge's own score and whether the reply was in
-        the cache.
-        """
+        """Return each answer's reward, and as metrics the judge's score and whether the reply was cached."""
         at_once = asyncio.Semaphore(self._config.concurrency)
         timeout = aiohttp.ClientTimeout(total=self._config.request_s)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}

@@ -1,8 +1,7 @@
-"""Reward `length`: a penalty for answers that come near a limit of tokens.
+"""Reward `length`: a penalty for answers that come near a limit of tokens, for use in the reward `sum`.
 
 The soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, eq. 13): 0 up to `limit - buffer`
-tokens, from there linearly down to `-penalty` at `limit`, and `-penalty` beyond. It is meant as a part of the
-reward `sum`, beside a reward of the content.
+tokens, from there linearly down to `-penalty` at `limit`, and `-penalty` beyond.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Reward `math`: 1 if the last result that an answer states is the row's expected one, else 0. It is the
-accuracy, too.
+"""Reward `math`, also the accuracy: 1 if the last result that an answer states is the row's, else 0.
 
-Values are compared exactly where possible, else by math-verify and SymPy; letters of a multiple choice and
-words are compared as text.
+Values are compared exactly where possible, else by math-verify and SymPy; choices and words as text.
 """
 
 from __future__ import annotations

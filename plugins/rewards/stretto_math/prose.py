@@ -41,8 +41,8 @@ _NOTATIONS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], 
 
 
 def plain_notation(text: str) -> str:
-    """Return a text with one kind of minus sign, with fractions for repeating decimals, with digits for
-    "million" and the like, and with `∅` for "the empty set"."""
+    """Return a text with one kind of minus sign, fractions for repeating decimals, digits for "million" and
+    the like, and `∅` for "the empty set"."""
     for pattern, new in _NOTATIONS:
         text = pattern.sub(new, text)
     text = re.sub(r"(?:\d\u0305){1,40}", lambda match: rf"\overline{{{match[0][::2]}}}", text)
@@ -89,7 +89,6 @@ class StatedValue:
     before: str
     """The words before it, of the same line."""
     after: str
-    """The words after it."""
 
     @property
     def whole(self) -> bool:

@@ -66,7 +66,6 @@ def read_gold(text: str) -> Gold:
 
 
 def _bare(text: str) -> str:
-    """Remove math delimiters around the whole text."""
     text = text.strip()
     match = ENVIRONMENT.fullmatch(text)
     if match and not (match[3] or match[4] or "").count("\\)"):
@@ -75,7 +74,6 @@ def _bare(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Remove font commands, bold stars and math delimiters."""
     text = _FONT.sub(r" \1 ", text).replace("**", " ").replace("$", " ").replace("\\ ", " ")
     return re.sub(r"\s+", " ", text).strip(" .:;,\t\n*")
 
@@ -182,7 +180,6 @@ _ANNOUNCEMENT = re.compile(
 
 
 def _announcements(completion: str) -> Iterator[_Statement]:
-    """Yield the rest of the line after "the answer is" and similar phrases."""
     for match in _ANNOUNCEMENT.finditer(completion):
         end = completion.find("\n", match.end())
         end = len(completion) if end < 0 else end
@@ -264,7 +261,7 @@ def _readings(content: str) -> Iterator[str]:
 
 
 _TAIL = 2000
-"""Number of characters at the end of a completion that are searched for an unannounced result."""
+"""Characters at the end of a completion that are searched for an unannounced result."""
 _TAIL_LETTER = re.compile(
     r"(?<!not )(?:\b(?i:option|choice)\s+\(?([A-J])\b|\(([A-J])\)|\*\*\(?([A-J])\)?\*\*"
     r"|\b(?i:it is|it's|choose|pick|select|say|must be|go with|so|therefore|thus|hence),? ([A-J])"

@@ -1,8 +1,7 @@
 """Read mathematical values as they are written in answers, and decide whether two of them are equal.
 
-This module reads the outer structure (lists, tuples, intervals, sets, matrices, equations) and compares its
-parts one by one; plain numbers are exact fractions. Only the remaining expressions go to math-verify and
-SymPy.
+The outer structure (lists, tuples, intervals, sets, matrices, equations) is read and compared here, plain
+numbers as exact fractions. Only the remaining expressions go to math-verify and SymPy.
 """
 
 from __future__ import annotations
@@ -165,7 +164,6 @@ def read(text: str) -> Value:
 
 
 def _clean(text: str) -> str:
-    """Rewrite different notations of the same thing to one, and remove formatting."""
     for old, new in _REPLACEMENTS.items():
         text = text.replace(old, new)
     for pattern, new in _REWRITES:
@@ -493,11 +491,9 @@ _READERS: tuple[Callable[[str], Value | None], ...] = (
 
 
 def equal(gold: Value, answer: Value) -> bool:
-    """Return whether an answer's value is the expected one.
-
-    `x = 5` equals `5`. A bare list of numbers equals a set of the same numbers in any order, or a tuple in
-    the same order. Brackets of intervals must agree, as must names and units that both sides have.
-    """
+    """Return whether an answer's value is the expected one: `x = 5` equals `5`; a bare list of numbers equals
+    a set of them in any order, or a tuple in the same order. Brackets of intervals must agree, as must names
+    and units that both sides have."""
     if isinstance(gold, Assignment) and isinstance(answer, Assignment) and gold.name == answer.name:
         return equal(gold.value, answer.value)
     if isinstance(gold, Assignment | Equation) and isinstance(answer, Assignment | Equation):
@@ -686,8 +682,7 @@ def _parse(latex: str) -> Any:
 
 
 def _depths(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (position, depth after it) for each character from `start` on. All brackets count as one kind:
-    `[0, 1)`."""
+    """Yield (position, depth after it) of characters from `start`. All brackets are one kind: `[0, 1)`."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "([{":

@@ -1,8 +1,7 @@
 """Reward `model`: the score of a reward model, for example one trained with the algorithm `reward_model`.
 
-The reward model reads prompt and answer through its own tokenizer and chat template, as the algorithm
-`reward_model` encodes them. Its score at the last token is the reward. Its vocabulary may therefore
-differ from the policy's.
+It reads prompt and answer through its own tokenizer and chat template, as `reward_model` encodes them, so its
+vocabulary may differ from the policy's. The score at the last token is the reward.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the scoring function. It scores whole groups, so that a part that waits for a server does so for
-    all answers at once; with limits it scores one answer per call, unless a part scores groups."""
+    """Return the scoring function. It scores whole groups, so that a part that waits for a server does so
+    once; with limits it scores one answer per call, unless a part scores groups."""
     del context
     weights = {name: config.weights.get(name, 1.0) for name in parts}
 

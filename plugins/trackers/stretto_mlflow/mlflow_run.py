@@ -1,8 +1,8 @@
 """One run of MLflow.
 
 A figure is `train/<name>` or `evaluation/<name>`; a further `/` becomes a dot, because a store of files
-cannot hold `reward` beside `reward/format`. The store may have a part of a step when the process is killed,
-so the next process asks for the last step of each figure.
+cannot hold `reward` beside `reward/format`. A kill may leave a part of a step, so the next process asks for
+the last step of each figure.
 """
 
 from __future__ import annotations

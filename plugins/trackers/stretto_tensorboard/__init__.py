@@ -1,8 +1,7 @@
 """Tracker `tensorboard`: event files for TensorBoard, in the run's folder `trackers/tensorboard`.
 
-To look at them: `tensorboard --logdir RUN`, or a folder of several runs. `train` has the figures of the
-steps, and `evaluation` those of the evaluations, by version. `samples/train` and `samples/evaluation` have
-samples as texts.
+To look at them: `tensorboard --logdir RUN`, or a folder of several runs. `train` and `evaluation` have the
+figures by step or version, `samples/train` and `samples/evaluation` samples as texts.
 """
 
 from __future__ import annotations

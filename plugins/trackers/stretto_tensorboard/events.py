@@ -1,8 +1,7 @@
 """Event files of one run.
 
-Each process writes files of its own. The first event of a file makes readers drop the steps that come
-again: what a killed process wrote after its last note. Samples come after later steps, so they have files of
-their own.
+Each process writes files of its own, whose first event makes readers drop what a killed process wrote after
+its last note. Samples come after later steps, so they have their own files.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -86,8 +85,6 @@ def _sample_text(row: Mapping[str, Any]) -> str:
 
 
 class _Events:
-    """A new event file in a folder."""
-
     def __init__(self, folder: Path, *, first_step: int) -> None:
         _wait_for_later_name(folder)
         self._writer = EventFileWriter(str(folder))
@@ -125,8 +122,8 @@ class _Events:
 
 
 def _wait_for_later_name(folder: Path) -> None:
-    """Wait until a new file's name comes after those of the folder. Readers take the files in the order of
-    their names, and a name begins with its second."""
+    """Wait until a new file's name, which begins with its second, sorts after those of the folder: readers
+    take files in that order."""
     newest = max((int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")), default=0)
     while int(time.time()) <= newest:
         time.sleep(0.05)

@@ -1,7 +1,6 @@
 """One run of trackio.
 
-A thread of trackio writes to the database, some time after a row was logged. What arrived is therefore read
-from the database at each start.
+Its thread writes rows to the database some time after they were logged, so each start reads what arrived.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the files of wandb's offline runs.
 
-A file is a log of LevelDB's format with wandb's own header: blocks of 32 KiB, in which each part of a record
-has a head of checksum, length and kind. A record is wandb's protobuf message `Record`.
+A file is a log of LevelDB's format with wandb's header: blocks of 32 KiB, in which each part of a record has
+checksum, length and kind. A record is wandb's protobuf message `Record`.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -26,9 +26,7 @@ _WHOLE, _LAST = 1, 4
 
 
 def history_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the run's history. The file of a killed process ends with its last whole block or
-    record.
-    """
+    """Yield the run's history. A killed process's file ends with its last whole block or record."""
     data = file.read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(f"{file} is not a file of wandb")

@@ -1,9 +1,8 @@
 """One run of Weights & Biases.
 
-wandb's history only grows, and evaluations come after later steps. So `step` and `evaluation/step` are
-figures of the history's rows, and wandb draws the curves over them. Tables of samples, which also come later,
-have such figures too. A process of wandb writes and sends the rows, some time after they were logged. So each
-start asks what has arrived: the run's page, or the files of an offline run.
+wandb's history only grows, and evaluations and tables of samples come after later steps. So rows have figures
+`step` and `evaluation/step`, over which wandb draws curves. A process of wandb sends rows some time after
+they were logged, so each start asks what has arrived: the run's page, or the files of an offline run.
 """
 
 from __future__ import annotations

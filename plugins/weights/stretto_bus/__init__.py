@@ -1,8 +1,7 @@
 """Weight transport `bus`: sends versions over the run's bus, for machines that share no folder.
 
-The publisher keeps the newest versions in a folder on its own machine and answers requests for pieces of
-them. A subscriber fetches a version's files piece by piece into a folder on its machine, and checks every
-tensor. Both engines continue meanwhile.
+The publisher keeps the newest versions in a folder and answers requests for pieces of them. A subscriber
+fetches pieces into a folder on its machine, and checks every tensor. Both engines continue meanwhile.
 """
 
 from __future__ import annotations

@@ -30,13 +30,8 @@ _TRIES = 3
 
 
 class BusSubscriber(VersionReceiver):
-    """Fetches versions into folders below `root`, which it owns.
-
-    Args:
-        piece: bytes to request at once, no more than the wire's limit.
-        in_flight: number of pieces to request at once.
-        deadline_s: seconds to wait for a piece.
-    """
+    """Fetches versions into folders below `root`, which it owns: `in_flight` pieces of `piece` bytes at once,
+    no more than the wire's limit, each within `deadline_s`."""
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         super().__init__(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))

@@ -37,8 +37,7 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return the CRC-32. It shows a damaged piece at once, so that only this piece is requested again. The
-    tensors' hashes show whether they are the announced ones."""
+    """Return the CRC-32, which shows a damaged piece at once. The tensors' hashes show other weights."""
     return zlib.crc32(data)
 
 

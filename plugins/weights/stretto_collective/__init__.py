@@ -1,9 +1,8 @@
 """Weight transport `collective`: sends versions from trainer to inference workers by torch.distributed.
 
-Every transfer has its own process group of two, separate from the training's world: trainer and worker meet
-over the run's bus and then use gloo, or NCCL, over one network interface. So engines may join and leave, and
-a transfer that fails leaves nothing behind. This is faster than `bus`. A worker whose engine is a separate
-server has to import torch for this transport only.
+Faster than `bus`. Trainer and worker meet over the run's bus and then use gloo, or NCCL, over one network
+interface, in a process group of two for each transfer. So engines may join and leave, and a transfer that
+fails leaves nothing behind. A worker whose engine is a separate server imports torch for this only.
 """
 
 from __future__ import annotations

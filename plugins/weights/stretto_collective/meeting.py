@@ -1,7 +1,7 @@
 """(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
 
-The receiver says which GPU it has, and the sender chooses the library. NCCL works on GPUs only: each end
-copies a bucket through its GPU. The code for NCCL has not been tried on GPUs.
+The receiver says which GPU it has, and the sender chooses. NCCL, not tried on GPUs yet, works on GPUs only:
+each end copies a bucket through its GPU.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Ask the publisher to meet and to send files of a version. The answer is empty, and comes when they have
-    been sent."""
+    """Ask the publisher to meet and to send a version's files. The empty answer comes when they are sent."""
 
     transfer: str
     version: int
@@ -82,12 +81,8 @@ def choose_backend(backend: str, gpu: str, other: str) -> str:
 
 
 class Transfer:
-    """One end of a group of two, for the duration of a `with` block: rank 0 sends, rank 1 receives. Both
-    listen on one interface only.
-
-    Raises:
-        RuntimeError: if the other end does not come in time, or the interface does not exist.
-    """
+    """One end of a group of two during a `with` block, on one interface only: rank 0 sends, rank 1 receives.
+    Raise RuntimeError if the other end does not come in time, or the interface does not exist."""
 
     def __init__(self, backend: str, store: Store, rank: int, interface: str, deadline_s: float) -> None:
         self._deadline = timedelta(seconds=deadline_s)
@@ -144,7 +139,7 @@ def _nccl_group(store: Store, rank: int, interface: str, deadline: timedelta) ->
 
 
 def buckets(files: Iterable[tuple[Path, int]], limit: int, *, write: bool) -> Iterator[Tensor]:
-    """Yield the bytes of files, given with their sizes, as tensors of at most `limit` bytes. The tensors are
-    memory-mapped, so with `write` changes are written to the files."""
+    """Yield the bytes of files, given with their sizes, as memory-mapped tensors of at most `limit` bytes.
+    `write`: changes are written to the files."""
     for path, size in files:
         yield from torch.from_file(str(path), shared=write, size=size, dtype=torch.uint8).split(limit)

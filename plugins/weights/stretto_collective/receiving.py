@@ -37,8 +37,6 @@ class CollectiveSubscriber(VersionReceiver):
 
 
 class _RanksSource:
-    """Gets outlines over the bus, and files by torch.distributed."""
-
     def __init__(self, wire: Wire, config: CollectiveConfig) -> None:
         self._wire = wire
         self._config = config

@@ -1,8 +1,8 @@
 """Weight transport `file`: each version is a folder of safetensors, in shared memory or on a shared disk.
 
 A version is written under another name and then renamed, so a reader finds it complete or not at all. The
-publisher keeps the newest few versions and never waits; a reader that has opened a version keeps its pages
-even when the files are removed. Both sides hash every tensor.
+publisher never waits; a reader that has opened a version keeps its pages when the files are removed. Both
+sides hash every tensor.
 """
 
 from __future__ import annotations
@@ -88,8 +88,7 @@ class FileSubscriber:
         self._copy: tuple[Path, VersionReceiver] | None = None
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Map the files of a version, or bring the copy of an older one up to date, and compare every
-        tensor's hash with the announcement."""
+        """Map a version's files, or bring an older copy up to date; compare every tensor's hash."""
         stored = await anyio.to_thread.run_sync(stored_version, note)
         if stored.manifest.whole and not (self._copy and self._copy[1].begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.

@@ -1,9 +1,8 @@
-"""Workflow `agent`: each sample is one run of an agent program that calls the policy over HTTP, with the
-API of OpenAI or of Anthropic.
+"""Workflow `agent`: each sample is a run of a program that calls the policy by OpenAI's or Anthropic's API.
 
-The program is any command or Python function, unmodified: it finds the address and its own key in
-`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in a
-separate process, in the sandbox; docs/agents.md lists its inputs.
+It is any command or Python function, unmodified: it finds the address and its own key in `OPENAI_BASE_URL`
+and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the sandbox;
+docs/agents.md lists its inputs.
 """
 
 from __future__ import annotations
@@ -108,8 +107,7 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_program(config: AgentConfig) -> str:
-    """Return the program of the command if it does not exist; empty if it does, and for a line that only a
-    shell can read."""
+    """Return the command's program if it does not exist; empty also for a line that only a shell can read."""
     command = config.command or ""
     if isinstance(command, str) and (not _PLAIN_LINE.fullmatch(command) or "=" in command.split()[0]):
         return ""

@@ -1,8 +1,7 @@
 """call_function.py FILE.py:NAME | MODULE:NAME: call an agent that is a function, in a separate process.
 
-The script reads the row from standard input, as JSON. It writes the function's result to standard output:
-text unchanged, anything else except None as JSON. Text that the function prints goes to standard error. The
-script needs only the standard library.
+It reads the row from standard input as JSON, and writes the result to standard output: text unchanged,
+anything else except None as JSON. What the function prints goes to standard error. Standard library only.
 """
 
 from __future__ import annotations

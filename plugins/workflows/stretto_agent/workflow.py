@@ -24,8 +24,8 @@ from stretto.workflow import Prompt, Session, Trajectory
 from stretto_agent import AgentConfig
 
 _PORT = 20117
-"""The policy's port in the sandboxes of agents, each with a loopback of its own. Few programs listen at this
-port, and the system gives clients no port below 32768."""
+"""The policy's port in the sandboxes of agents, each with its own loopback. Few programs listen here, and the
+system gives clients no port below 32768."""
 _RUNNER = Path(__file__).with_name("call_function.py")
 _MAX_OUTPUT = 256 * 1024
 _MAX_ERRORS = 4096
@@ -44,7 +44,6 @@ class _AgentResult:
     output: str
     """Standard output; only the end of it if it is long."""
     errors: str
-    """The end of standard error."""
 
 
 class AgentWorkflow:

@@ -1,12 +1,11 @@
 """Workflow `multi_turn`: the policy and an environment take turns.
 
-Each sample is a separate conversation. It ends when the environment returns no further message, after
-`max_turns` answers, or when `max_tokens` leaves no room. Its reward is the sum of the rewards that the
-environment gave; if the environment gave none, the run's reward scores the last answer, with `messages` (the
-whole conversation) and `turns` as columns besides the row's.
+A conversation ends when the environment returns no further message, after `max_turns` answers, or when
+`max_tokens` leaves no room. Its reward is the sum of the rewards that the environment gave; if it gave none,
+the run's reward scores the last answer, with `messages` (the whole conversation) and `turns` as columns.
 
-Metrics: `turns`, `splits` (how often the chat template rewrote sampled text), and the environment's own
-    metrics, each with its last value.
+Metrics: `turns`, `splits` (rewrites of sampled text by the chat template), and the environment's own, each
+with its last value.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def check_row(config: MultiTurnConfig, row: Mapping[str, Any]) -> str:
-    """Return the parameter of the environment that a row gives no value for, as text; empty if there is
-    none."""
+    """Return the environment's parameter that a row gives no value for, as text; empty if there is none."""
     known = ("prompt", "completion", "messages", "turn", "state", *row)
     unknown = unknown_parameter(config.environment, known)
     return f"the environment has a parameter {unknown!r}; available: {', '.join(known)}" if unknown else ""

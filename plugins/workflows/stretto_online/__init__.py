@@ -1,8 +1,7 @@
 """Workflow `online`: outside programs start a session for each sample, and post its reward later.
 
-The program gets the row's prompt, and an address and a key with which the clients of OpenAI and Anthropic
-reach the policy. The reward may come at any time before `session_timeout_s`; docs/agents.md describes the
-requests.
+A program gets the row's prompt, and an address and key for clients of OpenAI and Anthropic. It may post the
+reward until `session_timeout_s`; docs/agents.md describes the requests.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The HTTP requests with which outside programs start sessions, post rewards and end sessions.
 
-`POST /v1/sessions` needs the token of this worker, which is in a file of the run's folder that only the user
-can read. It answers with the next session, whose own key opens the policy's API on the same port. The
-requests about a session accept its key or the token.
+`POST /v1/sessions` needs the worker's token, in a file of the run's folder that only the user can read. It
+answers with the next session, whose key opens the policy's API on the same port. Requests about a session
+accept its key or the token.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from stretto_online import OnlineConfig
 
 _WAIT_S = 20.0
-"""Seconds that the start of a session waits for a sample. The answer is then empty, and the program asks
-again."""
+"""Seconds that the start of a session waits for a sample. The program asks again after an empty answer."""
 _MAX_BODY = 64 * 1024
 _MAX_METRICS = 32
 _METRIC = re.compile(r"[A-Za-z_][\w./-]{0,63}", re.ASCII)
@@ -57,7 +56,6 @@ class AgentSession:
         self.key = ""
         """The key for the policy and for this session."""
         self.score: Score | None = None
-        """The posted reward."""
         self.fault = ""
         """Why the program gave the session up; empty if it did not."""
         self.ending = "its ticket ended: another session of its group failed, or the run gave it up"
@@ -90,8 +88,7 @@ class SessionRegistry:
         self.endpoint = Endpoint(config.tool_parser, routes)
 
     async def open(self) -> None:
-        """Listen, and write address and token into the run's folder. Idempotent. Raise OSError if the port is
-        not free."""
+        """Listen, and write address and token into the run's folder. Idempotent. OSError for a used port."""
         async with self._opening:
             if self._opened:
                 return

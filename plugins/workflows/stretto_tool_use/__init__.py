@@ -1,11 +1,10 @@
 """Workflow `tool_use`: the policy may call tools before it gives its last answer.
 
-Each sample is a separate conversation. After an answer with calls come the tools' results and another turn.
-An answer without calls is the last one, as is the one that reaches `max_turns` or `max_tokens`. If a call is
-malformed, names an unknown tool, fails or takes too long, the policy gets an error message as the tool's
-result. A call of a tool that only the row names ends the conversation, for the reward to judge. The run's
-reward scores the last answer, with `messages` (the whole conversation), `turns` and `tool_calls` as columns
-besides the row's.
+After an answer with calls come the tools' results and another turn. An answer without calls is the last one,
+as is the one that reaches `max_turns` or `max_tokens`. For a call that is malformed, names an unknown tool,
+fails or takes too long, the result is an error message. A call of a tool that only the row names ends the
+conversation, for the reward to judge. The reward scores the last answer, with `messages` (the whole
+conversation), `turns` and `tool_calls` as columns.
 
 Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, the number of calls that failed.
 """
@@ -109,7 +108,6 @@ class ToolUse:
 
 
 def _chat(prompt: Prompt) -> list[Message]:
-    """Return the row's prompt as messages; text becomes a user message."""
     content = prompt.row["prompt"]
     return [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
 
@@ -128,9 +126,8 @@ def _with_id(call: ToolCall, number: int) -> ToolCall:
 
 
 def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the model has a chat template. `stretto check` itself tries to create the tools, and looks
-    for them in prompts. That of a model that reads images belongs to its processor, which is not loaded
-    here."""
+    """Check that the model has a chat template. `stretto check` itself tries the tools and looks for them in
+    prompts. The template of a model that reads images is in its processor, which is not loaded here."""
     del config
     model = run.model
     if is_vision_language(known_config(model)) or model is None or not Path(model).is_dir():

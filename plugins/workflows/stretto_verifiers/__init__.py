@@ -1,7 +1,7 @@
 """`verifiers`: environments of the library `verifiers`, as dataset, workflow and reward.
 
-The library pins many dependencies, so it is installed in a separate Python environment. There an environment
-plays its episodes against the policy's endpoint and returns their rewards and metrics.
+The library pins many dependencies, so it has a Python environment of its own, where an environment plays its
+episodes against the policy's endpoint.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class Verifiers:
-    """One row for each task: a prompt, used for display and for its length, and the data that the workflow
-    needs to play the task."""
+    """One row for each task: a prompt, for display and length, and the data with which it is played."""
 
     def __init__(self, config: VerifiersConfig, context: Context) -> None:
         del context

@@ -1,9 +1,8 @@
 """Run an environment of `verifiers`, in the interpreter in which it is installed. Does not import stretto.
 
-The process exchanges lines of JSON over its standard pipes. It reads `{"config", "path", "size"}` and answers
-`{"tasks"}` or `{"error"}`. Then it reads `{"id", "task", "key", "model", "base_url", "api_key"}` for each
-episode, or `{"cancel": id}` to cancel one, and writes `{"id", "reward", "metrics", "error"}` when an episode
-is over. It ends when its input ends.
+The process exchanges lines of JSON over its standard pipes, and ends with its input. It reads `{"config",
+"path", "size"}`; it answers `{"tasks"}` or `{"error"}`. Then it reads for each episode `{"id", "task", "key",
+"model", "base_url", "api_key"}`, or `{"cancel": id}`; it writes `{"id", "reward", "metrics", "error"}`.
 """
 
 from __future__ import annotations

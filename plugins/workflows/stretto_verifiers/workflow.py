@@ -65,7 +65,7 @@ class VerifiersWorkflow:
         ]
 
     async def end(self) -> None:
-        """End the processes of all environments. They would also end with this process."""
+        """End the processes of all environments, which would also end with this process."""
         for environment in self._environments.values():
             await environment.end()
 

@@ -1,11 +1,9 @@
 """Start an SGLang server, in SGLang's own interpreter: `serve.py [any flag of the server]`.
 
-This script passes the server its key, and keeps the key out of the log. The key comes in the variable
-STRETTO_SERVER_KEY so that no command line shows it. With SGLANG_USE_CPU_ENGINE=1 the script makes SGLang run
-on machines without its CPU kernels (AMX).
+Passes the server its key, from the variable STRETTO_SERVER_KEY so that no command line shows it, and keeps
+the key out of the log. With SGLANG_USE_CPU_ENGINE=1 SGLang runs on machines without its CPU kernels (AMX).
 
-The code above `main` runs at import on purpose: SGLang spawns its scheduler and other processes, and each
-imports this file again, so that the code applies to them too.
+The code above `main` runs at import on purpose: SGLang spawns processes that each import this file again.
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ logging.setLogRecordFactory(_Record)
 
 
 class _Placeholder(types.ModuleType):
-    """A placeholder for a module that is imported but not used. Calling anything in it raises, so that no
-    wrong result goes unnoticed."""
+    """A module that is imported but not used. Calling anything in it raises an error."""
 
     __path__ = []  # noqa: RUF012 - what makes it a package
 
@@ -59,9 +56,8 @@ class _Placeholder(types.ModuleType):
 
 
 class _PlaceholderFinder:
-    """Finds `sgl_kernel`, whose wheel holds CUDA kernels only and which SGLang imports for speculative
-    decoding and moves of its cache; and `torchvision` where it is not installed: only models of images need
-    it."""
+    """Finds `sgl_kernel`, whose wheel holds CUDA kernels only (SGLang imports it for speculative decoding and
+    moves of its cache), and `torchvision` where it is not installed: only models of images need it."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:

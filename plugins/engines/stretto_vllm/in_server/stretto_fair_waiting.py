@@ -1,8 +1,8 @@
 """A vLLM plugin, which every process of a server loads: a server on CPU lets other programs run.
 
-vLLM's processes wait for one another in a loop of `sched_yield`. On Linux 6.18 two such loops keep the other
-programs of the same cores waiting for up to 5 s, among them the worker that reads the server's streams. A
-loop that calls the kernel without giving way is scheduled fairly, and answers as quickly.
+vLLM's processes wait for one another in a loop of `sched_yield`. On Linux 6.18 two such loops block other
+programs of the same cores for up to 5 s, among them the worker that reads the server's streams. A loop that
+calls the kernel without giving way is scheduled fairly, and answers as quickly.
 """
 
 # pyright: reportMissingImports=false

@@ -48,16 +48,14 @@ class Weights:
         # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
         self.reload_weights(weights_iterator=iter(reading.tensors.items()))
         for module in self.model_runner.get_model().modules():
-            # On CPU a head holds a packed copy of its weights. A reload does not update this copy if the head
-            # is tied to the embedding.
+            # A reload does not update the packed copy of a head on CPU that is tied to the embedding.
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
         return {"loaded": len(reading.tensors)}
 
 
 class _TensorReader(threading.Thread):
-    """Reads a folder. A reload that fails half-way leaves an unusable model and ends the server, so all files
-    are read before."""
+    """Reads all files first: a reload that fails half-way leaves an unusable model and ends the server."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(daemon=True)

@@ -1,2 +1,1 @@
-"""Models of stretto in an SGLang server (SGLANG_EXTERNAL_MODEL_PACKAGE): this package imports nothing of
-stretto."""
+"""Stretto's models in an SGLang server (SGLANG_EXTERNAL_MODEL_PACKAGE); imports nothing of stretto."""

@@ -1,8 +1,8 @@
 """Qwen2-VL and Qwen2.5-VL that load checkpoints with the names of today, and positions of any prompt.
 
-SGLang's own loaders know only the tensors' names of the first checkpoints. They refuse the text model's new
-names, and silently pass over those of the vision tower. Its computation of positions fails for a prompt that
-ends with the token before an image, as an answer may that continues after a swap.
+SGLang's loaders know only the names of the first checkpoints: they refuse the text model's new names and
+silently skip those of the vision tower. Its positions fail for a prompt that ends with the token before an
+image, as an answer may that continues after a swap.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
