@@ -20,34 +20,28 @@ from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
 _CONNECT_S = 20.0
-"""A process that starts gives up after so long: the bundled server may start at the same time."""
+"""Limit for the first connection: the bundled server may start at the same time."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
-"""Seconds between two pings of the server."""
 _UNANSWERED_PINGS = 5
-"""After more pings than this without an answer, the client gives up the connection and reconnects."""
+"""The client reconnects after more unanswered pings than this."""
 _TRY_S = 5
-"""Seconds in which a server must answer a client that connects."""
 _TRY_OF_SEVERAL_S = 2
-"""The same with several servers: one that stands still must not keep a client from the others for long."""
+"""The same with several servers, so that one that stands still does not delay the client."""
 
 _expect_valid = lru_cache(maxsize=4096)(_validate_subject)
-"""Raises BadSubjectError for a subject that would let its sender write other commands."""
 
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
 
 class NatsClient(Client):
-    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS.
-
-    Its `flush` waits until the server has taken in everything sent before. Its `publish` costs less.
-    """
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS."""
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Publish a message, as nats-py does it: but check a subject only once, and copy no payload."""
+        """As in nats-py, but check each subject only once, and copy no payload. Raise BadSubjectError."""
         size = len(payload)
         if headers or self._status != Client.CONNECTED or size > self._max_payload:
             await super().publish(subject, payload, reply, headers)
@@ -78,8 +72,7 @@ class NatsClient(Client):
         await super()._process_info(info, initial_connection)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # nats-py writes a ping before what still waits to be sent. Its answer would not say that the server
-        # has a subscription made before.
+        # nats-py writes a ping before what waits to be sent, so its answer would not confirm a subscription.
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         await self._send_command(PING_PROTO)
         await self._flush_pending()
@@ -98,12 +91,11 @@ async def open_once(
     timeout_s: float,
     on_error: Callable[[Exception], Awaitable[None]] | None = None,
 ) -> Client:
-    """Open a plain client of one server, which does not reconnect and which the caller closes. `on_error`
-    hears each error that the server reports. Raise BusError if it does not accept the client in time."""
+    """Open a client that does not reconnect and that the caller closes. Raise BusError after `timeout_s`."""
     client = NatsClient()
 
     async def ignore(error: Exception) -> None:
-        """Leave the error to the exception."""
+        pass
 
     tls = {"tls": client_context(bootstrap.tls)} if address.startswith("tls://") else {}
     try:
@@ -199,8 +191,8 @@ def inbox_of(bootstrap: Bootstrap) -> str:
 
 
 def seconds_to_reconnect(client: Client) -> float:
-    """Return the seconds in which a client that has lost its server finds another one of the cluster, even if
-    all others but one stand still; 0 with one server."""
+    """Upper limit of the time to find another server of a cluster if all but one stand still; 0 with one
+    server."""
     servers = len(client.servers)
     return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
 

@@ -1,8 +1,7 @@
 """The tokens with which worker processes join a run, and the bootstrap file of each worker.
 
-The credentials of a role are the same for all its workers. So a worker also proves its id: its token is an
-HMAC-SHA256 of the id under a key that only the run's user can read. The commands of the operator carry such a
-token too, because on a server of the user's own all parties may have the same credentials.
+A role's credentials are shared, so a worker also proves its id: its token is an HMAC-SHA256 of the id under a
+key that only the run's user can read. The operator's commands carry such a token too.
 """
 
 from __future__ import annotations
@@ -43,9 +42,8 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
 
 
 def reserve_worker(folder: Path, role: str) -> Path:
-    """Write the bootstrap file of a worker that a user starts by hand, under the next free id of its own
-    kind: `rollout-h0`, `rollout-h1`, …. Return its path. The file reserves the id.
-    """
+    """Write the bootstrap file of a worker that a user starts by hand. It reserves the next id: `rollout-h0`,
+    …."""
     Bootstrap.read(folder / f"{role}.json")  # before the first file is made
     for number in count():
         path = folder / f"{role}-h{number}.json"

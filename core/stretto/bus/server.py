@@ -1,7 +1,7 @@
-"""The bundled nats-server: its configuration, credentials and permissions, and its start and end.
+"""The bundled nats-server: configuration, credentials and permissions, start and end.
 
-Each run has random credentials, with one user for each role, in files that only the user can read. A server
-that other machines can reach has TLS, and each role a certificate of its own.
+Each run has random credentials for each role, in files that only the user can read. On a server that other
+machines can reach, each role also has a certificate.
 """
 
 from __future__ import annotations
@@ -48,52 +48,50 @@ VIEWER: Party = "viewer"
 OPERATOR: Party = "operator"
 _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
-"""Processes that always run on the kernel's machine."""
+"""They always run on the kernel's machine."""
 STORE = "store"
-"""Name of the user, and of the account, that own the streams."""
+"""User and account that own the streams."""
 _GUARD_POLL_S = 0.5
 """A server whose guard was killed is back within a few of these."""
 _INFO_S = 2.0
-"""A nats-server sends its name to a new connection within this many seconds."""
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
-"""A guard ends its server and itself within this many seconds; otherwise it hangs."""
+"""A guard that needs longer hangs."""
 _CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
-"""Certificates of a former kernel are used again below this age: they hold for at least the rest."""
+"""Certificates of a former kernel are used again below this age."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """What a process needs to connect to the bus: the content of a file that only the user can read."""
 
     url: str
-    """Addresses of the servers, separated by commas."""
+    """Separated by commas."""
     run: str
     role: str
     user: str = ""
     password: str = ""
     credentials_file: str = ""
-    """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
+    """A NATS `.creds` file for a server of the user's own."""
     tls: TlsIdentity | None = None
-    """Authority and certificate for servers with `tls://`; None for the authorities of the system."""
+    """None for the authorities of the system."""
     replicas: int = 1
-    """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
+    """`bus.replicas`."""
     store_user: str = ""
     store_password: str = ""
-    """Credentials of the kernel's second connection, for the streams, on the bundled server."""
+    """For the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
-    """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
+    """`bus.outage_s`."""
     grace_s: float = 10.0
-    """Seconds without a kernel after which a worker that has not joined yet leaves (`bus.grace_s`)."""
+    """A worker that has not joined yet leaves after this time without a kernel (`bus.grace_s`)."""
     worker: str = ""
-    """Id of the worker. Empty in the files of the kernel and of whole roles."""
+    """Empty for the kernel and for whole roles."""
     token: str = ""
-    """Proof that the process may join as `worker`."""
     lock: KernelLock | None = None
-    """The lock of the kernel that the worker joins. Only the files of workers have it."""
+    """Of the kernel that the worker joins. Only the files of workers have it."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
@@ -138,8 +136,7 @@ def run_id(folder: Path) -> str:
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends. Raise
-    ConfigError if another process owns it."""
+    """Own a run until the returned file is closed. Raise ConfigError if another process owns it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = await_lock(folder / "kernel.lock")
@@ -164,8 +161,8 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for a server of the user's own. All roles have the same credentials; a viewer
-    has none, because it could do everything with them."""
+    """Write the bootstrap files for the user's own server. All roles share credentials, so viewers get
+    none."""
     assert config.servers
     shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -216,9 +213,7 @@ class NatsServer:
     url: str
     folder: Path
     command: list[str]
-    """Starts the guard."""
     process: subprocess.Popen[bytes] | FormerProcess
-    """The guard."""
     as_before: bool = False
     """Whether it is the server of a former kernel, whose workers are connected to it."""
 
@@ -231,11 +226,10 @@ class NatsServer:
         logs: Path,
         cleaner: Sequence[str] = (),
     ) -> NatsServer:
-        """Start a server with its store in `folder`, and write the bootstrap files. If that of a former
-        kernel still runs, and would be the same, use it: workers of that kernel are connected to it.
+        """Start a server in `folder`, or use that of a former kernel, and write the bootstrap files.
 
-        At its end the guard runs `cleaner` if the kernel is gone. Raise BusError with the end of the server's
-        log if it does not start.
+        The guard runs `cleaner` at its end if the kernel is gone. Raise BusError with the end of the server's
+        log.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]
@@ -261,8 +255,7 @@ class NatsServer:
         return server
 
     async def look_after_guard(self) -> None:
-        """Start the guard again when it has ended, until cancelled. Its command is the same, so the server
-        comes back at the same address, with the same store and credentials."""
+        """Start the guard again whenever it ends; the server keeps its address, store and credentials."""
         while True:
             await anyio.sleep(_GUARD_POLL_S)
             if (status := self.process.poll()) is not None:
@@ -301,8 +294,7 @@ class NatsServer:
 
 
 async def _server_name(host: str, port: int) -> str | None:
-    """Return the name of the nats-server at an address; empty if it does not say its name yet or something
-    else listens there, None if nothing does."""
+    """The name of the server at an address; empty if it does not say one, None if nothing listens."""
     try:
         async with await anyio.connect_tcp(host, port) as stream:
             with anyio.fail_after(_INFO_S):
@@ -332,8 +324,7 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:
-    """Return the guard of a former kernel, if it runs. Another run's guard may have the id that a killed one
-    has left in its file, or that a copy of a folder has brought along."""
+    """The guard of a former kernel, if it runs. The id in the file may now belong to another run's guard."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         pid, folder = pid_file.read_text().split()
         former = FormerProcess(int(pid))
@@ -346,7 +337,6 @@ def _former_guard(pid_file: Path) -> FormerProcess | None:
 
 
 def _names(command: Sequence[str], folder: Path) -> bool:
-    """Return whether an argument is the path of a file in a folder, however it is written."""
     for argument in command:
         with suppress(OSError):
             if Path(argument).is_absolute() and Path(argument).parent.samefile(folder):
@@ -366,7 +356,7 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Return where a former kernel's server listens, if only port, credentials and certificates differ."""
+    """Where a former kernel's server listens, if only port, credentials and certificates differ."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
@@ -401,7 +391,7 @@ def _files(
     passwords: dict[str, str],
     identities: Mapping[Party, TlsIdentity],
 ) -> dict[str, bytes]:
-    """Return the bootstrap files, and then the server's configuration: name -> content."""
+    """Bootstrap files and then the configuration: name -> content."""
     near, far = _urls(place, config)
     shared = Bootstrap(
         url=far, run=run, role="", logs=str(logs), outage_s=config.outage_s, grace_s=config.grace_s
@@ -429,7 +419,7 @@ def _has_tls(place: Listening, config: BusConfig) -> bool:
 
 
 def _urls(place: Listening, config: BusConfig) -> tuple[str, str]:
-    """Return the server's address for processes on this machine, and for those on others."""
+    """The address for processes on this machine, and for others."""
     scheme = "tls" if _has_tls(place, config) else "nats"
     near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
     return near, far
@@ -465,7 +455,7 @@ def _with_port(place: Listening) -> Listening:
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
-    """Write the server's certificate, and return the clients'. Their authority lives only here."""
+    """Write the server's certificate, and return those of the clients."""
     from stretto.bus.certificates import Authority  # it imports for a tenth of a second
 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
@@ -481,9 +471,10 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """The streams belong to the account `store`, and the workers to the account `run`. The server answers a
-    JetStream request on any subject that the request names. Because of the two accounts, such an answer stays
-    in the account `run`: no worker can make the server write to a stream."""
+    """Streams belong to the account `store`, workers to `run`. The server answers a JetStream request on any
+    subject
+    that it names; with two accounts no worker can make it write to a stream.
+    """
     names = Subjects(run)
     heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
     permissions: dict[Party, Mapping[str, Any]] = {
@@ -533,14 +524,13 @@ def _configuration(
 
 
 def configuration_text(configuration: Mapping[str, Any]) -> str:
-    """Return a configuration as nats-server reads it: JSON, but with other escapes in its texts."""
+    """Return JSON with the escapes that nats-server reads."""
     text = json.dumps(configuration, indent=1, ensure_ascii=False)
     return re.sub(r"(?<!\\)((?:\\\\)*)\\u00([0-9a-f]{2})", r"\1\\x\2", text)
 
 
 def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
-    """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
-    of verbs allows to its role, and answer only those who may ask it."""
+    """What each party may publish and subscribe to, from the table of verbs."""
     asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
     permissions: dict[Party, dict[str, list[str]]] = {
         party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
@@ -573,16 +563,13 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
 
 
 def _follow_log(names: Subjects) -> list[str]:
-    """Return the subject with which the sample writer gets the next messages of a consumer of the log."""
     return [f"$JS.API.CONSUMER.MSG.NEXT.{names.log_stream}.>"]
 
 
 def _take_tickets(names: Subjects) -> list[str]:
-    """Return the subjects with which a rollout worker takes and acknowledges tickets."""
     return [f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.>", f"$JS.ACK.{names.tickets_stream}.>"]
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """Return the subjects with which a trainer reads messages of the log by their sequence numbers: from any
-    server that has them, and one alone from the leader."""
+    """From any server that has the messages, and one alone from the leader."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

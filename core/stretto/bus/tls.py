@@ -1,7 +1,5 @@
-"""TLS of the clients of the bus: what a process shows and whom it believes, as text in its bootstrap file.
-
-The text makes the file complete: a worker on a machine without the run's folder needs no other file.
-"""
+"""TLS of the bus's clients: PEM texts in the bootstrap file, which is thereby complete without other
+files."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The authority that a client believes, and the certificate that it shows, as PEM text."""
 
     ca: str = ""
-    """Certificates of the authorities; empty for those of the system."""
+    """Of the authorities; empty for the system's."""
     certificate: str = ""
-    """The client's certificate and those between it and the authority; empty if it shows none."""
+    """The client's, and those between it and the authority; empty if it shows none."""
     key: str = ""
-    """The private key of the certificate, not encrypted."""
+    """Not encrypted."""
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:
@@ -42,8 +40,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
-    """Return the settings of a client's TLS connections. The client always checks the server's certificate
-    and its name; without an identity it believes the system's authorities, and shows no certificate."""
+    """Return TLS settings that always check the server's certificate and name."""
     identity = identity or TlsIdentity()
     try:
         context = ssl.create_default_context(cadata=identity.ca or None)

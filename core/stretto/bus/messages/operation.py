@@ -9,14 +9,13 @@ import msgspec
 from stretto.bus.messages.base import Message
 
 ProcessNumber = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
-"""Number of processes of a role or of a worker group."""
 
 
 class ScaleRun(Message, frozen=True):
     """Operator to kernel, answered by `RunScaled`: change numbers of processes."""
 
     token: str
-    """Proof that the operator is the run's user (see `stretto.bus.joining`)."""
+    """See `stretto.bus.joining`."""
     numbers: Annotated[
         dict[Annotated[str, msgspec.Meta(max_length=200)], ProcessNumber], msgspec.Meta(max_length=64)
     ]
@@ -27,7 +26,7 @@ class RunScaled(Message, frozen=True):
     """The kernel has begun to change the numbers."""
 
     done: tuple[str, ...]
-    """What the kernel does, a sentence for each number."""
+    """A sentence for each number."""
 
 
 class StopRun(Message, frozen=True):
@@ -35,11 +34,10 @@ class StopRun(Message, frozen=True):
 
     token: str
     now: bool
-    """End at once, without a checkpoint. Otherwise the kernel finishes the step under way and writes one."""
+    """End without finishing the step and writing a checkpoint."""
 
 
 class RunStopping(Message, frozen=True):
     """The run ends."""
 
     state: str
-    """What the kernel does until then, in words."""

@@ -30,8 +30,9 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
     },
 }
-"""Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply
-subjects follow this table. Rank 0 of a group passes the kernel's requests on to the other trainers."""
+"""Role -> verb -> who may ask it. The server's permissions and the check of reply subjects follow this table.
+Rank 0 of a group passes the kernel's requests on.
+"""
 
 
 class Subjects:
@@ -90,8 +91,7 @@ class Subjects:
         return f"{self.root}.kernel.{party}.{verb}"
 
     def worker(self, role: Role, worker: str, nonce: str, verb: str) -> str:
-        """Subject of the requests and messages to one process of a worker. Raise BusError if `worker` is no
-        id of a worker, or `nonce` none of a process."""
+        """Subject of requests to one process. Raise BusError for a malformed id or nonce."""
         return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"
 
     def inbox(self, party: Party) -> str:

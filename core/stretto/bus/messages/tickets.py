@@ -28,18 +28,16 @@ class Ticket(Message, frozen=True):
     """Kernel to the rollout worker that takes it: permission to roll out one group."""
 
     id: int
-    """Number of the ticket. Each purpose counts from 0."""
+    """Each purpose counts from 0."""
     attempt: int
-    """Number of the attempt, from 1. It rises each time the kernel issues the ticket again."""
+    """From 1; rises when the kernel issues the ticket again."""
     purpose: Purpose
     row: int
-    """Index in the dataset of its purpose."""
     min_version: int
-    """Oldest version that the ticket's tokens may have; for an evaluation, the only one."""
+    """Oldest version that its tokens may have; for an evaluation, the only one."""
     samples: int
-    """Number of samples of the group, n."""
     variant: VariantName = ""
-    """The variant of the run that the ticket tests; empty for the run's own sections."""
+    """Empty for the run's own sections."""
 
     @property
     def name(self) -> str:
@@ -90,23 +88,23 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: str
     """`ticket/attempt/index`."""
     sequence: int
-    """Sequence number, in the log, of the bundle that holds the trajectory."""
+    """Of the bundle in the log."""
     index: int
-    """Position of the trajectory in that bundle."""
+    """Position in that bundle."""
     length: int
-    """Number of tokens, prompt included."""
+    """Tokens, prompt included."""
     sampled: int
-    """Number of tokens that the policy sampled."""
+    """Tokens that the policy sampled."""
     oldest: int
     newest: int
-    """`oldest` and `newest` are the versions of the trajectory's oldest and newest sampled token."""
+    """`oldest` and `newest`: versions of the oldest and newest sampled token."""
     reward: float
     metrics: dict[str, float]
     finish: Finish
     part: bool = False
-    """Whether the trajectory belongs to the same sample as the member before it."""
+    """Whether it belongs to the same sample as the member before it."""
     kept: int = 0
-    """Number of ids from which the sampled tokens were drawn, all together; 0 for the whole vocabulary."""
+    """Sum over the sampled tokens of the ids that each was drawn from; 0 for the whole vocabulary."""
 
 
 class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,14 +113,12 @@ class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: FaultKind
     reason: str
     tries: int
-    """How often it was tried."""
     sampled: int = 0
-    """Number of tokens that the policy sampled in the last try, as far as is known."""
+    """Tokens sampled in the last try, as far as is known."""
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log: all trajectories of one ticket are in the log. For the ledger, a group
-    exists only through this message."""
+    """Rollout worker to the log, after all trajectories of a ticket. Only this makes a group exist."""
 
     purpose: Purpose
     ticket: int
@@ -131,33 +127,33 @@ class GroupDone(Message, frozen=True):
     members: tuple[Member, ...]
     """`sequence` is 0 for those of an evaluation: training does not read their data."""
     seconds: float
-    """Seconds from the start of the ticket."""
+    """Since the start of the ticket."""
     generate_s: float = 0.0
-    """The part of `seconds` in which at least one of the ticket's requests was at an inference engine."""
+    """Part of `seconds` with at least one request at an inference engine."""
     score_s: float = 0.0
-    """The same for calls of a verifier: of a reward, a tool or an environment."""
+    """Part with a call of a verifier: reward, tool or environment."""
     record: int = 0
-    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+    """Of the attempt's `TicketRecord` in the log; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """SHA-256 over all that is kept of the group (see `stretto.records.samples.kept_sample`)."""
     images: tuple[int, ...] = ()
-    """Sequence numbers of the images that the workflow added."""
+    """Sequence numbers of images that the workflow added."""
     missing: tuple[FailedSample, ...] = ()
-    """The samples that have failed and are not in `members`."""
+    """Failed samples that are not in `members`."""
     penalized: tuple[FailedSample, ...] = ()
-    """The samples that failed by their own answer. They are in `members`, with the reward for that."""
+    """Samples that failed by their own answer: members with the reward for that."""
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
-    """Number of samples that were tried again and then succeeded, by what was at fault."""
+    """Samples that succeeded after another try, by fault."""
     redrawn: int = 0
-    """Of these, samples with another answer than the one that had failed."""
+    """Of these, samples with another answer than the failed one."""
     prompt: int = 0
-    """Number of tokens of the row's prompt."""
+    """Tokens of the row's prompt."""
     tool_s: float = 0.0
-    """The part of `score_s` in which at least one call of a tool was at a verifier."""
+    """Part of `score_s` in tools."""
     environment_s: float = 0.0
-    """The part of `score_s` in which an environment was asked."""
+    """Part of `score_s` in an environment."""
     own_s: float = 0.0
-    """The time until the workflow returned in which nothing was at an engine or a verifier: its own work."""
+    """Time of the workflow itself, with nothing at an engine or a verifier."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -169,11 +165,11 @@ class GroupFailed(Message, frozen=True):
     worker: str
     reason: str
     filtered: bool = False
-    """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
+    """Whether the row is unfit for training (for example, its prompt is too long), rather than a failure."""
     record: int = 0
-    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
+    """As in `GroupDone`."""
     prompt: int = 0
-    """Number of tokens of the row's prompt; 0 if it was not encoded."""
+    """Tokens of the row's prompt; 0 if it was not encoded."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -193,14 +189,16 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish
     engine: str
     sample: int
-    """Index of the ticket's sample that the trajectory is, or is a part of."""
+    """Index of the ticket's sample that it is, or is a part of."""
     images: tuple[Digest | NonNegativeInt, ...] | None = None
-    """The images, in the order of their places in the tokens: the index of an image of the row, or the
-    SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
+    """In the order of their places: index of an image of the row, or SHA-256 of a `StoredImage`; None for all
+    of
+    the row.
+    """
     kept_counts: Array | None = None
-    """(L,) uint16, the number of tokens that each token was drawn from; None: the whole vocabulary."""
+    """(L,) uint16, the number of ids that each token was drawn from; None for the whole vocabulary."""
     kept_ids: Array | None = None
-    """Their ids, int32, in the order of the tokens."""
+    """(sum of kept_counts,) int32."""
 
     @property
     def size(self) -> int:
@@ -220,15 +218,16 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StoredImage(Message, frozen=True):
-    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
-    subject names its SHA-256. Training reads it, and the sample writer keeps it."""
+    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added."""
 
     file: bytes
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: as many trajectories of one ticket as fit into one message. Those that only
-    the sample writer reads, of evaluations and failed attempts, have another subject."""
+    """Rollout worker to the log: trajectories of one ticket. Those of evaluations and failed attempts, which
+    only
+    the sample writer reads, have another subject.
+    """
 
     ticket: int
     attempt: int
@@ -240,11 +239,11 @@ class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One trajectory as text."""
 
     prompt: str | None = None
-    """The text before the first sampled token; None if it is the record's `prompt`."""
+    """Text before the first sampled token; None if it is the record's `prompt`."""
     text: str = ""
-    """The text from the first sampled token on; with several turns, also the text between them."""
+    """The rest, with the text between several turns."""
     messages: str = ""
-    """The conversation as a JSON list, with its tool calls; empty if there was none."""
+    """The conversation as a JSON list; empty if there was none."""
 
 
 class TicketRecord(Message, frozen=True):
@@ -254,16 +253,14 @@ class TicketRecord(Message, frozen=True):
     ticket: int
     attempt: int
     row: int
-    """Index in the dataset of its purpose."""
     worker: str
     dataset_row: str
-    """The row of the dataset as a JSON object, as `stretto.models.images.with_names` returns it."""
+    """A JSON object, as `stretto.models.images.with_names` returns it."""
     prompt: str
-    """The prompt as the model got it; of several, that of the first trajectory."""
+    """As the model got it; that of the first trajectory."""
     texts: tuple[KeptText, ...]
-    """In the order of the trajectories."""
     seconds: float
-    """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
+    """Since the start of the ticket; its parts are in `GroupDone`."""
     generate_s: float
     score_s: float
 
@@ -278,9 +275,9 @@ class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: str
     advantages: Array
-    """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
+    """(K,) float32; (1,) if all are equal, (0,) without advantages."""
     importance_weights: Array
-    """(K,) float32: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+    """(K,) float32, current / behaviour at the first optimizer step that trains the trajectory."""
 
     @property
     def size(self) -> int:
@@ -309,7 +306,6 @@ class TrainedRows(Message, frozen=True):
 
     incarnation: int
     version: int
-    """Training version at which the batch was trained."""
     rows: tuple[TrainedRow, ...]
 
 
@@ -324,7 +320,6 @@ class Follow(Message, frozen=True):
     """Sample writer to the kernel, answered by `Following`: let me read the log from this place on."""
 
     start: int
-    """Sequence number."""
 
 
 class Following(Message, frozen=True):
@@ -332,13 +327,12 @@ class Following(Message, frozen=True):
 
     consumer: str
     start: int
-    """The number that was asked for; 1 if the log ends before it, because a part of it was lost."""
+    """As asked for, or 1 if the log has lost that part."""
     last: int
-    """Sequence number of the last message that the sample writer reads, at this moment."""
+    """The last message now."""
 
 
 class Kept(Message, frozen=True):
     """Sample writer to the kernel, every few seconds: all samples of messages before this one are on disk."""
 
     below: int
-    """Sequence number."""

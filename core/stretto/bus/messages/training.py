@@ -14,13 +14,12 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: str
     sequence: int
-    """Sequence number of the bundle in the log, or index of the dataset row."""
+    """Of the bundle in the log, or index of the dataset row."""
     index: int
-    """Position in the bundle, or index among the sequences that are made from the dataset row."""
+    """Position in the bundle, or among the sequences of the dataset row."""
     group: int
-    """Number of the ticket."""
     length: int
-    """Number of tokens; 0 if only the trainers that read the row know it."""
+    """Tokens; 0 if only the trainers that read the row know it."""
 
     @property
     def attempt(self) -> int:
@@ -29,16 +28,15 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RunCall(Message, frozen=True, tag="Call/2"):
-    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
-    informs the other ranks of its group."""
+    """Kernel to rank 0 of a worker group, answered by `CallDone`: run a call. Rank 0 informs the other
+    ranks."""
 
     lease_epoch: int
     incarnation: int
     version: int
-    """Training version at which the trainers train the batch."""
     name: str
     rows: tuple[RowRef, ...]
-    """The batch, in order. All calls of a step have the same rows."""
+    """The same for all calls of a step."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -49,13 +47,11 @@ class CallDone(Message, frozen=True, tag="CallDone/2"):
 
 
 class AskColumn(Message, frozen=True):
-    """Rank to rank, answered by `Column`: send the values that a call of this step wrote for these rows. The
-    asking rank does not have them."""
+    """Rank to rank, answered by `Column`: send what a call of this step wrote for these rows."""
 
     version: int
     key: str
     rows: tuple[int, ...]
-    """Positions in the batch."""
 
 
 class Column(Message, frozen=True):
@@ -63,18 +59,20 @@ class Column(Message, frozen=True):
 
     values: Array
     per_token: bool
-    """True if each token has a value, False if each row has one."""
+    """A value per token, or one per row."""
 
 
 class EndStep(Message, frozen=True):
-    """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
-    Rank 0 informs the other ranks of its group. The group of the lead model begins to publish its weights."""
+    """Kernel to rank 0 of each group, answered by `StepEnded`: forget the batch. Rank 0 informs the other
+    ranks. The
+    lead model's group begins to publish.
+    """
 
     lease_epoch: int
     version: int
-    """Version at which the step began. The weights are now those of `version + 1`."""
+    """Version before the step; the weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
-    """Versions that evaluations still need. The trainers keep those of them that are published."""
+    """Published versions to keep for evaluations."""
 
 
 class StepEnded(Message, frozen=True):
@@ -104,11 +102,11 @@ class TrainerState(Message, frozen=True):
     """The weights that a group has."""
 
     version: int
-    """Version of the weights; -1 before the first load. A step of it may be under way."""
+    """-1 before the first load. A step of it may be under way."""
     incarnation: int
-    """Incarnation of the last step."""
+    """Of the last step."""
     notes: tuple[WeightsNote, ...]
-    """Of published earlier versions that evaluations need. Only the lead model's group has some."""
+    """Of published versions that evaluations need; only from the lead model's group."""
 
 
 class Prefetch(Message, frozen=True):
@@ -116,7 +114,7 @@ class Prefetch(Message, frozen=True):
 
     rows: tuple[RowRef, ...]
     complete: bool = False
-    """Whether the batches need no other rows, so that the trainers drop those that they have read."""
+    """Whether no other rows are needed: trainers drop those that they have read."""
 
 
 class AskMeetingPlace(Message, frozen=True):
@@ -136,33 +134,33 @@ class LoadCheckpoint(Message, frozen=True):
 
     lease_epoch: int
     folder: str
-    """A folder, or the URL of one. Empty for the initial model."""
+    """A folder or URL; empty for the initial model."""
     version: int
     needed: tuple[WeightsNote, ...] = ()
-    """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
+    """Older versions that the trainers publish again, for evaluations."""
     manifest: str = ""
-    """SHA-256 of the checkpoint's `manifest.json`. A trainer compares files that it downloads with it."""
+    """SHA-256 of the checkpoint's `manifest.json`, for downloads."""
 
 
 class Loaded(Message, frozen=True, tag="Loaded/2"):
     """The trainers have loaded the models."""
 
     note: WeightsNote | None = None
-    """The published weights. Only the group of the lead model sends them."""
+    """Only from the lead model's group."""
     needed: tuple[WeightsNote, ...] = ()
-    """Notes of the older versions that were asked for, as they are published now."""
+    """The older versions, as they are published now."""
 
 
 class Save(Message, frozen=True):
-    """Kernel to rank 0 of every worker group, answered by `Copied`: write models and optimizers into this
-    folder. Rank 0 informs the other ranks of its group."""
+    """Kernel to rank 0 of each group, answered by `Copied`: write models and optimizers. Rank 0 informs the
+    others."""
 
     lease_epoch: int
     folder: str
-    """A folder, or the URL of one."""
+    """A folder or URL."""
     version: int
     needed: tuple[int, ...] = ()
-    """Older versions that evaluations still need. Their published weights go into the folder, too."""
+    """Older versions that are written too, for evaluations."""
 
 
 class Copied(Message, frozen=True):
@@ -181,4 +179,4 @@ class Saved(Message, frozen=True):
 
     seconds: float
     uploaded: dict[str, str] = msgspec.field(default_factory=dict)
-    """Name -> SHA-256 of the files that all ranks have written to the URL. Empty for a folder."""
+    """Name -> SHA-256 of the files that all ranks have written to the URL; empty for a folder."""
