@@ -278,8 +278,8 @@ class Bus:
         await self._receive(subject, future=_AtOnce(deliver))
 
     def stop_serving(self) -> None:
-        """Answer nothing more, running handlers included: a leaving process must not send refusals, which are
-        final."""
+        """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
+        askers turn to another process when they hear that it has left, and would take a refusal for final."""
         self._serving = False
 
     async def _receive(self, subject: str, **how: Any) -> None:

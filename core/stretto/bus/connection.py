@@ -191,8 +191,8 @@ def inbox_of(bootstrap: Bootstrap) -> str:
 
 
 def seconds_to_reconnect(client: Client) -> float:
-    """Upper limit of the time to find another server of a cluster if all but one stand still; 0 with one
-    server."""
+    """Return the seconds in which a client that has lost its server finds another one of the cluster, even if
+    all others but one stand still; 0 with one server."""
     servers = len(client.servers)
     return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
 

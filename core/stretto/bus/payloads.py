@@ -65,8 +65,8 @@ def split(data: bytes, limit: int) -> list[bytes]:
 
 
 class Parts:
-    """Payloads with missing parts. Any process may send parts: above `_UNFINISHED_BYTES` the oldest is
-    dropped."""
+    """Payloads of which some parts have not arrived yet. Any process may send parts, so their memory is
+    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()

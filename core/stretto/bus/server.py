@@ -1,7 +1,7 @@
-"""The bundled nats-server: configuration, credentials and permissions, start and end.
+"""The bundled nats-server: its configuration, credentials and permissions, and its start and end.
 
-Each run has random credentials for each role, in files that only the user can read. On a server that other
-machines can reach, each role also has a certificate.
+Each run has random credentials, with one user for each role, in files that only the user can read. A server
+that other machines can reach has TLS, and each role a certificate of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """`bus.replicas`."""
     store_user: str = ""
     store_password: str = ""
-    """For the kernel's second connection, for the streams, on the bundled server."""
+    """Credentials of the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
@@ -91,7 +91,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """Empty for the kernel and for whole roles."""
     token: str = ""
     lock: KernelLock | None = None
-    """Of the kernel that the worker joins. Only the files of workers have it."""
+    """The lock of the kernel that the worker joins. Only the files of workers have it."""
 
     @classmethod
     def read(cls, path: Path) -> Bootstrap:
@@ -161,8 +161,8 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for the user's own server. All roles share credentials, so viewers get
-    none."""
+    """Write the bootstrap files for a server of the user's own. All roles have the same credentials; a viewer
+    has none, because it could do everything with them."""
     assert config.servers
     shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -472,9 +472,7 @@ def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
     """Streams belong to the account `store`, workers to `run`. The server answers a JetStream request on any
-    subject
-    that it names; with two accounts no worker can make it write to a stream.
-    """
+    subject that it names; with two accounts no worker can make it write to a stream."""
     names = Subjects(run)
     heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
     permissions: dict[Party, Mapping[str, Any]] = {

@@ -45,11 +45,11 @@ log = structlog.get_logger()
 _ANSWER_S = 10.0
 """Limit of one attempt."""
 _CLUSTER_ANSWER_S = 4.0
-"""With replicas: a killed server answers nothing, and another may answer soon."""
+"""The same for a store with replicas. A killed server answers nothing, and another one may answer soon."""
 _HEARTBEAT_S = 2
-"""Between two signs of life of a stream that this process follows."""
+"""Seconds between two signs of life from the server of a stream that this process follows."""
 _SILENT_S = 7.0
-"""After this silence the process creates another consumer, or asks again."""
+"""After this many seconds without one, the process creates another consumer, or asks again."""
 _FOLLOW_S, _FOLLOW_AT_ONCE = 15.0, 256
 """Seconds and messages of one question to a followed stream."""
 _READ_AT_ONCE = 32
@@ -60,9 +60,8 @@ _NO_MESSAGE = (10037, 10043, 10057)
 _OTHER_CONFIGURATION = 10058
 """Code for a stream that exists with another configuration."""
 _ELECTING = (10005, 10009, 10118, 10119, 10158)
-"""Codes of a cluster that has just lost a server: too few servers, no leader, a stream or consumer whose
-server is away, a message whose first copy is still being stored.
-"""
+"""Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
+here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
 _OTHER_END = 10071
 """Code for another last sequence number than the given one."""
 _COPYING = (10023,)
@@ -105,7 +104,7 @@ class StreamEnd:
 
     stream: str
     sequence: int
-    """Of the last message. `append` moves it."""
+    """Sequence number of the last message. `append` moves it."""
     unsure: set[str] = field(default_factory=set[str])
     """Ids of the message under way and of cancelled appends, which may be stored or not."""
 
@@ -254,8 +253,8 @@ class Store:
         *,
         start: int,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """As `follow`, of several subjects. `consumer_at` creates a consumer, again if the server has lost
-        it."""
+        """Yield (sequence, message) as `follow` does, of several subjects. `consumer_at` returns the name of
+        a new consumer from a sequence number on, also when the server has lost the former."""
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
@@ -387,10 +386,8 @@ class Store:
     async def _storing(
         self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
     ) -> T:
-        """Repeat an idempotent operation for up to `outage_s` of a connected client, while the server is
-        silent or,
-        in a cluster, gives an error of `passing`.
-        """
+        """Run an idempotent operation, and repeat it for up to `outage_s` while the server does not answer
+        or, in a cluster, gives an error of `passing`. The time without a connection does not count."""
         remaining_s = self._outage_s
         while True:
             await self._up.wait()
@@ -434,9 +431,7 @@ class Store:
 
     async def _stored_before(self, after: StreamEnd, id: str) -> int:
         """The number of a message that an earlier attempt has stored after `after`: its acknowledgement was
-        lost,
-        and the server compares the end of the stream before it looks for the id.
-        """
+        lost, and the server compares the end of the stream before it looks for the id."""
         following = after.sequence + 1
         try:
             message = await self._jetstream.get_msg(after.stream, following)  # of the leader
@@ -479,8 +474,8 @@ class Store:
         return messages
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
-        """By number, or the newest of a subject. The leader is asked for what another server does not have
-        yet."""
+        """Return a stored message: the one with this number, or the newest one of a subject. What one server
+        of a cluster does not have yet is asked of the leader."""
 
         async def get() -> RawStreamMsg:
             try:
@@ -549,8 +544,8 @@ class _Pull:
         await self._client.publish(self._subject, msgspec.json.encode(question), self._inbox)
 
     async def next(self) -> Msg | None:
-        """None at a sign of life or at the answer's end. Raise NoAnswer after silence, a lost consumer or a
-        reconnection."""
+        """Wait for the next message; None if the server has sent a sign of life, or ends its answer. Raise
+        NoAnswer if it is silent or has lost the consumer, or if the client has reconnected."""
         if self.messages.empty():
             try:
                 with anyio.fail_after(_SILENT_S):

@@ -18,11 +18,11 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """The authority that a client believes, and the certificate that it shows, as PEM text."""
 
     ca: str = ""
-    """Of the authorities; empty for the system's."""
+    """Certificates of the authorities; empty for those of the system."""
     certificate: str = ""
     """The client's, and those between it and the authority; empty if it shows none."""
     key: str = ""
-    """Not encrypted."""
+    """The private key of the certificate, not encrypted."""
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:

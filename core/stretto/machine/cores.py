@@ -1,5 +1,4 @@
-"""The processor cores and the memory that this process and its children may use, and how much of the cores
-they use."""
+"""The processor cores and the memory that this process and its children may use."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import psutil
 __all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
 
 _LIST_S = 5.0
-"""Look for new processes after this many seconds: a machine may have thousands."""
+"""Look for new processes this often: a machine may have thousands."""
 
 
 def available_cores() -> float:
@@ -48,7 +47,7 @@ def memory_limits(
 
 
 def _number_in(file: Path) -> int | None:
-    """Return the number that a file holds; None if it holds a word instead, such as max, or is not there."""
+    """None for a word, such as max, or without the file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -61,7 +60,7 @@ class CoreUse(NamedTuple):
     used: float
     """The share that this process and its descendants used."""
     idle: float
-    """The share that no process used, and that a container's limit leaves."""
+    """Used by no process, within a container's limit."""
 
 
 class CoreMeter:
@@ -74,7 +73,7 @@ class CoreMeter:
         self._listed = 0.0
         self._processes: list[psutil.Process] = []
         self._seconds: dict[psutil.Process, float] = {}
-        """Processor time of each process up to the last reading."""
+        """Processor time up to the last reading."""
         self.read()
 
     def read(self) -> CoreUse:
@@ -95,14 +94,13 @@ class CoreMeter:
 
 
 def _idle_s() -> float:
-    """Return the idle seconds so far of all cores that this process may use, added up."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))
 
 
 def _seconds_of(process: psutil.Process, before: float) -> float:
-    """Return the processor time of a process so far; if it has ended, that of the reading before."""
+    """If it has ended, that of the reading before."""
     try:
         times = process.cpu_times()
     except psutil.Error:
@@ -111,7 +109,7 @@ def _seconds_of(process: psutil.Process, before: float) -> float:
 
 
 def _quota() -> float | None:
-    """Return the cores' worth of processor time that a container may use; None without a limit."""
+    """The cores' worth of processor time that a container may use; None without a limit."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else int(allowed) / int(period)

@@ -1,8 +1,7 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
-Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-score is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
-independent answers. Where two runs have kept the answers to the same rows, the difference of their last
+Runs that differ only in their seed are a group. Intervals of scores are over rows if all answers are kept,
+otherwise over independent answers. If two runs kept answers to the same rows, the difference of their last
 common evaluation is paired by row.
 """
 
@@ -40,9 +39,8 @@ __all__ = [
 ]
 
 _MOST_STEPS = 10
-"""Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})
-"""Keys that say which run it is, and not how it trains."""
+"""They say which run it is, not how it trains."""
 _MEASURES = (
     "reward.",
     "workflow.environment",
@@ -50,7 +48,7 @@ _MEASURES = (
     "evaluation.rows",
     "evaluation.sampling",
 )
-"""Beginnings of keys that say what a score measures."""
+"""Prefixes of keys that say what a score measures."""
 _LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
 """Of these, keys that change no score by themselves."""
 MIXED = "held-out score"
@@ -64,9 +62,9 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     score: Estimate
     measure: str
-    """`held-out accuracy` or `held-out reward`; see `RunFolder.held_out`."""
+    """See `RunFolder.held_out`."""
     by_row: bool
-    """Whether the interval is over rows. Otherwise the answers count as independent."""
+    """Whether the interval is over rows, not over independent answers."""
 
     def __str__(self) -> str:
         return f"{self.score} (version {self.version})"
@@ -82,19 +80,19 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     steps: int
     reward: float | None
-    """Mean reward of the last 10 steps; so are the other figures of steps."""
+    """Mean of the last 10 steps, as the other figures of steps."""
     length: float | None
     staleness: float | None
     step_s: float | None
     tokens_per_s: float | None
     wall_s: float | None
-    """The run's duration (see `RunFolder.wall_s`)."""
+    """See `RunFolder.wall_s`."""
     last: Evaluated | None
     best: Evaluated | None
     """The evaluation with the highest score."""
     trained: int
     not_trained: int
-    """Tickets that were filtered, expired or failed."""
+    """Tickets filtered, expired or failed."""
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +110,7 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[str]
     score: float | None
-    """Mean of the last scores over the runs; None if the measures of runs differ."""
+    """Mean of the last scores; None for different measures."""
     score_sd: float | None
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
@@ -121,8 +119,7 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Score less that of the first group; None for the first group, without scores, and if the measures of
     runs differ."""
     paired: int = 0
-    """Number of seeds by which the difference is paired; 0 if the groups have fewer than two seeds in common,
-    and their runs count as independent."""
+    """Number of seeds that pair the difference; 0 if fewer than two are common: runs count as independent."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,19 +127,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[RunFigures]
     differences: dict[str, list[str | None]]
-    """Dotted key -> the value in each run, as JSON; None where a run does not have the key."""
+    """Dotted key -> JSON value in each run, or None."""
     curves: dict[str, list[tuple[int, list[float]]]]
     """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
     measure: str
-    """What the scores are: `held-out accuracy`, `held-out reward`, or `held-out score` if runs differ in it.
-    Scores that are not the same measure are not subtracted."""
+    """As in `Evaluated`, or `held-out score` if runs differ: such scores are not subtracted."""
     scores: list[tuple[int, list[float | None]]]
-    """Versions that some run has evaluated, with the score in each run."""
+    """(version, score in each run)."""
     caution: str
-    """Why the scores of the runs are not the same measure; empty if they are."""
+    """Why the scores are not the same measure; empty if they are."""
     paired: list[Paired]
     groups: list[SeedGroup]
-    """Groups of several runs; empty if no two runs differ only in their seed."""
+    """Only groups of several runs."""
 
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
@@ -155,7 +151,6 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _common(runs: Sequence[RunFolder]) -> Path:
-    """Return the innermost folder that has all runs, each below it."""
     first, *others = (run.folder for run in runs)
     return next(path for path in first.parents if all(path in other.parents for other in others))
 
@@ -227,8 +222,7 @@ def _measure(run: RunFolder) -> Measure:
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return the keys whose values (see `RunFolder.values`) differ between runs, each with the value in every
-    run; None where a run does not have the key."""
+    """Return each key whose value differs between runs, with its values (see `RunFolder.values`) or None."""
     keys = dict.fromkeys(key for each in values for key in each)
     return {
         key: row
@@ -238,8 +232,7 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why the scores of runs with these values are not the same measure; empty if they are.
-    `comparable`: all are accuracies, or all are rewards."""
+    """Why scores differ in measure; empty if not. `comparable`: all are accuracies, or all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]
@@ -254,7 +247,7 @@ def setting(values: Mapping[str, str]) -> str:
 
 
 def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
-    """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
+    """A few steps that all runs have, with the means that end there."""
     series = [dict(run.series(key)) for run in runs]
     common = sorted(set.intersection(*(set(each) for each in series)))
     if not common:
@@ -296,7 +289,7 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
 
 
 def _fingerprint(run: RunFolder) -> str | None:
-    """Return what identifies the rows that a run evaluates; None if it is not known."""
+    """What identifies the evaluated rows; None if unknown."""
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -330,7 +323,7 @@ def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, compar
 
 
 def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
-    """Return (seed, last score) of the runs that have one. Several runs may have the same seed."""
+    """(seed, last score). Several runs may have the same seed."""
     return [(each.seed, each.last.score.mean) for each in members if each.last is not None]
 
 

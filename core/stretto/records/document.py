@@ -13,7 +13,7 @@ from stretto.records.files import read_record
 
 _MOST_VALUES = 100_000
 _DEEPEST = 100
-"""Kernels write files of some hundred values, nested less than ten deep."""
+"""Kernels nest less than ten deep."""
 # PyYAML has the fast loader only if it was built with libyaml.
 _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -37,7 +37,7 @@ def _fault(events: Iterable[yaml.Event]) -> str:
     """Return why a document is too large to show; an empty text if it is not. An alias counts as what it
     repeats: ten short lines of aliases can stand for thousands of millions of values."""
     known: dict[str, tuple[int, int]] = {}
-    """Anchor -> number of its values, and how deep they are nested."""
+    """Anchor -> number of its values, and their depth."""
     open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for event in events:
         match event:

@@ -1,7 +1,6 @@
 """Writes the file `metrics.jsonl` of a run (see `stretto.records.metrics`).
 
-A resumed run cuts the lines after its checkpoint, because it repeats their steps or has lost them. It first
-appends them to `metrics.cut.jsonl`, so that no figure is ever lost.
+A resumed run moves lines after its checkpoint to `metrics.cut.jsonl`: their steps are repeated or lost.
 """
 
 from __future__ import annotations

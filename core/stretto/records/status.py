@@ -1,8 +1,4 @@
-"""The state of a run in its file `status.json`: what it does now, and who waits for whom since when.
-
-The kernel writes the file every few seconds. The file can be read while the kernel hangs: its age then says
-since when.
-"""
+"""The file `status.json`: what a run does, and who waits for whom. A kernel that hangs leaves an old one."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from stretto.records.files import read_record
 
 STATUS = "status.json"
 LATE_S = 15.0
-"""A living kernel writes and sends its status every 2 s. After this many seconds without one, it hangs, is
-stopped or is gone."""
+"""The kernel writes every 2 s; it hangs, is stopped or is gone after this many seconds without one."""
 
 State = Literal["running", "completed", "interrupted", "failed", "repeated"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -35,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocked_s: float
     """Seconds for which its event loop has stood still."""
     leaving: bool = False
-    """Whether it finishes its work and then leaves."""
+    """Whether it drains."""
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -55,9 +50,9 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
 
     version: Count
     score: float | None
-    """Mean accuracy or reward of the answers, as `measure` says; None if no row had a result."""
+    """Mean of the answers, as `measure` says; None if no row had a result."""
     measure: Measure
-    """`accuracy` if all answers of all evaluations have one, otherwise `reward`."""
+    """`accuracy` if all answers of all evaluations have one."""
     samples: Count
     failed: Count
 
@@ -67,10 +62,10 @@ class EvaluationProgress(msgspec.Struct, frozen=True):
 
     version: Count
     rows: Count
-    """Rows that are finished."""
+    """Finished rows."""
     of: Count
     waiting: Count | None
-    """Version of the evaluation that waits for this one."""
+    """Version of the next evaluation."""
 
 
 class AdviceStatus(msgspec.Struct, frozen=True):
@@ -78,7 +73,7 @@ class AdviceStatus(msgspec.Struct, frozen=True):
 
     rule: str
     since: Count
-    """First of the steps that show the problem."""
+    """First step with the problem."""
     message: str
 
 
@@ -87,7 +82,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
     state: Literal["waiting", "unknown", "learning", "flat", "falling", "collapsing", "broken"]
     text: str
-    """One line."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,26 +94,25 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     state: State
     started: bool = False
-    """Whether the run has begun to generate and train; False while its workers start."""
+    """False while the workers start."""
     reason: str = ""
     """Why the run ended; empty while it runs, and if it is complete."""
     version: Count
     steps: Count
     wall_s: float = 0.0
-    """Seconds so far, without the pauses before a resume."""
+    """So far, without the pauses before a resume."""
     left_s: float | None = None
-    """Estimated seconds until the last step; None while they are not known."""
+    """Estimate; None while unknown."""
     now: str
     verdict: Verdict | None = None
-    """None in the files of former versions of stretto."""
     sampled: bool = True
     """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
     newest: dict[str, float | None] = {}
-    """The main figures of the newest step, by their keys in `metrics.jsonl`."""
+    """Key in `metrics.jsonl` -> main figure of the newest step."""
     recent: dict[str, float] = {}
-    """The figures that have curves, each as its mean over the newest 10 steps."""
+    """Means over the newest 10 steps, of figures with curves."""
     curves: dict[str, list[float]] = {}
-    """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
+    """Figures over the whole run, as at most 64 means over equal numbers of steps."""
     evaluations: list[EvaluationStatus] = []
     best: EvaluationStatus | None = None
     evaluating: EvaluationProgress | None = None
@@ -127,7 +120,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     finished: Count = 0
     """Tickets in flight whose group is complete."""
     reasons: dict[str, Count] = {}
-    """The most frequent reasons for which tickets or evaluation rows gave no result."""
+    """Most frequent reasons why tickets or evaluation rows gave no result."""
     generate_tokens_per_s: float = 0.0
     """Speed of generation during the last seconds."""
     advice: list[AdviceStatus] = []
@@ -138,9 +131,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     starting: dict[str, str]
     """Workers that are not ready, with their state."""
     waits: list[Stall]
-    """The longest wait of each process, longest first."""
+    """The longest of each process, longest first."""
     metrics_url: str = ""
-    """Where Prometheus finds the figures; empty if it does not."""
+    """Empty without a Prometheus endpoint."""
 
 
 def decode_status(content: bytes) -> Status:

@@ -16,9 +16,9 @@ WorkerId = Annotated[str, msgspec.Meta(pattern=WORKER_ID)]
 """Id of a worker, such as `rollout-0`. It is part of subjects, so it has no other characters."""
 NONCE = r"\A[A-Za-z0-9]{1,64}\Z"
 Nonce = Annotated[str, msgspec.Meta(pattern=NONCE)]
-"""Random text that distinguishes a restarted worker from its former process. The subjects of requests to a
-worker contain it, so only the intended process hears them.
-"""
+"""Random text that a worker draws at its start. It distinguishes a restarted worker from the previous
+process, and is a part of the subjects of requests to the worker: so only the process that they are for hears
+them."""
 VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
 """Name of a variant in the run file; empty for the run's own sections."""
 InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]

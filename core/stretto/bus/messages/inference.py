@@ -20,9 +20,7 @@ class Generate(Message, frozen=True, tag="Generate/4"):
     """Chunks go to `Subjects.chunks` of this inbox."""
     exact_version: int | None = None
     """The version that an evaluation asks for; None for training. A worker lent to an evaluation answers only
-    that
-    evaluation, any other worker only training.
-    """
+    that evaluation, any other worker only training."""
     sender: WorkerProcess | None = None
     """Set only with images: the rollout worker has their files."""
 
@@ -110,15 +108,15 @@ class SwapDone(Message, frozen=True):
     report: SwapReport
     """Without the hashes."""
     fault: str = ""
-    """Tensors that differ from the announced version, or another reason; then no token of that version is
-    sent."""
+    """The tensors that differ from the announced version, or another reason for the refusal; empty when all
+    match. With a fault, the worker sends no token of that version."""
     drift: Drift | None = None
     """None if the worker did not compare the canary."""
     unscored: str = ""
     """Why not, if the run has a canary."""
     engine_kl: float | None = None
-    """Mean k3 estimate of KL(engine || trainer) over the `SharedRows`, in nats per token; None without
-    comparison."""
+    """Mean k3 estimate of KL(engine || trainer) at this version, in nats per token, over the trained tokens
+    of the `SharedRows`; None if the worker did not compare the rows."""
     rows_unscored: str = ""
     """Why not; empty if there are no rows yet."""
     receive_s: float = 0.0

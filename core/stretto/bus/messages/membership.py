@@ -72,7 +72,7 @@ class Join(Message, frozen=True, tag="Join/3"):
     worker: WorkerId
     role: Role
     place: str
-    """For people."""
+    """Where the worker runs, for people."""
     nonce: Nonce
     token: str
     stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
@@ -93,7 +93,7 @@ class Welcome(Message, frozen=True, tag="Welcome/3"):
     grace_s: float
     """Seconds without beacon and lock, for a worker that can see the lock."""
     fingerprints: dict[str, str]
-    """By the key of the dataset's section."""
+    """Fingerprint of each dataset, by the key of its section."""
     outage_s: float
     """Seconds without a beacon, for a worker that cannot see the lock."""
     lock: KernelLock
@@ -132,7 +132,7 @@ class Heartbeat(Message, frozen=True):
     busy_s: float = 0.0
     """Seconds of work since the worker's start."""
     load: Load | None = None
-    """Only from inference workers."""
+    """Load figures of the engine. Only inference workers send them."""
     tickets: int = 0
     """Number of tickets that a rollout worker has."""
     refused: int = 0

@@ -12,7 +12,7 @@ class ScoreSamples(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `Scored`: score these completions of one row."""
 
     row: bytes
-    """In msgpack."""
+    """The dataset row, in msgpack."""
     completions: tuple[str, ...]
     columns: bytes
     """More arguments for the reward: a msgpack map of lists, with a value for each completion."""

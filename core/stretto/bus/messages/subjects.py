@@ -30,9 +30,8 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
     },
 }
-"""Role -> verb -> who may ask it. The server's permissions and the check of reply subjects follow this table.
-Rank 0 of a group passes the kernel's requests on.
-"""
+"""Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply
+subjects follow this table. Rank 0 of a group passes the kernel's requests on to the other trainers."""
 
 
 class Subjects:

@@ -30,7 +30,7 @@ class Ticket(Message, frozen=True):
     id: int
     """Each purpose counts from 0."""
     attempt: int
-    """From 1; rises when the kernel issues the ticket again."""
+    """Number of the attempt, from 1. It rises each time the kernel issues the ticket again."""
     purpose: Purpose
     row: int
     min_version: int
@@ -88,7 +88,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     id: str
     """`ticket/attempt/index`."""
     sequence: int
-    """Of the bundle in the log."""
+    """Sequence number, in the log, of the bundle that holds the trajectory."""
     index: int
     """Position in that bundle."""
     length: int
@@ -127,13 +127,13 @@ class GroupDone(Message, frozen=True):
     members: tuple[Member, ...]
     """`sequence` is 0 for those of an evaluation: training does not read their data."""
     seconds: float
-    """Since the start of the ticket."""
+    """Seconds from the start of the ticket."""
     generate_s: float = 0.0
     """Part of `seconds` with at least one request at an inference engine."""
     score_s: float = 0.0
     """Part with a call of a verifier: reward, tool or environment."""
     record: int = 0
-    """Of the attempt's `TicketRecord` in the log; 0 if its samples are not kept."""
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """SHA-256 over all that is kept of the group (see `stretto.records.samples.kept_sample`)."""
     images: tuple[int, ...] = ()
@@ -145,7 +145,7 @@ class GroupDone(Message, frozen=True):
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
     """Samples that succeeded after another try, by fault."""
     redrawn: int = 0
-    """Of these, samples with another answer than the failed one."""
+    """Of these, samples with another answer than the one that had failed."""
     prompt: int = 0
     """Tokens of the row's prompt."""
     tool_s: float = 0.0
@@ -191,10 +191,8 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sample: int
     """Index of the ticket's sample that it is, or is a part of."""
     images: tuple[Digest | NonNegativeInt, ...] | None = None
-    """In the order of their places: index of an image of the row, or SHA-256 of a `StoredImage`; None for all
-    of
-    the row.
-    """
+    """The images, in the order of their places in the tokens: the index of an image of the row, or the
+    SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
     kept_counts: Array | None = None
     """(L,) uint16, the number of ids that each token was drawn from; None for the whole vocabulary."""
     kept_ids: Array | None = None
@@ -224,10 +222,8 @@ class StoredImage(Message, frozen=True):
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: trajectories of one ticket. Those of evaluations and failed attempts, which
-    only
-    the sample writer reads, have another subject.
-    """
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message. Those that only
+    the sample writer reads, of evaluations and failed attempts, have another subject."""
 
     ticket: int
     attempt: int
@@ -257,10 +253,10 @@ class TicketRecord(Message, frozen=True):
     dataset_row: str
     """A JSON object, as `stretto.models.images.with_names` returns it."""
     prompt: str
-    """As the model got it; that of the first trajectory."""
+    """The prompt as the model got it; of several, that of the first trajectory."""
     texts: tuple[KeptText, ...]
     seconds: float
-    """Since the start of the ticket; its parts are in `GroupDone`."""
+    """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
     generate_s: float
     score_s: float
 

@@ -14,7 +14,7 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: str
     sequence: int
-    """Of the bundle in the log, or index of the dataset row."""
+    """Sequence number of the bundle in the log, or index of the dataset row."""
     index: int
     """Position in the bundle, or among the sequences of the dataset row."""
     group: int
@@ -28,8 +28,8 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RunCall(Message, frozen=True, tag="Call/2"):
-    """Kernel to rank 0 of a worker group, answered by `CallDone`: run a call. Rank 0 informs the other
-    ranks."""
+    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
+    informs the other ranks of its group."""
 
     lease_epoch: int
     incarnation: int
@@ -63,10 +63,8 @@ class Column(Message, frozen=True):
 
 
 class EndStep(Message, frozen=True):
-    """Kernel to rank 0 of each group, answered by `StepEnded`: forget the batch. Rank 0 informs the other
-    ranks. The
-    lead model's group begins to publish.
-    """
+    """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
+    Rank 0 informs the other ranks of its group. The group of the lead model begins to publish its weights."""
 
     lease_epoch: int
     version: int
@@ -104,9 +102,9 @@ class TrainerState(Message, frozen=True):
     version: int
     """-1 before the first load. A step of it may be under way."""
     incarnation: int
-    """Of the last step."""
+    """Incarnation of the last step."""
     notes: tuple[WeightsNote, ...]
-    """Of published versions that evaluations need; only from the lead model's group."""
+    """Of published earlier versions that evaluations need. Only the lead model's group has some."""
 
 
 class Prefetch(Message, frozen=True):
@@ -146,14 +144,14 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
     """The trainers have loaded the models."""
 
     note: WeightsNote | None = None
-    """Only from the lead model's group."""
+    """The published weights. Only the group of the lead model sends them."""
     needed: tuple[WeightsNote, ...] = ()
     """The older versions, as they are published now."""
 
 
 class Save(Message, frozen=True):
-    """Kernel to rank 0 of each group, answered by `Copied`: write models and optimizers. Rank 0 informs the
-    others."""
+    """Kernel to rank 0 of every worker group, answered by `Copied`: write models and optimizers into this
+    folder. Rank 0 informs the other ranks of its group."""
 
     lease_epoch: int
     folder: str

@@ -35,10 +35,8 @@ from stretto.bus.messages.training import RowRef
 AttemptOutcome = Literal[
     "trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished", "open"
 ]
-"""`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group.
-`open`: a worker may be working on it."""
+"""`withdrawn`: issued again. `unfinished`: the kernel ended, or no step has used the group."""
 Key = tuple[Purpose, int]
-"""Purpose and number of a ticket."""
 
 
 @dataclass
@@ -48,11 +46,10 @@ class KernelLife:
     began: float
     lease_epoch: int
     version: int
-    """Version of the checkpoint from which it continued; 0 in a new run. It repeats the later steps."""
+    """Version of the checkpoint; 0 in a new run. Later steps are repeated."""
     ended: float | None = None
-    """None while it owns the run, as far as the events tell."""
     status: str = ""
-    """How it ended; empty if it was killed."""
+    """Empty if it was killed."""
 
 
 @dataclass
@@ -115,7 +112,6 @@ class RecordedBatch:
     version: int
     tickets: tuple[int, ...]
     rows: tuple[RowRef, ...]
-    """In order."""
     incarnation: int
     """That of the weights that it changes."""
     layout: str
@@ -152,12 +148,11 @@ class Attempt:
     """None if it was issued before the first event."""
     issued_at: float | None = None
     worker: str = ""
-    """The rollout worker that took it; empty if none has."""
+    """The rollout worker; empty without one."""
     taken: float | None = None
     done: GroupFigures | None = None
-    """Its group, once all its trajectories are in the log."""
     ended: float | None = None
-    """When the worker was done with it, or when nobody waited for it any more."""
+    """When the worker was done, or when nobody waited any more."""
     outcome: AttemptOutcome = "open"
     reason: str = ""
     step: StepSpan | None = None
@@ -191,9 +186,7 @@ class RunHistory:
     """
 
     began: float | None = None
-    """Time of the first event; None without one."""
     ended: float = 0.0
-    """Time of the newest event."""
     kernels: list[KernelLife] = field(default_factory=list[KernelLife])
     lives: list[WorkerLife] = field(default_factory=list[WorkerLife])
     steps: list[StepSpan] = field(default_factory=list[StepSpan])
@@ -201,34 +194,32 @@ class RunHistory:
     swaps: list[SwapSpan] = field(default_factory=list[SwapSpan])
     evaluations: list[EvaluationSpan] = field(default_factory=list[EvaluationSpan])
     attempts: list[Attempt] = field(default_factory=list[Attempt])
-    """In the order of their first event."""
     incarnation: int = 0
     layout: str = ""
     batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
-    """Version -> its batch, of those in force."""
+    """Version -> its batch in force."""
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
-    """(version from which they are in force, number of the values), in order."""
+    """(first version in force, number of the values), in order."""
     digests: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
-    """(incarnation, version) -> the digests of the version, one for each time that it was published."""
+    """(incarnation, version) -> a digest for each publication."""
     draws: dict[int, int] = field(default_factory=dict[int, int])
-    """Ticket -> the row that the run's curriculum chose for it."""
+    """Ticket -> the row that the curriculum chose."""
     in_flight: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Each change of the number of training tickets that are issued and not trained or retired."""
+    """Changes of the number of training tickets not yet trained or retired."""
     waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Each change of the number of finished groups that wait for their step."""
+    """Changes of the number of finished groups that wait."""
     _former: dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]] = field(
         default_factory=dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]]
     )
-    """Former incarnation -> its batches and values."""
     _lives: dict[str, WorkerLife] = field(default_factory=dict[str, WorkerLife])
     _open: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """The newest attempt of each ticket that is not done."""
+    """Newest attempt of each ticket, not done."""
     _withdrawn: dict[tuple[Key, int], Attempt] = field(default_factory=dict[tuple[Key, int], Attempt])
     """Attempts of this kernel whose ticket was issued again."""
     _done: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
-    """Finished groups that wait for their step, by ticket."""
+    """Ticket -> finished group that waits for its step."""
     _cut: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """Attempts that were open when their kernel ended. The next one may get their groups."""
+    """Open when their kernel ended. The next kernel may get their groups."""
     _in_flight: set[int] = field(default_factory=set[int])
     _evaluation_began: dict[int, float] = field(default_factory=dict[int, float])
 
@@ -315,8 +306,7 @@ class RunHistory:
         return next(number for start, number in reversed(self.values) if start <= version)
 
     def enter(self, incarnation: int, version: int) -> None:
-        """Go over to an incarnation in which something happens at a version. A higher one than the current
-        one begins there. A lower one continues: a kernel went back to it."""
+        """Go over to an incarnation: a higher one begins at this version, a lower one continues."""
         if incarnation == self.incarnation:
             return
         self._former[self.incarnation] = self.batches, self.values
@@ -330,7 +320,7 @@ class RunHistory:
     # ------------------------------------------------------------------------- kernels and workers
 
     def _end_kernel(self, time: float, status: str) -> None:
-        """Close what is open: the workers and their work do not outlive their kernel."""
+        """Workers and their work do not outlive their kernel."""
         self._cut |= self._open
         for attempt in self._open.values():
             attempt.ended, attempt.outcome = time, "unfinished"
@@ -370,7 +360,7 @@ class RunHistory:
             self._evaluation_began.setdefault(issued.min_version, time)
 
     def _attempt(self, purpose: Purpose, ticket: int, number: int) -> Attempt | None:
-        """Return an attempt that is open; a new one if its beginning is not among the events."""
+        """An open attempt; a new one if its beginning is not among the events."""
         key = purpose, ticket
         newest = self._open.get(key)
         if newest is None and not self.kernels:

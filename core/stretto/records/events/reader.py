@@ -17,7 +17,6 @@ from stretto.records.events.files import files_of_kernels, next_record, records_
 from stretto.records.files import open_record
 
 TimedEvent = tuple[float, Event]
-"""Unix time of an event, and the event."""
 
 
 class EventReader:
@@ -27,13 +26,12 @@ class EventReader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ends: dict[Path, tuple[int, int]] = {}
-        """File -> where its next record begins, and the sequence number of the record before it."""
+        """File -> end and sequence number of the last record that was read."""
         self._places: dict[int, tuple[Path, int, float]] = {}
-        """Sequence number of a message -> its file, where it begins there, and the time of its last event."""
+        """Sequence number -> file, start, and time of the last event."""
         self._order: list[int] = []
         self._newest: list[float] = []
-        """For each message in order the newest time so far. Times never go back, also when the machine's
-        clock does between two kernels."""
+        """Running maximum of the messages' times, which may fall between two kernels."""
 
     def time_range(self) -> tuple[float, float] | None:
         """Return the times of the first and the newest event in Unix seconds; None without an event."""
@@ -83,7 +81,7 @@ _batch_of = decoder(EventBatch)
 
 
 def _events_of(record: tuple[int, bytes | None] | None, number: int) -> Iterator[TimedEvent]:
-    """Return the timed events of the message with this number; ValueError if the record is another one."""
+    """ValueError if the record is another one."""
     if record is None or record[0] != number or record[1] is None:
         raise ValueError("a file was written again meanwhile; try again")
     batch: EventBatch = _batch_of(record[1])

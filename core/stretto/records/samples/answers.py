@@ -23,21 +23,20 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Version of the weights that sampled it."""
     columns: dict[str, Any] | None = None
-    """The row's columns without its prompt; see `stretto.models.images.with_names`."""
+    """Without the prompt; see `stretto.models.images.with_names`."""
     prompt: str | None = None
     """The prompt as the model got it."""
     completion: str | None = None
-    """The text after the prompt. `columns`, `prompt` and `completion` are None if the texts were not read."""
+    """`columns`, `prompt` and `completion` are None if the texts were not read."""
     reward: float
     metrics: dict[str, float]
     tokens: int
-    """Number of sampled tokens."""
+    """Sampled tokens."""
     finish: str
     engine: str
 
     def score(self, measure: Measure) -> float:
-        """Return the answer's accuracy or reward. In runs of versions up to 0.1, an accuracy may be missing:
-        their evaluations then counted the reward."""
+        """Accuracy or reward. Runs of versions up to 0.1 may lack the accuracy: they counted the reward."""
         return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 

@@ -1,10 +1,9 @@
-"""The process that writes a run's samples. The kernel starts it on its own machine, and starts it again.
+"""The process that writes a run's samples. The kernel starts it on its own machine, and restarts it.
 
-It follows the log, joins messages to rows, and writes a row when it is known what became of it: every few
-seconds, all rows of a group in one file. The images that workflows added to a row are on disk before the row
-is. Then it moves its cursor to the first message of the oldest group that is not on disk, and reports it to
-the kernel, which keeps the log from there on. After a crash it reads again from the cursor on, and leaves out
-the groups that have rows on disk.
+It follows the log and writes rows of known outcome every few seconds: all rows of a group in one file, their
+images before. Then it moves its cursor to the first message of the oldest unwritten group and reports it; the
+kernel keeps the log from there on. After a crash it reads from the cursor, without groups that have rows on
+disk.
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ CURSOR = "cursor.json"
 _LOCK = "writer.lock"
 _FLUSH_S = 3.0  # readers see samples after this time, and each flush makes a file
 _FLUSH_BYTES = 2**25
-"""Rows of this many bytes are written at once, and the writer reads no further until they are on disk."""
+"""So many bytes are written at once; the writer reads no further until they are on disk."""
 _RETRY_S = 5.0  # while the disk is full
 _POLL_S = 0.5  # how soon the writer notices that its kernel is gone
 _BEAT_S = 5.0
-"""The kernel hears from the writer this often, also if nothing new is on disk."""
+"""The kernel hears from the writer this often."""
 _ANSWER_S = 60.0  # the server may be away for a while
 _DRAIN_S = 15.0
-"""At the end of the run, the writer has this many seconds to read the rest of the log."""
+"""Limit for the rest of the log at the end of the run."""
 _NICE = 5
 _PARTS = 4
-"""If only the last steps are kept, a segment has at most the flushes of one of this many parts of them."""
+"""If only the last steps are kept, a segment has at most this part of them."""
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,11 @@ class Keeping:
     """Which samples stay on disk."""
 
     last: int
-    """Those of this many steps; 0 for all."""
+    """Steps; 0 for all."""
     staleness: int
-    """The run's `queue.max_staleness`."""
+    """`queue.max_staleness`."""
     answers: bool
-    """Those of all evaluations stay."""
+    """Keep those of all evaluations."""
 
     def prunes(self, purpose: Purpose) -> bool:
         """Whether old samples of a purpose are removed."""
@@ -109,7 +108,7 @@ def main(folder: Path, keeping: Keeping) -> int:
 
 @contextmanager
 def _owned(folder: Path) -> Generator[None]:
-    """Be the only writer in a folder. The writer of a killed kernel may need a moment to end."""
+    """Be the folder's only writer. The writer of a killed kernel may need a moment to end."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kernel = KernelLock.of(folder.parent / "bus")
     with (folder / _LOCK).open("w") as file:
@@ -142,16 +141,14 @@ class _SampleWriter:
         images that no row has are removed."""
         self._joiner = Joiner(1, staleness=keeping.staleness)
         self._unwritten: dict[Purpose, Table] = {}
-        """Rows that were taken from the joiner and are not on disk yet."""
+        """Taken from the joiner, not on disk yet."""
         self._position = 0
-        """The cursor, once they are."""
         self._confirmed = 0
         self._taken = anyio.Event()
-        """Set when the complete rows were taken from the joiner."""
+        """The complete rows were taken from the joiner."""
         self._wake = anyio.Event()
-        """Set when rows should be written now."""
         self._over = anyio.Event()
-        """Set when the run is over, or its kernel is gone."""
+        """The run is over, or its kernel is gone."""
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
@@ -201,8 +198,7 @@ class _SampleWriter:
                 await self._taken.wait()
 
     async def _add(self, sequence: int, message: Any) -> None:
-        """Keep the images of the rows that a message completes, and give it to the joiner. While the disk is
-        full, try again and again: the log keeps what is not written."""
+        """Keep the images of rows that a message completes, then add it. Retry while the disk is full."""
         images = self._joiner.images_of(message)
         if not images:
             self._joiner.add(sequence, message)
@@ -259,8 +255,7 @@ class _SampleWriter:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write the complete rows, and confirm them. While the disk is full, try again and again: the log
-        keeps what is not written."""
+        """Write and confirm the complete rows. Retry while the disk is full: the log keeps them."""
         if not self._unwritten:
             self._position, self._unwritten = self._joiner.position, self._joiner.take()
             self._taken.set()
