@@ -1,8 +1,6 @@
-"""Check that an object keeps the contract of its kind: it has the members, and they accept the arguments.
+"""Check that an object keeps the contract of its kind, a protocol such as `stretto.engine.InferenceEngine`.
 
-A contract is a protocol such as `stretto.engine.InferenceEngine`. The core calls each method with the
-arguments that the protocol names: by position, and those after `*` by name. Private to the core; plugin
-authors need only the protocols.
+The core calls methods with the protocol's arguments: by position, and after `*` by name. Private to the core.
 """
 
 from __future__ import annotations
@@ -77,7 +75,7 @@ def _method_faults(component: object, name: str, contract_method: FunctionType) 
 def _signature_faults(
     name: str, method: Callable[..., Any], first: list[object], contract_method: FunctionType
 ) -> Iterator[str]:
-    """Try to bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
+    """Bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
     _, *parameters = inspect.signature(contract_method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return

@@ -1,7 +1,6 @@
 """Which model lives in which worker group, and which process of a group works on which rows.
 
-Private to the core. The kernel and the trainers compute the same placement from the run file and the
-dataflow, so no message carries it: a rank knows the owner of a row and asks it by name.
+Private to the core. Kernel and trainers compute the same placement, so no message carries it.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Placement:
                 hint = offer(model.group, known, "groups")
                 raise ConfigError(f"no worker group {model.group!r}{hint}", path=f"models.{name}.group")
         self.groups: dict[str, WorkerGroup] = {}
-        """The worker groups that host a model, by name."""
         for name, section in known.items():
             if models := tuple(model for model in graph.models if self._group_name(model) == name):
                 self.groups[name] = WorkerGroup(name, section, models)

@@ -76,22 +76,21 @@ class Origin:
     """The plugin that a component comes from, for messages."""
 
     label: str
-    """`reward 'brevity' of acme 1.2`; `reward 'brevity' of my_reward.py` if it was loaded by path."""
+    """`reward 'brevity' of acme 1.2`, or `… of my_reward.py` if it was loaded by path."""
     files: str
-    """Prefix of the paths of its source files: its package's folder, or its module's file."""
+    """Prefix of the paths of its source files."""
     distribution: str
-    """The installed package it is in; the name of the module if it was loaded by path."""
+    """The installed package; the module if it was loaded by path."""
 
 
 @dataclass(frozen=True)
 class _PluginSource:
-    """Where a component of some name comes from: an entry point, or a module loaded by path."""
+    """An entry point, or a module loaded by path."""
 
     kind: Kind
     name: str
     provider: EntryPoint | ModuleType
     path: Path | None = None
-    """The file of a module loaded by path."""
 
     @property
     def distribution(self) -> str:
@@ -125,8 +124,7 @@ class Plugins:
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
     def add_path(self, path: Path) -> None:
-        """Load a plugin module by path, whose components are then available. Raise PluginError if it cannot
-        be imported or is not a plugin."""
+        """Load a plugin module by path. Raise PluginError if it cannot be imported or is not a plugin."""
         if path in self._paths:
             return
         name = f"stretto_path_{path.stem}"
@@ -183,8 +181,7 @@ class Plugins:
         return self._origins[kind, name]
 
     def listing(self) -> list[Listing]:
-        """Return every component, installed or loaded by path. Import all plugins; if one does not load, its
-        lines have the reason."""
+        """Return all components. Import all plugins; the lines of one that does not load have the reason."""
         lines: list[Listing] = []
         for kind in KINDS:
             sources = sorted(self._sources(kind), key=lambda source: (source.name, source.distribution))
@@ -197,8 +194,6 @@ class Plugins:
                     error = str(reason)
                 lines.append(Listing(kind, source.name, source.distribution, source.version, summary, error))
         return lines
-
-    # ------------------------------------------------------------------------------------ private
 
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
         for entry in _installed_of(f"stretto.{kind}", tuple(sys.path)):
@@ -241,7 +236,7 @@ class Plugins:
         self._manager.register(module, name=module.__name__)
 
     def _components(self, kind: Kind, module: ModuleType) -> list[Component[Any]]:
-        """Return the components of a kind that a registered module offers. Call its hook only once."""
+        """Call the hook of a registered module, only once."""
         key = (kind, module.__name__)
         if key not in self._offers:
             caller: pluggy.HookCaller = getattr(self._manager.hook, f"stretto_{kind}")
@@ -269,14 +264,14 @@ def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint,
 
 @cache
 def _installed(search_path: tuple[str, ...]) -> EntryPoints:
-    """Return the entry points of all packages that are installed on this path. A process reads them once."""
+    """The entry points on this path. A process reads them once."""
     del search_path  # `entry_points` reads `sys.path`
     return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
 
 
 @cache
 def _name_and_version(package: Distribution | None) -> tuple[str, str]:
-    """Return the name and the version of a package. Each of them needs the package's whole metadata file."""
+    """Cached: each of them needs the package's whole metadata file."""
     return ("?", "?") if package is None else (package.name, package.version)
 
 
@@ -318,7 +313,6 @@ def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType)
 
 
 def _files_of(module: ModuleType) -> str:
-    """Return the prefix of the paths of a plugin's source files."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     file = Path(top.__file__ or module.__file__ or "")
     return f"{file.parent}{os.sep}" if file.name == "__init__.py" else str(file)

@@ -133,7 +133,7 @@ class KeySource:
     def __init__(self, file: Path) -> None:
         self.file = file
         self.raw: Mapping[str, Any] = {}
-        """The run file with the overrides merged in, before interpolations are resolved."""
+        """The run file with overrides, before interpolations are resolved."""
 
     def is_overridden(self, path: str) -> bool:
         """Return whether an override set this key, or a section around it."""

@@ -27,30 +27,25 @@ _PARTS: dict[CauseKind, Part] = {
     "engines": "inference engines",
     "overhead": "overhead",
 }
-"""The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
+"""Other causes are a lack of groups."""
 _OF_TICKETS: dict[Part, str] = {
     "generation": "ticket_generate_s",
     "verification": "ticket_score_s",
     "workflow": "ticket_own_s",
 }
-"""The part that groups wait for, by the figure of a ticket's time there."""
+"""Groups wait for the part with the most of these seconds."""
 _SATURATED = 0.85
-"""Verifiers that work more than this share of the time hold up what waits for groups, and evaluations."""
+"""Busier verifiers hold up groups and evaluations."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the other parts wait for most.
+    """Return the part of a run that the others wait for, and the share of the time that it takes. `lines` is
+    not empty.
 
-    The part is training if it worked for more than half of the time. Otherwise it is what training waited for
-    longest. A wait for groups is a wait for that with which tickets spend most time: the engine
-    (`ticket_generate_s`), the verifier (`ticket_score_s`), or the workflow's own work (`ticket_own_s`). If
-    all verifiers work nearly all the time, the waits for groups and for evaluations are both for them.
-
-    Args:
-        lines: lines of `metrics.jsonl`, at least one.
-
-    Returns:
-        The part, and a share of the time: in which training worked, or in which it waited for the part.
+    It is training if that worked for more than half of the time, else what training waited for longest. For
+    groups, that is where tickets spend most time: the engine (`ticket_generate_s`), the verifier
+    (`ticket_score_s`) or the workflow (`ticket_own_s`). Verifiers that work nearly all the time cause the
+    waits for groups and for evaluations.
     """
     share = works(lines)
     if share > 0.5:

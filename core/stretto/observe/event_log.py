@@ -1,8 +1,7 @@
 """The writer of the folder `events`: the journal's messages as files (see `stretto.records.events.files`).
 
-A message that the server has just stored is written at once. What former kernels stored and did not write,
-and what a full disk has kept from being written, is read from the journal's stream. The kernel waits for no
-disk: a thread flushes the files every few seconds, and only then may the stream lose what they have.
+New messages are written at once. Those that former kernels or a full disk left out are read from the
+journal's stream. A thread flushes the files every few seconds; only then may the stream lose what they have.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ log = structlog.get_logger()
 _SYNC_S = 5.0  # a power cut takes this much of the files, and the stream still has it
 _RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
-"""At the end of the run, the last messages are written in this time."""
+"""Limit for the last messages at the end of the run."""
 _FILE_BYTES = 2**26
-"""A file that is longer is followed by another one."""
+"""A longer file is followed by another one."""
 
 
 class EventLog:
@@ -54,11 +53,11 @@ class EventLog:
         self._file: FileIO | None = None
         self._size = 0
         self._written: set[Path] = set()
-        """Files that have been written since they were flushed to the disk."""
+        """Files not flushed to the disk since they were written."""
         self._last: int | None = None
-        """Sequence number of the last message in the files; None while it is unknown."""
+        """Sequence number of the last message in the files; None while unknown."""
         self._newest = 0
-        """Sequence number of the newest message that the server has stored."""
+        """Sequence number of the newest stored message."""
         self._is_behind = True
         """Whether messages have to be read from the stream."""
         self._reading = anyio.Lock()
@@ -126,7 +125,7 @@ class EventLog:
             self._complain(error)
 
     def _find_end(self, store: str) -> int:
-        """Return where the files of former kernels end, which are on the disk then."""
+        """The end of former kernels' files, which are on the disk then."""
         if aside := move_lost(self._folder, self._epoch, store):
             log.warning("the store is not the one of these event files", moved_to=str(aside))
         sync_files(self._folder, event_files(self._folder))

@@ -16,7 +16,6 @@ from stretto.records.figures import recent
 from stretto.records.metrics import MAIN_FIGURES
 
 KEPT = 200
-"""Number of newest lines."""
 _POINTS = 64
 
 
@@ -26,7 +25,7 @@ class History:
     def __init__(self) -> None:
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=KEPT)
         self._figures: dict[str, deque[tuple[int, float]]] = {}
-        """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
+        """Name -> the newest (step, figure) pairs; only finite figures."""
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         self.evaluations: list[HeldOutScore] = []
         """Those with a result, in order; see `held_out`."""
@@ -34,7 +33,7 @@ class History:
         """Name -> the first 10 steps with that figure, for `reward`, `loss` and `entropy`."""
         self.rewards = RewardHistory()
         self.lr = 0.0
-        """Largest learning rate so far."""
+        """Largest so far."""
         self.limit = -math.inf
         """Largest reward of an answer so far."""
         self.varied = False
@@ -77,8 +76,7 @@ class History:
         return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is two standard errors above that of those before
-        them."""
+        """Whether the newest `count` steps are two standard errors above those before."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False
@@ -86,9 +84,8 @@ class History:
         return rise > 2 * error
 
     def gain(self, name: str) -> float | None:
-        """Return how far the mean reward or loss of the newest 20 steps is from that of the first 10, if it
-        is clearly better: by more than three standard errors and a tenth of the rewards' spread; else
-        None."""
+        """Return the gain of the newest 20 steps over the first 10 if it is more than three standard errors
+        and a tenth of the rewards' spread; else None."""
         first, now = self.first.get(name), self.window(name, 20)
         if first is None or now is None:
             return None
@@ -114,14 +111,14 @@ class History:
 
 
 class Curve:
-    """The means of a figure over equal numbers of steps. When there are 64 means, each two become one."""
+    """Means of a figure over equal numbers of steps. From 64 on, each two become one."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
         self._width = 1
-        """Number of figures in one mean."""
+        """Figures in one mean."""
         self._begun: list[float] = []
-        """The newest figures, which are not in a mean yet."""
+        """Newest figures, not yet in a mean."""
 
     def add(self, value: float) -> None:
         """Take in the figure of the next step."""

@@ -42,7 +42,6 @@ from stretto.records.status import State, Verdict
 
 log = structlog.get_logger()
 
-# The metrics that a step's log line shows. `metrics.jsonl` has all metrics.
 _SHOWN = (
     *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
     *("divergence", "staleness_limit"),
@@ -51,11 +50,11 @@ _SHOWN = (
 
 _MOST_ROWS = 1000
 _RECENT = 20
-"""Number of newest steps from which the remaining time is estimated."""
+"""The remaining time is estimated from this many newest steps."""
 
 
 class Report:
-    """Makes the figures of a run from its kernel's events, and writes them. It has the kernel's lifetime."""
+    """Makes and writes the figures of a run from its kernel's events."""
 
     def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
         self._folder = setup.folder
@@ -68,37 +67,35 @@ class Report:
         self.adviser = adviser
         self.recoveries: list[dict[str, Any]] = []
         self.version = 0
-        """Version of the newest step that is reported."""
+        """Newest reported version."""
         self._kernel_began = 0.0
-        """Unix time."""
         self._began = 0.0
-        """Unix time at which the run would have begun, had it run without a break."""
+        """Unix time at which a run without a break would have begun."""
         self._written: set[tuple[int, bool]] = set()
         """(step or version, whether it is an evaluation) of each line."""
         self._newest = 0
-        """The largest version of a line."""
         self._first_ticket = 0.0
-        """Unix time; 0 before the first ticket."""
+        """Unix time; 0 before."""
         self._steady: list[tuple[float, float, float]] = []
-        """(Unix time, busy seconds of generation, busy seconds of training) at the end of each step."""
+        """(Unix time, busy seconds of generation, of training) at the end of each step."""
         self._last_step = clock.now()
         self.train_busy_s = 0.0
         self.swaps = 0
         self.swap_pause_s = 0.0
         self.swap_pause_max_s = 0.0
         self._paused_s = self._verified_s = 0.0
-        """Seconds of swap pauses and seconds of verifier work, up to the newest line."""
+        """Up to the newest line: seconds of swap pauses, seconds of verifier work."""
         self._step_s = 0.0
         """Seconds from the run's start to the newest step."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        """Seconds of the newest steps that this kernel trained."""
+        """Newest steps that this kernel trained."""
         self._skipped = False
-        """Whether the newest step did not change some model, because its gradient was not finite."""
+        """Whether a non-finite gradient left some model unchanged in the newest step."""
         self._replaced: list[Replaced] = []
         self._lost: list[dict[str, str]] = []
-        """Workers that were lost since the newest step, without trainers, and how."""
+        """Workers, without trainers, lost since the newest step, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
         if setup.resumed is not None:
             for evaluation in setup.resumed[1].snapshot.evaluation.results:
@@ -142,8 +139,6 @@ class Report:
             case _:
                 pass
 
-    # -------------------------------------------------------------------------------------- lines
-
     def _continue_to(self, version: int) -> None:
         if version <= self.version:
             return
@@ -155,15 +150,14 @@ class Report:
         self.version = version
 
     def _begin(self) -> None:
-        """Begin to change the run's files: a broken last line goes aside, and the former kernel's summary
-        goes."""
+        """Put a broken last line aside, and remove the former kernel's summary."""
         self._metrics.cut_after(sys.maxsize)
         self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
         self._newest = max((version for version, _ in self._written), default=0)
         (self._folder / "summary.json").unlink(missing_ok=True)
 
     def _cut_after(self, version: int) -> None:
-        """Put the lines after a version aside, because their steps are repeated or lost."""
+        """Their steps are repeated or lost."""
         if self._newest > version:
             self._newest = version
             self._metrics.cut_after(version)
@@ -235,7 +229,7 @@ class Report:
         return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
 
     def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        """Write the line of an evaluation, once, after those of the steps that were trained meanwhile."""
+        """Write its line once, after those of the steps that were trained meanwhile."""
         if (evaluation.version, True) in self._written:
             return
         self._written.add((evaluation.version, True))
@@ -259,7 +253,7 @@ class Report:
         self.adviser.evaluated(evaluation)
 
     def _recall(self, time: float) -> None:
-        """Write the missing lines of evaluations, after the journal was repeated, which may end the run."""
+        """Write missing lines after the journal was repeated, which may end the run."""
         for evaluation in self._scheduler.evaluation.results:
             self._evaluation(time, evaluation)
 
@@ -285,7 +279,7 @@ class Report:
             self.last["advice_changes"] = msgspec.to_builtins(changed)
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
-        """Record the first of several steps in which every gradient of some model was not finite."""
+        """Only the first of several steps is recorded."""
         is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
         if is_first:
             step, whose = self.last["step"], ", ".join(skipped)
@@ -293,8 +287,6 @@ class Report:
             self._facts.problems.append(
                 f"step {step}: the gradient {whose}was not finite, and changed nothing"
             )
-
-    # ------------------------------------------------------------------------------------ the end
 
     def left_s(self) -> float | None:
         """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
@@ -385,7 +377,7 @@ class Report:
         }
 
     def _variant_summary(self) -> dict[str, Any]:
-        """Return what the summary says of an A/B test; empty without one."""
+        """The summary of an A/B test; empty without one."""
         variants = self._scheduler.variants
         if not variants.accounts:
             return {}
@@ -426,8 +418,7 @@ class Report:
         return list(dict.fromkeys(problems))
 
     def _overlap(self) -> float:
-        """Return the share of the time after the first step in which the busier of generation and training
-        worked."""
+        """Share of the time after the first step in which the busier of generation and training worked."""
         if len(self._steady) < 2:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
@@ -435,8 +426,7 @@ class Report:
 
 
 def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
-    """Return the seconds for which a step's training waited, by cause. Of `waited_s`, all seconds since the
-    step before in which no call ran, those without another cause count as `overhead`."""
+    """Seconds of waits by cause. The rest of `waited_s`, in which no call of the step ran, is `overhead`."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited
@@ -445,7 +435,7 @@ def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str
 
 
 def _finite(value: Any) -> Any:
-    """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
+    """Replace floats that are not finite by None, which is null in JSON."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):

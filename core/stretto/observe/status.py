@@ -34,9 +34,9 @@ log = structlog.get_logger()
 
 _WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
-"""Log a wait after this many seconds, and again each time its length has doubled."""
+"""Log a wait after this time, and each time its length has doubled."""
 _SPEED_S = 5.0
-"""Seconds over which the speed of generation is measured."""
+"""Window for the speed of generation."""
 _NEWEST = (
     *("step", "time_s", "reward", "length", "staleness", "staleness_max", "staleness_limit"),
     *("loss", "entropy", "grad_norm", "step_s", "train_s", "train_tokens_per_s"),
@@ -119,8 +119,7 @@ class StatusWriter:
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
-        """Write the status into the run's folder and send it to viewers, every few seconds and when the end
-        of the run is decided. Log long waits. Runs until it is cancelled."""
+        """Publish the status to file and viewers every few seconds and at the decided end. Log long waits."""
         next_log_s: dict[tuple[str, str, str], float] = {}
         over = self._facts.ending.over
         while True:
@@ -193,7 +192,7 @@ class StatusWriter:
 
 
 def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
-    """Log long waits. `next_log_s`: (asker, process, verb) -> length at which the wait is logged again."""
+    """`next_log_s`: (asker, process, verb) -> length at which a wait is logged again."""
     present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
     for key in next_log_s.keys() - present.keys():
         del next_log_s[key]

@@ -47,15 +47,14 @@ T = TypeVar("T")
 _POLL_S = 0.5
 _WATCH_S = 0.1
 _LOOK_S = 2.0
-"""Seconds between two looks for samples."""
 _LOOK_SHARE = 0.2
-"""Most part of a thread's time that it spends with looks for samples."""
+"""Largest share of a thread's time for looks."""
 _BLOCK = 100
-"""Number of lines that are sent between two writes of the cursor, if as many are there."""
+"""Most lines between two writes of the cursor."""
 _PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-"""Pauses after failures in a row in which nothing was sent. One more failure, and the tracker is given up."""
+"""Pauses after successive failures in which nothing was sent. One more gives the tracker up."""
 _NICENESS = 10
-"""Priority of the process: it yields to the run's own processes."""
+"""It yields to the run's own processes."""
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 """Shorter values of variables with such names occur in ordinary text."""
@@ -68,18 +67,16 @@ def command(run: Path) -> list[str]:
 
 
 class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the kernel learns of one tracker, a line of JSON on standard output."""
+    """A line of JSON for the kernel on standard output."""
 
     tracker: str
     fault: str = ""
     """Why it failed; empty if it has received everything."""
     again: bool = False
-    """Whether it starts again. If not, it receives nothing more."""
+    """Whether it starts again; otherwise it receives nothing more."""
 
 
 class _Sender(threading.Thread):
-    """The thread of one tracker."""
-
     def __init__(
         self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[TrackerReport]
     ) -> None:
@@ -95,10 +92,10 @@ class _Sender(threading.Thread):
         self._next_look = 0.0
         self._cursor = Sent()
         self._call: tuple[str, float] | None = None
-        """The call in which the tracker is, and when it began."""
+        """The tracker's call, and when it began."""
         self._dropped = False
         self.is_made = False
-        """Whether the next tracker may be made: two threads that import may see half of a module."""
+        """The next tracker waits for this: two threads that import may see half of a module."""
 
     def drop_if_late(self) -> None:
         """Drop the tracker if its call has passed the deadline. The thread ends when the call returns."""
@@ -133,7 +130,7 @@ class _Sender(threading.Thread):
         return self._gone.is_set() or (self._run.folder / "summary.json").exists()
 
     def _live(self) -> str:
-        """Make the tracker and send everything. Return why that failed; empty if it did not."""
+        """Make the tracker and send everything. Return why that failed, or an empty text."""
         try:
             self._tracker: Tracker = self._timed("factory", self._assembly.make, self._path)
             self._begin()
@@ -175,7 +172,7 @@ class _Sender(threading.Thread):
             self._move(**msgspec.structs.asdict(has))
 
     def _send_news(self) -> bool:
-        """Send what is new, and the summary if the run has one. Return whether it has one."""
+        """Send what is new, and the summary. Return whether the run has one."""
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -196,7 +193,7 @@ class _Sender(threading.Thread):
         return True
 
     def _news(self) -> list[dict[str, Any]]:
-        """Return the lines to send, by their versions. Those that a resumed run repeats are not new."""
+        """New lines by version, without those that a resumed run repeats."""
         steps, evaluations = self._run.steps, self._run.evaluations
         new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
@@ -219,7 +216,7 @@ class _Sender(threading.Thread):
         self._next_look = now + max(_LOOK_S, (now - start) / _LOOK_SHARE)
 
     def _due_samples(self) -> Iterator[tuple[Purpose, list[int]]]:
-        """Yield the steps whose samples are due, and the versions of evaluations."""
+        """Steps whose samples are due, and versions of evaluations."""
         if not self._samples:
             return
         steps, evaluations = map(_step, self._run.steps), map(_step, self._run.evaluations)
@@ -233,18 +230,15 @@ class _Sender(threading.Thread):
 
 
 _SAMPLES_SENT: dict[Purpose, str] = {"train": "samples", "eval": "evaluation_samples"}
-"""Field of the cursor for the samples of each purpose."""
+"""Field of the cursor for each purpose."""
 
 
 def _step(line: Mapping[str, Any]) -> int:
     return line["step"]
 
 
-# ----------------------------------------------------------------------------------------- process
-
-
 def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -> str:
-    """Return the text of an error without the secrets of the environment and the logins in addresses."""
+    """Hide secrets of the environment and logins in addresses."""
     lines = [str(error)] if isinstance(error, StrettoError) else traceback.format_exception(error)
     text = redact("".join(lines)).rstrip()
     for name, value in os.environ.items():
@@ -254,8 +248,7 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
 
 
 def _send(folder: Path, answers: FileIO) -> None:
-    """Send to all trackers of the run, until none is left. When the kernel is gone, the system ends this
-    process's standard input, and the trackers have their time for what is left."""
+    """Send to all trackers. When the kernel is gone, standard input ends, and they may finish."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
     sections, gone, reports = assembly.config.trackers, threading.Event(), SimpleQueue[TrackerReport]()
     running: dict[str, _Sender] = {}

@@ -1,8 +1,4 @@
-"""The process of the run's trackers: its start, what it reports, and its end.
-
-The process reads the run's files by itself (see `stretto.observe.tracker_process`), so the kernel never waits
-for a tracker. The kernel imports nothing of a tracker.
-"""
+"""The process of the run's trackers: its start, reports and end. The kernel waits for no tracker."""
 
 from __future__ import annotations
 
@@ -27,18 +23,18 @@ log = structlog.get_logger()
 
 _POLL_S = 0.05  # how soon the kernel notices what the process reports
 _KILLED_S = 5.0
-"""A killed process is gone within this time, unless it hangs in the system."""
+"""A killed process is gone after this, unless it hangs in the system."""
 
 
 class Trackers:
-    """The trackers of one kernel. The summary's `problems` get a line when one has failed."""
+    """The trackers of one kernel. A failed one is a problem in the summary."""
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
         self._run = run
         self._output = run / "trackers" / "output.log"
         self._finish_s = {section.folder_name: section.finish_s for section in sections}
         self._left = set(self._finish_s)
-        """Those that may still receive something."""
+        """They may still receive something."""
         self._failed: set[str] = set()
         self._problems = problems
         self._process: subprocess.Popen[bytes] | None = None
@@ -107,8 +103,7 @@ class Trackers:
             self._left.discard(name)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process in a session of its own, without the terminal's signals. Its input ends with the
-        kernel."""
+        """In a session without the terminal's signals. Its input ends with the kernel."""
         for name in self._finish_s:
             (self._output.parent / name).mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:
@@ -134,6 +129,6 @@ class Trackers:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the process's session: a library may have started processes of its own."""
+    """A library may have started processes of its own."""
     with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a group of zombies
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,7 +1,6 @@
 """The verdict: one line that says whether a run learns, and what it waits for.
 
-Every view shows this line: the kernel makes it, and writes it into `status.json` and `summary.json`.
-docs/seeing.md defines its words.
+The kernel writes it into `status.json` and `summary.json` for every view. docs/seeing.md defines its words.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
 _FEWEST = 10
-"""No trend is claimed of fewer steps."""
+"""Fewer steps show no trend."""
 _APART = 30
 """With this many steps, the first 10 are none of the newest 20."""
 _ERRORS = 2.3
 """Standard errors from which on a change is none of chance: a two-sided test at 2 %. So of runs that do not
 change, about 1 % get each wrong verdict by their rewards, and as many by their evaluations."""
 _LEAST_SHARE = 0.1
-"""Part of the time from which on a wait is named."""
+"""Shorter waits are not named."""
 _LEAST_AFTER_S = 10.0
-"""Seconds after an ended run's last step from which on they are named, if they are that part of its time."""
+"""Seconds after the last step of an ended run are named from here and `_LEAST_SHARE` on."""
 _LEAST_WITHOUT_SIGNAL = 0.3
 _MOST_ADVICE = 2
 _SAID = frozenset(
@@ -42,12 +41,12 @@ _SAID = frozenset(
         *("training_waits", "generation_waits", "verifier_bound", "failure_bias"),
     }
 )
-"""Rules whose problem the other clauses name."""
+"""Rules whose problem other clauses name."""
 _WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
 _WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
-"""Causes that are named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
+"""Named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
 _PAST = {
     "learning": "learned",
     "flat": "no change",
@@ -69,12 +68,12 @@ class RunState:
     trains: bool = True
     """Whether the run has steps to train, and is no evaluation."""
     restarts: int = 0
-    """Number of workers that were lost and started again."""
+    """Lost workers that were started again."""
     rows_change: bool = False
-    """Whether a curriculum chooses the rows, so that the rewards of two steps cannot be compared."""
+    """Whether a curriculum chooses the rows: rewards of steps are then not comparable."""
     wall_s: float = 0.0
     after_s: float = 0.0
-    """The part of them after the newest step."""
+    """Part of `wall_s` after the newest step."""
 
 
 def verdict(adviser: Adviser, state: RunState) -> Verdict:
@@ -94,9 +93,6 @@ def verdict(adviser: Adviser, state: RunState) -> Verdict:
     after = f"it went on for {duration_text(state.after_s)} after its last step" if late else ""
     text = "; ".join(filter(None, [head, lost, *_clauses(adviser), after]))
     return Verdict(found if history.lines else "waiting", text)
-
-
-# ------------------------------------------------------------------------------------- does it learn
 
 
 def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
@@ -133,14 +129,12 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
 
 
 def trend(known: Sequence[tuple[int, float]]) -> int:
-    """Return whether a figure rises (1), falls (-1) or neither (0).
+    """Return whether a figure rises (1), falls (-1) or neither (0), over at least 3 (step, figure) pairs in
+    order.
 
-    The slope of least squares counts if it is more than 2.3 standard errors from 0. The error is that of
-    independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation from step to step (Bayley and
-    Hammersley 1946); few steps need more errors, about as Student's distribution does.
-
-    Args:
-        known: at least 3 (step, figure) pairs, in order.
+    The least-squares slope counts from 2.3 standard errors on. The error is that of independent residuals
+    times √((1 + ρ) / (1 - ρ)), with ρ their correlation from step to step (Bayley and Hammersley 1946); few
+    steps need more errors, about as Student's distribution does.
     """
     steps, values = np.array(known, np.float64).T
     count, away = len(steps), steps - steps.mean()
@@ -157,14 +151,14 @@ def trend(known: Sequence[tuple[int, float]]) -> int:
 
 
 def _change(known: Sequence[tuple[int, float]]) -> float:
-    """Return the mean of the newest steps less that of as many first ones, at most 10 and half of all."""
+    """Mean of the newest steps less that of as many first ones, at most 10 and half of all."""
     values = [value for _, value in known]
     count = min(_FEWEST, len(values) // 2)
     return math.fsum(values[-count:]) / count - math.fsum(values[:count]) / count
 
 
 def _left_out(history: History) -> bool:
-    """Whether so many groups are left out that the reward of the others says little of the policy."""
+    """Whether the reward says little of the policy, because so many groups are left out."""
     lines = list(history.lines)[-VERDICT_STEPS:]
     filtered = sum(
         count
@@ -178,8 +172,7 @@ def _left_out(history: History) -> bool:
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """Return the trend that the newest evaluation shows against one 60 steps before, or the first. `why` says
-    why the reward does not tell."""
+    """The trend of the newest evaluation against one 60 steps before. `why`: why the reward does not tell."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
@@ -199,11 +192,8 @@ def _error(evaluated: HeldOutScore) -> float:
     return math.sqrt(middle * (1 - middle) / (count + 4))
 
 
-# ----------------------------------------------------------------------------------- what goes with it
-
-
 def _clauses(adviser: Adviser) -> Iterator[str]:
-    """Yield what else matters: the held-out score, groups without a signal, waits, and what advice says."""
+    """What else matters: the held-out score, groups without a signal, waits, and advice."""
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}

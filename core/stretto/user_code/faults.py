@@ -24,7 +24,7 @@ FaultKind = Literal["policy", "environment", "infrastructure"]
 workflow raised. `infrastructure`: a process was lost, or a service did not answer."""
 
 _OF_FILES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""Errors of the operating system that concern one path, not a connection or a resource."""
+"""They concern one path, not a connection or a resource."""
 _TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
 
 
@@ -32,10 +32,9 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Why user code gave no result."""
 
     error: str
-    """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """The exception with its file and line; empty if a reward or an environment gives none on purpose."""
+    """Exception, file and line; empty if a reward or an environment gives none on purpose."""
 
     @property
     def likeness(self) -> str:
@@ -76,7 +75,7 @@ def kind_of(error: BaseException) -> FaultKind:
 
 
 def _site_of(error: BaseException) -> str:
-    """Return an error's type with file and line, or with its text if no line of the user raised it."""
+    """Type with file and line, or with its text if no line of the user raised it."""
     location = location_of(error)
     if not location and isinstance(error, StrettoError):
         return f"{type(error).__name__} {error}"

@@ -1,14 +1,12 @@
 """A small process between a worker and a child process: nothing that the child starts outlives the child.
 
-`guarded` returns the command that runs this file, which imports only the standard library: `guard.py PARENT
-GRACE_S COMMAND…`. The guard leads a session of its own, and starts the child. On Linux it is the subreaper of
-the child: it adopts every process that the child leaves behind, one with a session of its own too. It kills
-all of them when the child has ended, when it gets SIGTERM, and when the worker has ended, in whatever way. It
-first sends SIGTERM to a child that still runs, and waits for GRACE_S seconds. The guard ends as the child
-ended: with the same exit status, or by the same signal.
+`guard.py PARENT GRACE_S COMMAND…` imports only the standard library. On Linux the guard is the child's
+subreaper, which adopts processes that the child leaves, even those with a session of their own. It kills all
+of them when the child or the worker has ended, or at SIGTERM; a running child first gets SIGTERM and GRACE_S
+seconds. The guard ends as the child ended: same exit status or signal.
 
-If the guard itself is killed, Linux kills the child; processes that the child has started are left. On other
-systems the guard kills the child's process group, which processes can leave.
+If the guard is killed, Linux kills the child, but not the child's own children. On other systems the guard
+kills the child's process group, which processes can leave.
 """
 
 from __future__ import annotations
@@ -30,20 +28,18 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = Path("/proc/self/task")
 _END_S = 30.0
-"""Then the guard leaves what it cannot kill: processes of another user, or that hang in the kernel."""
+"""The guard then leaves what it cannot kill: another user's processes, or hung ones."""
 _TRACKER_S = 1.0
-"""Time for Python's resource trackers to remove shared memory, if the child may end by itself."""
+"""Python's resource trackers get this time to remove shared memory."""
 _LOOK_S = 1.0
-"""How often the guard looks whether the worker is there, for systems that do not send a signal at its end."""
+"""The guard looks for the worker, on systems without a signal at its end."""
 _POLL_S = 0.005
 
 
 def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
-    """Return the command that runs `argv` under a guard. Start it from the main thread of this process: the
-    guard ends with the thread that started it.
+    """Return the command that runs `argv` under a guard, and kills it `grace_s` after SIGTERM.
 
-    Args:
-        grace_s: seconds that the child has to end after SIGTERM; 0 kills it at once.
+    Start it from the main thread: the guard ends with the thread that started it.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), *argv]
 
@@ -56,9 +52,6 @@ def end_with_parent(number: int) -> None:
 def adopt_orphans(is_on: bool) -> None:
     """Have the system make orphans below this process its children (a "subreaper"), or not. Linux only."""
     _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
-
-
-# ------------------------------------------------------------------------------------------- process
 
 
 def _main(parent: int, grace_s: float, argv: list[str]) -> None:
@@ -84,7 +77,7 @@ def _main(parent: int, grace_s: float, argv: list[str]) -> None:
 
 
 def _become(argv: list[str]) -> None:
-    """Body of the fork: run the child's program, in a process group of its own."""
+    """Run the child's program in a process group of its own."""
     os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -96,14 +89,14 @@ def _become(argv: list[str]) -> None:
 
 
 def _close_standard_files() -> None:
-    """Leave the pipes to the child, so that the worker notices when the child has ended."""
+    """The worker must notice on its pipes when the child has ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
 
 
 def _wait_for(child: int, parent: int, grace_s: float) -> int:
-    """Wait for the end of the child, or of its time. Return the exit status; negative for a signal."""
+    """Return the exit status, negative for a signal, after the end of the child or of its time."""
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     deadline = 0.0
     while not deadline or time.monotonic() < deadline:
@@ -120,7 +113,7 @@ def _wait_for(child: int, parent: int, grace_s: float) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Collect the processes that have ended, adopted ones too. Return how the child ended, if it has."""
+    """Collect ended processes, adopted ones too. Return how the child ended, if it has."""
     pid = -1
     while pid:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -130,7 +123,7 @@ def _collect(child: int) -> int | None:
 
 
 def _kill_children() -> None:
-    """Kill the children, and their children once they are adopted, until none is left."""
+    """Repeat until none is left: their children are adopted."""
     start = time.monotonic()
     while (after := time.monotonic() - start) < _END_S:
         try:
@@ -152,7 +145,7 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether a process is one of Python's resource trackers, which end when nobody else is left."""
+    """Python's resource trackers end when nobody else is left."""
     with suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

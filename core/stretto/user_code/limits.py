@@ -1,8 +1,7 @@
 """Limits of processor time and memory for one answer.
 
-A fork of the scoring process scores the answers of a group one after another. The operating system ends the
-fork when an answer exceeds a limit. That answer scores 0, and a new fork continues with the next answer. The
-fork shares the memory of the loaded reward, so a new fork costs milliseconds.
+A fork of the scoring process scores a group's answers one by one. The system ends it when an answer exceeds a
+limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from stretto.user_code.protocol import die_with_parent, framed, unframed
 Value = tuple[float, dict[str, float]]
 
 LIMIT_METRICS = ("over_time", "over_memory", "crashed")
-"""1 for an answer that scored 0 because it exceeded a limit or ended its process, else 0."""
+"""1 for an answer that scored 0 because of a limit or the end of its process, else 0."""
 
 _NO_MEMORY = 77
-"""Exit status of a fork whose reward raised `MemoryError`."""
+"""Exit status after `MemoryError`."""
 
 _printed: set[str] = set()
-"""Errors whose traceback is already in the verifier's output; each is printed once."""
+"""Errors whose traceback the verifier's output has."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,8 @@ class AnswerLimits:
     """Limits for scoring one answer; None for no limit."""
 
     cpu_s: float | None = None
-    """Processor time in seconds."""
     memory_mb: int | None = None
-    """Address space in MiB beyond what the scoring process already uses. Linux only."""
+    """Address space in MiB beyond the scoring process's. Linux only."""
 
     def __bool__(self) -> bool:
         return self.cpu_s is not None or self.memory_mb is not None
@@ -54,7 +52,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     fault: SampleFault | None = None
     over: str = ""
-    """Which limit it exceeded, or how it ended the process: it scores 0. Empty if the reward scored it."""
+    """The limit it exceeded, or how it ended the process; empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
@@ -66,7 +64,7 @@ def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int
 
 
 def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
-    """Score answers in a fork. Return the scores up to and including the first answer that ends the fork."""
+    """Return the scores up to and including the first answer that ends the fork."""
     gc.freeze()  # without this, garbage collection in the fork would copy every shared page
     reading, writing = os.pipe()
     child = os.fork()

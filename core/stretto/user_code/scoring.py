@@ -24,7 +24,7 @@ __all__ = [
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
-"""What names of parameters can mean: without `completion`, prompt and completion come by position."""
+"""Names that mean the expected answer: prompt and completion then do not come by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -40,13 +40,8 @@ def score_group(
 ) -> list[tuple[float, dict[str, float]]]:
     """Call a reward in the form that its signature has (see `stretto.reward`), and return its scores.
 
-    Args:
-        completions: the answers; empty to see only whether the reward can be called with these columns.
-        each: columns with one value for each completion.
-
-    Raises:
-        RewardError: if the reward needs a column that the row does not have, or does not return a finite
-            number for every completion.
+    `each` has columns with a value for each completion; without completions, only the columns are checked.
+    Raises RewardError for a missing column, or without a finite number for every completion.
     """
     scores = optional_scores(reward, row, completions, each)
     if None in scores:
@@ -85,7 +80,7 @@ def optional_scores(
 def _require_columns(
     reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> None:
-    """Refuse a reward that needs a column which is missing. Python would report only a missing argument."""
+    """Python would report only a missing argument."""
     needed = required(parameters)
     by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
     if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
@@ -100,7 +95,7 @@ def _require_columns(
 
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
-    """Refuse parameters by position that could mean something else than prompt and completion."""
+    """Parameters by position must not mean something else than prompt and completion."""
     if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
@@ -116,7 +111,6 @@ def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], co
 
 
 def _name_prompt_and_completion(first: str, second: str) -> bool:
-    """Whether the names of two parameters say that the first is the prompt and the second the completion."""
     other = _COMPLETION.search(first) or _PROMPT.search(second)
     if other or _EXPECTED.search(first) or _EXPECTED.search(second):
         return False
@@ -136,7 +130,7 @@ def _call_on_one(
     columns: Mapping[str, Any],
     completion: str,
 ) -> Any:
-    """Call the plain form: by name, or (prompt, completion) by position if no parameter is `completion`."""
+    """The plain form: by name, or (prompt, completion) by position without a parameter `completion`."""
     if "completion" in parameters:
         offered = {**columns, "prompt": prompt, "completion": completion}
         return reward(**accepted(parameters, offered))
@@ -151,7 +145,7 @@ def _call_on_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[RewardValue]:
-    """Call TRL's form: each argument is a list with one entry for each completion."""
+    """TRL's form: each argument is a list with one entry for each completion."""
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
@@ -204,9 +198,8 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
-    """Return the reward and the metrics that a reward gave for a completion, which `of` names; None if it
-    gave None. Raise RewardError if one is no number that a trainer can use: the completion is then missing in
-    its group, because what gives no number says nothing of the policy."""
+    """Reward and metrics of completion `of`; None if the reward is None. Raise RewardError for unusable
+    numbers: the completion is then missing in its group, since that says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

@@ -1,9 +1,8 @@
 """The system calls that the sandbox refuses, as a seccomp filter for bubblewrap.
 
-The sandbox drops all capabilities, so most privileged calls fail anyway. The filter also takes away calls
-that need no capability and have often led out of sandboxes: keys, tracing, bpf, perf, io_uring, userfaultfd,
-mounts and namespaces. It refuses sockets between virtual machines, which network namespaces do not hold. A
-refused call fails with EPERM. Threads, `fork` and `exec` work as usual.
+Besides the dropped capabilities it takes away calls that have often led out of sandboxes: keys, tracing, bpf,
+perf, io_uring, userfaultfd, mounts and namespaces, and sockets between virtual machines, which network
+namespaces do not hold. Refused calls fail with EPERM.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = [
 ]
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Numbers of the supported architectures in the kernel's audit interface, by their names."""
+"""Number of each architecture in the kernel's audit interface."""
 REFUSED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -68,11 +67,11 @@ REFUSED = {
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
 }
-"""Numbers of the refused calls, in the order of `ARCHITECTURES`."""
+"""Numbers of refused calls, in the order of `ARCHITECTURES`."""
 REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
-"""Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
+"""Refused if the first argument has a flag of `_NAMESPACES`."""
 REFUSED_BY_VALUE = {"socket": (41, 198)}
-"""Calls that are refused if their first argument is `_AF_VSOCK`."""
+"""Refused if the first argument is `_AF_VSOCK`."""
 UNCOUNTED_MEMORY = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -81,30 +80,27 @@ UNCOUNTED_MEMORY = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-"""Calls that take memory which no limit counts. The sandbox of programs refuses them too."""
+"""They take memory which no limit counts. The sandbox of programs refuses them."""
 _AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
-"""The flags of `clone` and `unshare` for namespaces: NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
+"""Flags of `clone` and `unshare`: NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _X86_FORKS = (57, 58)
-"""The calls `fork` and `vfork`, which only x86_64 has besides `clone`."""
+"""`fork` and `vfork`, which only x86_64 has besides `clone`."""
 _X32 = 0x40000000
-"""The first number of the calls of x86_64 with 32-bit pointers, which nothing uses."""
+"""First of the calls of x86_64 with 32-bit pointers, which nothing uses."""
 
-# Instructions of the kernel's packet filter, and where they find the call.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 
 
 def seccomp_filter(machine: str, *, supervised: bool = False) -> bytes:
-    """Return the filter for an architecture as `platform.machine` names it; empty if it is not supported.
+    """Return the filter for an architecture of `platform.machine`; empty if it is not supported. Processes
+    that make calls of another one, such as 32-bit programs, are killed.
 
-    A process that makes calls of another architecture, such as a 32-bit program, is killed.
-
-    Args:
-        supervised: also refuse `UNCOUNTED_MEMORY`, and let a supervisor decide on each new process and thread
-            (the kernel's "user notification"), who so can limit their number.
+    `supervised` also refuses `UNCOUNTED_MEMORY`, and lets a supervisor decide on each new process and thread
+    (the kernel's "user notification"), to limit their number.
     """
     if machine not in ARCHITECTURES:
         return b""

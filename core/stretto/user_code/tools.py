@@ -1,7 +1,6 @@
-"""The tool process: it runs the run's tools in the sandbox, one call at a time. Child of a verifier worker.
+"""The tool process, child of a verifier worker: it runs tools in the sandbox, one call at a time.
 
-The first frame names the tools; `Started` has their schemas. The process answers each `Invocation` with a
-`ToolAnswer`. MCP servers are children of it and end with it.
+The first frame names the tools; `Started` has their schemas. MCP servers are its children and end with it.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 _TRY_S = 60.0
-"""Time limit for making the tools in a trial."""
+"""Limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
-"""Bytes of the longest character in UTF-8."""
+"""Bytes in UTF-8."""
 _TEXTS = {"description", "default", "title"}
-"""What the schema of a parameter may have beside its type."""
+"""Parts of a parameter's schema beside its type."""
 _UNSEEN = "[image, which you cannot see]"
 _MAX_REST = 1024
-"""Bytes of an answer besides the result, such as the note that the result is cut."""
+"""Bytes besides the result, such as the note that it is cut."""
 
 
 class Invocation(msgspec.Struct, frozen=True, array_like=True):
@@ -50,9 +49,8 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     arguments: bytes
-    """JSON object."""
     images: bool = False
-    """Whether the answer may have images. If not, a text says how many there are."""
+    """Whether the answer may have images; otherwise a text counts them."""
 
 
 class _Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -132,9 +130,6 @@ def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             )
 
 
-# ----------------------------------------------------------------------------------------- process
-
-
 async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
     offered = [
         (reference, tool_of(load_importable(reference), reference.rpartition(":")[2]))
@@ -155,7 +150,7 @@ async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
 
 
 async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
-    """Return the tools of an MCP server. The connection lasts until the stack is closed."""
+    """The connection lasts until the stack is closed."""
     client = await _connect(server, stack)
     tools: list[Tool] = []
     page = await client.list_tools()
@@ -180,8 +175,6 @@ async def _connect(server: MCPServer, stack: AsyncExitStack) -> Client:
 
 
 class _Remote:
-    """A tool of an MCP server as a function."""
-
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._name = name
@@ -204,7 +197,7 @@ class _ServerError(Exception):
 
 
 async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: int) -> ToolAnswer:
-    """Return the result of a call as text, or the error as text for the policy."""
+    """The result as text, or the error as text for the policy."""
 
     def failed(reason: str) -> ToolAnswer:
         return ToolAnswer(_without_surrogates(text_of(f"error: {reason}", max_chars)), failed=True)
