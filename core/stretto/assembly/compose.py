@@ -277,7 +277,7 @@ class _Composer:
             self.data["plugins"] = files
 
     def _named_sections(self) -> Iterator[str]:
-        """The sections whose names the user chooses, such as `groups.critics`."""
+        """Yield the sections whose names the user chooses, such as `groups.critics`."""
         for path in NAMED_SECTIONS:
             for name in self._mapping(path):
                 self._expect_name(f"{path}.{name}", str(name), "a worker group")
@@ -340,7 +340,7 @@ class _Composer:
         return component
 
     def _drop_stale_keys(self, path: str, section: dict[str, Any], component: Component[Any]) -> None:
-        """Remove keys of a component that an override has replaced."""
+        """If an override replaces a section's component, remove keys that only the previous one has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
         known, former = _keys_of(component), self._former_keys(path)
@@ -359,7 +359,7 @@ class _Composer:
             )
 
     def _former_keys(self, path: str) -> set[str] | None:
-        """None if the component that the file names cannot be loaded here."""
+        """Return the keys of the component that the file names; None if it cannot be loaded here."""
         try:
             return _keys_of(self.plugins.get(kind_of(path), self.source.component_in_file(path)))
         except PluginError:
@@ -405,7 +405,7 @@ class _Composer:
     def _refuse_unknown(
         self, data: Any, struct: type[msgspec.Struct], path: str, run: type[msgspec.Struct]
     ) -> None:
-        """msgspec does not name the nearest known key."""
+        """Refuse unknown keys and name the nearest known key, which msgspec does not do."""
         if not isinstance(data, dict):
             return
         known = {field.encode_name: field for field in _fields(struct)}
@@ -466,7 +466,7 @@ class _Composer:
             raise self.source.error(path, f"{text}{value_text}{hint}", value) from error
 
     def _reference_at(self, path: str) -> str:
-        """Follow references from `path` to their last key; empty if the value is no reference."""
+        """Return the key that `${key}` at `path` refers to in the end; empty if the value is no reference."""
         match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.raw, path)))
         return (self._reference_at(match[1]) or match[1]) if match else ""
 
@@ -581,7 +581,7 @@ _known_type_info = cache(msgspec.inspect.type_info)
 
 
 def _type_info(annotation: Any) -> msgspec.inspect.Type:
-    """Cached: a run asks for each type several times."""
+    """Return what msgspec knows of a type. It is kept, because a run asks for each type several times."""
     try:
         return _known_type_info(annotation)
     except TypeError:  # metadata without a hash
@@ -605,14 +605,14 @@ def marks_of(annotation: Any) -> set[str]:
 
 
 def _marks_of_items(annotation: Any) -> set[str]:
-    """Empty for another type than a list."""
+    """Return the marks of the items of a list of any length; empty for another type."""
     info = _type_info(annotation)
     item = info.item_type if isinstance(info, msgspec.inspect.VarTupleType) else None
     return {(item.extra or {}).get("stretto", "")} if isinstance(item, msgspec.inspect.Metadata) else set()
 
 
 def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) -> str:
-    """`"; did you mean 'training.lr'?"` for a key of another project, or of another section."""
+    """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another section."""
     typing_error = get_close_matches(key, known, 1, 0.85)  # such as `beta` in place of `betas`
     path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")
     if not path and not nearest(key, known):

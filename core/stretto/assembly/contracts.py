@@ -75,7 +75,7 @@ def _method_faults(component: object, name: str, contract_method: FunctionType) 
 def _signature_faults(
     name: str, method: Callable[..., Any], first: list[object], contract_method: FunctionType
 ) -> Iterator[str]:
-    """Bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
+    """Try to bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
     _, *parameters = inspect.signature(contract_method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return

@@ -236,7 +236,7 @@ class Plugins:
         self._manager.register(module, name=module.__name__)
 
     def _components(self, kind: Kind, module: ModuleType) -> list[Component[Any]]:
-        """Call the hook of a registered module, only once."""
+        """Return the components of a kind that a registered module offers. Call its hook only once."""
         key = (kind, module.__name__)
         if key not in self._offers:
             caller: pluggy.HookCaller = getattr(self._manager.hook, f"stretto_{kind}")
@@ -264,14 +264,14 @@ def _installed_of(group: str, search_path: tuple[str, ...]) -> tuple[EntryPoint,
 
 @cache
 def _installed(search_path: tuple[str, ...]) -> EntryPoints:
-    """The entry points on this path. A process reads them once."""
+    """Return the entry points of all packages that are installed on this path. A process reads them once."""
     del search_path  # `entry_points` reads `sys.path`
     return cast("EntryPoints", entry_points())  # Python 3.11 returns another class with the same `select`
 
 
 @cache
 def _name_and_version(package: Distribution | None) -> tuple[str, str]:
-    """Cached: each of them needs the package's whole metadata file."""
+    """Return the name and the version of a package. Each of them needs the package's whole metadata file."""
     return ("?", "?") if package is None else (package.name, package.version)
 
 

@@ -102,7 +102,7 @@ class RunFile(KeySource):
         return raw if isinstance(raw, str) else str(cast("dict[str, Any]", raw or {}).get("use", ""))
 
     def _line(self, path: str) -> int:
-        """The line of the deepest key of `path` in the file; 0 without one."""
+        """Return the line of the deepest key of `path` that is in the file; 0 if none is."""
         try:
             node = yaml.compose(self.file.read_text(), Loader=yaml.SafeLoader)
         except (OSError, yaml.YAMLError):
@@ -225,7 +225,7 @@ def _to_plain(config: DictConfig) -> dict[str, Any]:
 
 
 def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The paths to the values of nested mappings; an empty mapping counts as a value."""
+    """Yield the paths to the values of nested mappings; an empty mapping counts as a value."""
     if not isinstance(node, dict) or not node:
         yield path
         return
@@ -275,7 +275,7 @@ def _environment_values(raw: Any, plain: Any) -> Iterator[tuple[str, str]]:
 
 
 def _escape_env(node: Any) -> Any:
-    """Escape every text that reads the environment, so that it stays a literal."""
+    """Return the tree with every text that reads the environment escaped, so that it stays a literal."""
     if isinstance(node, dict):
         return {key: _escape_env(value) for key, value in cast("dict[str, Any]", node).items()}
     if isinstance(node, list):

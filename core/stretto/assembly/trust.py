@@ -28,13 +28,13 @@ def require_trust(folder: Path, *, trusted: bool) -> None:
 
 
 def _strangers(*paths: Path) -> str:
-    """The other owners of some of the paths; empty without any."""
+    """Return which other users own some of the paths; an empty text if none does."""
     owners = {path.stat().st_uid for path in paths if path.exists()} - {os.geteuid()}
     return " and ".join(map(_user, sorted(owners)))
 
 
 def _plugin_files(config: Path) -> Iterator[str]:
-    """The Python files of a config: its plugins, and functions such as `reward.py:score`."""
+    """Yield the Python files that a config names: its plugins, and functions such as `reward.py:score`."""
     source = RunFile(config, ())
     plain, _ = read(source)
     for text in _texts(plain):

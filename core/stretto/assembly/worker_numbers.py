@@ -68,7 +68,7 @@ class WorkerNumbers:
 
 
 def _has(composed: Composed, key: str) -> bool:
-    """A resume may have removed a worker group."""
+    """Return whether a run still has a key: a resume may have removed a worker group."""
     node: object = composed.config
     for part in key.split("."):
         node = getattr(node, part, None)

@@ -41,7 +41,7 @@ class NatsClient(Client):
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """As in nats-py, but check each subject only once, and copy no payload. Raise BadSubjectError."""
+        """Publish a message, as nats-py does it: but check a subject only once, and copy no payload."""
         size = len(payload)
         if headers or self._status != Client.CONNECTED or size > self._max_payload:
             await super().publish(subject, payload, reply, headers)

@@ -356,7 +356,7 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Where a former kernel's server listens, if only port, credentials and certificates differ."""
+    """Return where a former kernel's server listens, if only port, credentials and certificates differ."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
@@ -391,7 +391,7 @@ def _files(
     passwords: dict[str, str],
     identities: Mapping[Party, TlsIdentity],
 ) -> dict[str, bytes]:
-    """Bootstrap files and then the configuration: name -> content."""
+    """Return the bootstrap files, and then the server's configuration: name -> content."""
     near, far = _urls(place, config)
     shared = Bootstrap(
         url=far, run=run, role="", logs=str(logs), outage_s=config.outage_s, grace_s=config.grace_s
@@ -419,7 +419,7 @@ def _has_tls(place: Listening, config: BusConfig) -> bool:
 
 
 def _urls(place: Listening, config: BusConfig) -> tuple[str, str]:
-    """The address for processes on this machine, and for others."""
+    """Return the server's address for processes on this machine, and for those on others."""
     scheme = "tls" if _has_tls(place, config) else "nats"
     near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
     return near, far

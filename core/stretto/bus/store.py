@@ -369,7 +369,7 @@ class Store:
                     await msg.term()
 
     async def _make_stream(self, config: StreamConfig) -> None:
-        """A stream that exists gets this configuration: a resume may have other replicas."""
+        """Create a stream, or give an existing one this configuration: a resume may have other replicas."""
         config.storage = StorageType.FILE
         config.num_replicas = self._replicas
 

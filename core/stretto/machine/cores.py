@@ -47,7 +47,7 @@ def memory_limits(
 
 
 def _number_in(file: Path) -> int | None:
-    """None for a word, such as max, or without the file."""
+    """Return the number that a file holds; None if it holds a word instead, such as max, or is not there."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def _idle_s() -> float:
 
 
 def _seconds_of(process: psutil.Process, before: float) -> float:
-    """If it has ended, that of the reading before."""
+    """Return the processor time of a process so far; if it has ended, that of the reading before."""
     try:
         times = process.cpu_times()
     except psutil.Error:
@@ -109,7 +109,7 @@ def _seconds_of(process: psutil.Process, before: float) -> float:
 
 
 def _quota() -> float | None:
-    """The cores' worth of processor time that a container may use; None without a limit."""
+    """Return the cores' worth of processor time that a container may use; None without a limit."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else int(allowed) / int(period)

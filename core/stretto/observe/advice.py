@@ -413,7 +413,7 @@ _FEWEST_READINGS = 5
 
 
 def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
-    """A fifth of the time, over whole multiples of `evaluation.every`."""
+    """Find waits for evaluations of a fifth of the time, over whole multiples of `evaluation.every`."""
     every = int(knobs.number("evaluation.every", 0))
     count = min(KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else KEPT
     lines = list(history.lines)[-count:]

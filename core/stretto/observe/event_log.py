@@ -125,7 +125,7 @@ class EventLog:
             self._complain(error)
 
     def _find_end(self, store: str) -> int:
-        """The end of former kernels' files, which are on the disk then."""
+        """Return where the files of former kernels end, which are on the disk then."""
         if aside := move_lost(self._folder, self._epoch, store):
             log.warning("the store is not the one of these event files", moved_to=str(aside))
         sync_files(self._folder, event_files(self._folder))

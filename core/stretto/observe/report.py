@@ -157,7 +157,7 @@ class Report:
         (self._folder / "summary.json").unlink(missing_ok=True)
 
     def _cut_after(self, version: int) -> None:
-        """Their steps are repeated or lost."""
+        """Put the lines after a version aside, because their steps are repeated or lost."""
         if self._newest > version:
             self._newest = version
             self._metrics.cut_after(version)
@@ -279,7 +279,7 @@ class Report:
             self.last["advice_changes"] = msgspec.to_builtins(changed)
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
-        """Only the first of several steps is recorded."""
+        """Record the first of several steps in which every gradient of some model was not finite."""
         is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
         if is_first:
             step, whose = self.last["step"], ", ".join(skipped)
@@ -377,7 +377,7 @@ class Report:
         }
 
     def _variant_summary(self) -> dict[str, Any]:
-        """The summary of an A/B test; empty without one."""
+        """Return what the summary says of an A/B test; empty without one."""
         variants = self._scheduler.variants
         if not variants.accounts:
             return {}
@@ -435,7 +435,7 @@ def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str
 
 
 def _finite(value: Any) -> Any:
-    """Replace floats that are not finite by None, which is null in JSON."""
+    """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):

@@ -192,7 +192,7 @@ class StatusWriter:
 
 
 def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
-    """`next_log_s`: (asker, process, verb) -> length at which a wait is logged again."""
+    """Log long waits. `next_log_s`: (asker, process, verb) -> length at which the wait is logged again."""
     present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
     for key in next_log_s.keys() - present.keys():
         del next_log_s[key]

@@ -193,7 +193,7 @@ class _Sender(threading.Thread):
         return True
 
     def _news(self) -> list[dict[str, Any]]:
-        """New lines by version, without those that a resumed run repeats."""
+        """Return the lines to send, by their versions. Those that a resumed run repeats are not new."""
         steps, evaluations = self._run.steps, self._run.evaluations
         new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
@@ -216,7 +216,7 @@ class _Sender(threading.Thread):
         self._next_look = now + max(_LOOK_S, (now - start) / _LOOK_SHARE)
 
     def _due_samples(self) -> Iterator[tuple[Purpose, list[int]]]:
-        """Steps whose samples are due, and versions of evaluations."""
+        """Yield the steps whose samples are due, and the versions of evaluations."""
         if not self._samples:
             return
         steps, evaluations = map(_step, self._run.steps), map(_step, self._run.evaluations)
@@ -238,7 +238,7 @@ def _step(line: Mapping[str, Any]) -> int:
 
 
 def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -> str:
-    """Hide secrets of the environment and logins in addresses."""
+    """Return the text of an error without the secrets of the environment and the logins in addresses."""
     lines = [str(error)] if isinstance(error, StrettoError) else traceback.format_exception(error)
     text = redact("".join(lines)).rstrip()
     for name, value in os.environ.items():

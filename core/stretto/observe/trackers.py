@@ -129,6 +129,6 @@ class Trackers:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """A library may have started processes of its own."""
+    """Kill what is left of the process's session: a library may have started processes of its own."""
     with suppress(ProcessLookupError, PermissionError):  # macOS refuses to signal a group of zombies
         os.killpg(process.pid, signal.SIGKILL)

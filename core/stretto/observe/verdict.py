@@ -151,7 +151,7 @@ def trend(known: Sequence[tuple[int, float]]) -> int:
 
 
 def _change(known: Sequence[tuple[int, float]]) -> float:
-    """Mean of the newest steps less that of as many first ones, at most 10 and half of all."""
+    """Return the mean of the newest steps less that of as many first ones, at most 10 and half of all."""
     values = [value for _, value in known]
     count = min(_FEWEST, len(values) // 2)
     return math.fsum(values[-count:]) / count - math.fsum(values[:count]) / count
@@ -193,7 +193,7 @@ def _error(evaluated: HeldOutScore) -> float:
 
 
 def _clauses(adviser: Adviser) -> Iterator[str]:
-    """What else matters: the held-out score, groups without a signal, waits, and advice."""
+    """Yield what else matters: the held-out score, groups without a signal, waits, and what advice says."""
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}

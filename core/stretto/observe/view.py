@@ -101,7 +101,7 @@ def _bar(status: Status, stopped: bool) -> RenderableType:
 
 
 def _rows(status: Status) -> Iterator[tuple[str, str]]:
-    """(label, text) of each row below the progress bar."""
+    """Yield the label and the text of each row below the progress bar."""
     newest = {key: value for key, value in status.newest.items() if value is not None}
     yield "folder", _short_path(Path(status.folder))
     if status.verdict is not None:
@@ -244,7 +244,7 @@ def _short_path(folder: Path) -> str:
 
 
 def _clock(moment: float) -> str:
-    """Local time of a moment within a day, such as ` (until 14:05)`; else empty."""
+    """Return the local time of a moment within a day, such as ` (until 14:05)`; empty for another moment."""
     return (
         time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - clock.wall() < 86_400 else ""
     )

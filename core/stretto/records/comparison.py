@@ -247,7 +247,7 @@ def setting(values: Mapping[str, str]) -> str:
 
 
 def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
-    """A few steps that all runs have, with the means that end there."""
+    """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
     series = [dict(run.series(key)) for run in runs]
     common = sorted(set.intersection(*(set(each) for each in series)))
     if not common:
@@ -289,7 +289,7 @@ def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterabl
 
 
 def _fingerprint(run: RunFolder) -> str | None:
-    """What identifies the evaluated rows; None if unknown."""
+    """Return what identifies the rows that a run evaluates; None if it is not known."""
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -323,7 +323,7 @@ def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, compar
 
 
 def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
-    """(seed, last score). Several runs may have the same seed."""
+    """Return (seed, last score) of the runs that have one. Several runs may have the same seed."""
     return [(each.seed, each.last.score.mean) for each in members if each.last is not None]
 
 

@@ -35,9 +35,9 @@ from stretto.workers.worker import work
 log = structlog.get_logger()
 
 _START_S = (0.2, 1.0)
-"""Shortest and longest time that a worker needs to start."""
+"""Shortest and longest start of a worker."""
 _END_S = 0.05
-"""Time that a worker's process needs to end. Its last messages arrive before."""
+"""Time that a worker's end takes. Its last messages arrive before."""
 _CHILD_S = (0.1, 0.5)  # shortest and longest start of a process that scores
 _SCORE_S = 0.01  # mean time of a score
 
@@ -49,7 +49,7 @@ class SimulatedMachine:
         self.world = world
         self.loop = world.loop
         self.busy_until = 0.0
-        """Virtual time until which the machine is so busy that no worker starts."""
+        """No worker starts on the busy machine before this virtual time."""
 
     def start_worker(self, bootstrap: Bootstrap) -> SimulatedProcess:
         """Start a worker. It needs a moment to load."""
@@ -78,9 +78,6 @@ class SimulatedMachine:
     def alive(self, role: str = "") -> list[SimulatedProcess]:
         """Return the processes that run, all or those whose names begin with a role."""
         return [each for each in self.loop.processes if each.status is None and each.name.startswith(role)]
-
-
-# --------------------------------------------------------------------------------------- the launcher
 
 
 class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -146,11 +143,8 @@ class SimulatedLauncher:
         return next(map(SimulatedHandle, found), None)
 
 
-# ------------------------------------------------------------------------- what a worker uses of its process
-
-
 class _InlineExecutor(Executor):
-    """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
+    """A thread pool with one thread: jobs run in order, and take virtual time."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -167,7 +161,7 @@ class _InlineExecutor(Executor):
         if self._busy or not self._jobs:
             return
         if needed := [each for each in _futures(self._jobs[0][2]) if not each.done()]:
-            # A job may wait for one of another thread. In one thread, it has to come after it.
+            # In one thread, a job has to come after those that it waits for.
             needed[0].add_done_callback(lambda _: self.world.loop.call_soon(self._next))
             return
         self._busy = True
@@ -196,7 +190,7 @@ def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
 
 
 class _SimulatedHostProcess(HostProcess):
-    """Takes the place of a worker's process: threads, children and signals of the simulation."""
+    """Threads, children and signals of the simulation."""
 
     def __init__(self, machine: SimulatedMachine, process: SimulatedProcess) -> None:
         self._world, self._process = machine.world, process
@@ -244,7 +238,7 @@ class _SimulatedHostProcess(HostProcess):
 
 
 class _ChildExit(BaseException):
-    """Ends a question to a reward that ends its process; the text is the exit status."""
+    """A reward ends its process, instead of an answer; the text is the exit status."""
 
 
 _exit, _process_id = os._exit, os.getpid  # before the simulation takes their places
@@ -258,7 +252,7 @@ def _end_child(parent: int, status: int) -> None:
 
 
 class _InlineChildPool:
-    """Takes the place of processes that run rewards and environments: these run inline, on virtual time."""
+    """Rewards and environments run inline, on virtual time."""
 
     def __init__(self, world: World, program: Program, count: int) -> None:
         self.world, self._program = world, program

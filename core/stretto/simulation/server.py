@@ -31,31 +31,31 @@ _CREATED = "2026-01-01T00:00:00Z"
 
 @dataclass
 class Weather:
-    """What network and server do wrong at the moment. Shares are probabilities."""
+    """Faults of network and server at the moment. Shares are probabilities."""
 
     loop: SimulatedLoop
     context: contextvars.Context
     lost: float = 0.0
-    """Share of core messages that get lost."""
+    """Core messages that get lost."""
     doubled: float = 0.0
-    """Share of core messages that arrive twice."""
+    """Core messages that arrive twice."""
     late: float = 0.0
-    """Share of messages that stall their connection."""
+    """Messages that stall their connection."""
     late_s: float = 0.0
     """Longest such stall."""
     unconfirmed: float = 0.0
-    """Share of stored messages whose acknowledgement gets lost."""
+    """Stored messages whose acknowledgement gets lost."""
     untaken: float = 0.0
-    """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
+    """Lost acknowledgements of a queue's messages, which are delivered again."""
     taken_late: float = 0.0
-    """Share of these acknowledgements that come only after the message was delivered again."""
+    """Such acknowledgements that come only after the second delivery."""
     store_fails: float = 0.0
-    """Share of messages that the store refuses for now. With 1.0 its disk is full."""
+    """Messages that the store refuses; with 1.0 its disk is full."""
     failing: float = 0.0
-    """Share of requests for samples, and of scorings, that fail."""
+    """Requests for samples, and scorings, that fail."""
     down_until: float = 0.0
     hangs_until: float = 0.0
-    """Time until which the server answers pings, and does nothing else."""
+    """Until then the server only answers pings."""
     cut_until: dict[int, float] = field(default_factory=dict[int, float])
     """Id of a process -> time until which it reaches no server."""
     _ends: dict[str, float] = field(default_factory=dict[str, float])
@@ -105,7 +105,7 @@ class SimulatedConnection:
         self._held: list[tuple[Any, ...]] = []
         self._data = b""
         self.subscriptions: dict[bytes, tuple[str, str]] = {}
-        """Number of each subscription -> subject, queue group."""
+        """Number of a subscription -> (subject, queue group)."""
 
     def drop(self) -> None:
         """Forget the client, and what is under way in both directions."""
@@ -170,16 +170,16 @@ class SimulatedServer:
         self._rng = Random(f"network {seed}")
         self._connections: dict[int, SimulatedConnection] = {}
         self._asked: dict[str, float] = {}
-        """Where a worker sends its answer to a request -> when it was asked first."""
+        """Reply subject of a request to a worker -> when it was asked first."""
         self._joining: dict[str, SimulatedProcess] = {}
-        """Where the kernel sends its answer to a process that wants to join -> the process."""
+        """Reply subject of a request to join -> the process."""
         self.strangers: list[str] = []
         """Processes that have answered what somebody else was asked."""
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
         self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, re.Pattern[str]]] = {}
         self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
-        """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
+        """Subject -> subscribers of matching patterns; a cache until a pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
         SimulatedTransport.server = self
 
@@ -202,8 +202,6 @@ class SimulatedServer:
     def calm(self) -> None:
         """End the bad weather, and let everybody reach the server."""
         self.weather = Weather(self.loop, self.context)
-
-    # ------------------------------------------------------------------------------- connections
 
     def accept(self, transport: SimulatedTransport, process: SimulatedProcess | None) -> SimulatedConnection:
         """Return a new connection."""
@@ -261,8 +259,6 @@ class SimulatedServer:
         self.loop.note("server works")
         for connection in [*self._connections.values()]:
             connection.catch_up()
-
-    # ------------------------------------------------------------------------------ core messages
 
     def subscribe(self, connection: SimulatedConnection, sid: bytes, subject: str, group: str) -> None:
         """Send messages of a subject to a client; those of a group go to one of its members."""
@@ -368,8 +364,6 @@ class SimulatedServer:
         else:
             line = f"MSG {address} {len(data)}\r\n"
         to.to_client.send(b"".join((line.encode(), head, data, _CRLF)))
-
-    # ----------------------------------------------------------------------------------- JetStream
 
     def _home(self, subject: str) -> Stream | None:
         if subject not in self._homes:

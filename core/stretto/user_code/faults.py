@@ -75,7 +75,7 @@ def kind_of(error: BaseException) -> FaultKind:
 
 
 def _site_of(error: BaseException) -> str:
-    """Type with file and line, or with its text if no line of the user raised it."""
+    """Return an error's type with file and line, or with its text if no line of the user raised it."""
     location = location_of(error)
     if not location and isinstance(error, StrettoError):
         return f"{type(error).__name__} {error}"

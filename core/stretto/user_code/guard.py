@@ -77,7 +77,7 @@ def _main(parent: int, grace_s: float, argv: list[str]) -> None:
 
 
 def _become(argv: list[str]) -> None:
-    """Run the child's program in a process group of its own."""
+    """Body of the fork: run the child's program, in a process group of its own."""
     os.setpgid(0, 0)
     end_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -89,14 +89,14 @@ def _become(argv: list[str]) -> None:
 
 
 def _close_standard_files() -> None:
-    """The worker must notice on its pipes when the child has ended."""
+    """Leave the pipes to the child, so that the worker notices when the child has ended."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nothing, standard)
 
 
 def _wait_for(child: int, parent: int, grace_s: float) -> int:
-    """Return the exit status, negative for a signal, after the end of the child or of its time."""
+    """Wait for the end of the child, or of its time. Return the exit status; negative for a signal."""
     signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     deadline = 0.0
     while not deadline or time.monotonic() < deadline:
@@ -123,7 +123,7 @@ def _collect(child: int) -> int | None:
 
 
 def _kill_children() -> None:
-    """Repeat until none is left: their children are adopted."""
+    """Kill the children, and their children once they are adopted, until none is left."""
     start = time.monotonic()
     while (after := time.monotonic() - start) < _END_S:
         try:
@@ -145,7 +145,7 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Python's resource trackers end when nobody else is left."""
+    """Whether a process is one of Python's resource trackers, which end when nobody else is left."""
     with suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False

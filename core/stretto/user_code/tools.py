@@ -150,7 +150,7 @@ async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
 
 
 async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
-    """The connection lasts until the stack is closed."""
+    """Return the tools of an MCP server. The connection lasts until the stack is closed."""
     client = await _connect(server, stack)
     tools: list[Tool] = []
     page = await client.list_tools()
@@ -197,7 +197,7 @@ class _ServerError(Exception):
 
 
 async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: int) -> ToolAnswer:
-    """The result as text, or the error as text for the policy."""
+    """Return the result of a call as text, or the error as text for the policy."""
 
     def failed(reason: str) -> ToolAnswer:
         return ToolAnswer(_without_surrogates(text_of(f"error: {reason}", max_chars)), failed=True)

@@ -16,15 +16,14 @@ from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shor
 from stretto_plan.measuring import FEWEST_STEPS, answers_of
 
 _SURE = 3.0
-"""What a token costs is read from the differences between steps if it is so many standard errors."""
+"""A token's cost counts if it is this many standard errors."""
 _Lines = Sequence[Mapping[str, Any]]
 
 
 def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTimes:
     """Return the service times of a run, from its steps without an evaluation.
 
-    One run does not tell how much of a decode step is for the step, and how much for the samples in it. A
-    guess: a step with all slots takes twice one without samples.
+    A guess, which one run cannot show: a step with all slots takes twice one without samples.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]
@@ -100,8 +99,7 @@ def _mean(lines: _Lines, key: str) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the intercept and the slope of a line through the means of all points. If their differences do
-    not show the slope, the line goes through 0."""
+    """Intercept and slope of a line through the mean; through 0 if differences do not show the slope."""
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     spread = math.fsum((u - x) ** 2 for u, _ in points)
     slope = math.fsum((u - x) * (v - y) for u, v in points) / spread if spread else 0.0
@@ -113,8 +111,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _overhead(times: ServiceTimes, rest_s: float, seen: Forecast) -> ServiceTimes:
-    """Return the times with which all callbacks and messages of a step cost these processor seconds. A
-    message is taken to cost twice a callback."""
+    """All callbacks and messages of a step cost `rest_s`; a message twice a callback."""
     number = sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
     callback_s = rest_s / number
     return msgspec.structs.replace(

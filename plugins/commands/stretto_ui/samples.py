@@ -70,8 +70,7 @@ class Samples:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
-        """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
-        conversation of a ticket, or else number `number` of the ticket's row."""
+        """Return a small PNG: the image `sha256` in a ticket's conversation, or else `number` of its row."""
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
             file = self._file_of(digest, names)

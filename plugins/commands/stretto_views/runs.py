@@ -21,12 +21,12 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     step: int | None = None
-    """Number of finished steps; None if the run has no status."""
+    """Finished steps; None without a status."""
     steps: int | None = None
     reward: float | None = None
     score: float | None = None
     measure: str = "accuracy"
-    """What the scores are: `accuracy` or `reward`."""
+    """`accuracy` or `reward`."""
     best: float | None = None
     started: float
     duration_s: float | None = None

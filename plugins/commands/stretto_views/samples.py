@@ -116,9 +116,6 @@ def ticket_story(history: RunHistory, ticket: int, purpose: Purpose) -> Iterator
         yield f"{', '.join(parts)}; {each.outcome}{step}{f': {each.reason}' if each.reason else ''}"
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console) -> None:
     for title, body in sections:
         console.print(Text(f"  {title}", style="dim"))
@@ -191,7 +188,7 @@ def _conversation(messages: Any) -> Iterator[str]:
 
 
 def _content(content: Any) -> str:
-    """Return the content of a message as a text, in which each image is a name in its place."""
+    """Return a message's content as text, with names for images."""
     return "".join(map(_part, content)) if isinstance(content, list) else _short(content)
 
 

@@ -320,7 +320,7 @@ class RunHistory:
     # ------------------------------------------------------------------------- kernels and workers
 
     def _end_kernel(self, time: float, status: str) -> None:
-        """Workers and their work do not outlive their kernel."""
+        """Close what is open: the workers and their work do not outlive their kernel."""
         self._cut |= self._open
         for attempt in self._open.values():
             attempt.ended, attempt.outcome = time, "unfinished"
@@ -360,7 +360,7 @@ class RunHistory:
             self._evaluation_began.setdefault(issued.min_version, time)
 
     def _attempt(self, purpose: Purpose, ticket: int, number: int) -> Attempt | None:
-        """An open attempt; a new one if its beginning is not among the events."""
+        """Return an attempt that is open; a new one if its beginning is not among the events."""
         key = purpose, ticket
         newest = self._open.get(key)
         if newest is None and not self.kernels:

@@ -81,7 +81,7 @@ _batch_of = decoder(EventBatch)
 
 
 def _events_of(record: tuple[int, bytes | None] | None, number: int) -> Iterator[TimedEvent]:
-    """ValueError if the record is another one."""
+    """Return the timed events of the message with this number; ValueError if the record is another one."""
     if record is None or record[0] != number or record[1] is None:
         raise ValueError("a file was written again meanwhile; try again")
     batch: EventBatch = _batch_of(record[1])

@@ -296,7 +296,7 @@ class _Index:
                 yield ticket
 
     def ordered(self, found: NDArray[np.int64], order: str) -> NDArray[np.int64]:
-        """As in `SampleStore.find`; equal rows in the order of the log."""
+        """Return rows in an order (see `SampleStore.find`); equal ones in the order of the log."""
         name = order.removeprefix("-")
         if name not in ORDERS:
             raise ConfigError(f"samples cannot be ordered by {order!r}; expected one of {', '.join(ORDERS)}")
@@ -314,7 +314,7 @@ class _Index:
 
 
 def _compute() -> Any:
-    """pyarrow defines these functions only when it is imported."""
+    """Return pyarrow's functions of columns, which it defines only when it is imported."""
     from pyarrow import compute
 
     return compute
@@ -351,7 +351,7 @@ def _equal(column: Any, value: str | int) -> NDArray[np.bool_]:
 
 
 def _bools(column: Any) -> NDArray[np.bool_]:
-    """False without a value."""
+    """Return a column of truths; False where it has none."""
     return np.nan_to_num(_floats(column)).astype(np.bool_)
 
 
@@ -360,7 +360,7 @@ def _ints(column: Any) -> NDArray[np.int64]:
 
 
 def _floats(column: Any) -> NDArray[np.float64]:
-    """NaN without a value."""
+    """Return a column of numbers; NaN where it has none."""
     import pyarrow as pa
 
     missing = _array(pa.float64(), np.array([np.nan]))[0]
