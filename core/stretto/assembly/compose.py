@@ -1,5 +1,4 @@
-"""Turn a run into typed structs, and check every key. The result is a `RunConfig` with components'
-structs."""
+"""Turn a run into a `RunConfig` with the structs of the chosen components, and check every key."""
 
 from __future__ import annotations
 
@@ -52,7 +51,9 @@ class Composed:
     document: Mapping[str, Any]
     """The run with all defaults, for `config.yaml`; secrets stay interpolations."""
     written: tuple[str, ...] = ()
+    """Dotted keys that the run file or an override has."""
     notices: tuple[str, ...] = ()
+    """Decisions made for the user, as text to show."""
     place: Callable[[str], str] = str
     """Returns where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
@@ -199,6 +200,7 @@ def _inherit_sections(data: dict[str, Any]) -> None:
 
 
 def _as_mapping(section: Any) -> dict[str, Any] | None:
+    """Return a section as a mapping; None if it is not set or is not a section."""
     if isinstance(section, str):
         return {"use": section}
     return cast("dict[str, Any]", section) if isinstance(section, dict) else None
@@ -301,7 +303,7 @@ class _Composer:
         return paths
 
     def _section(self, path: str) -> dict[str, Any] | None:
-        """The mapping at `path`, made if its kind has a default component. None without both."""
+        """Return the mapping at `path`, made if its kind has a default component; None without both."""
         owner, _, key = path.rpartition(".")
         parent = _at(self.data, owner)
         if not isinstance(parent, dict):
@@ -420,6 +422,7 @@ class _Composer:
                 self._refuse_unknown(item[1], part, item[0], run)
 
     def _refuse_numbers(self, value: Any, path: str) -> None:
+        """Refuse numbers that no process of a run can use, or send to another, in any key."""
         if isinstance(value, dict):
             for key, item in cast("dict[str, Any]", value).items():
                 self._refuse_numbers(item, f"{path}.{key}" if path else str(key))
@@ -691,7 +694,7 @@ def _description(annotation: Any) -> str:
 
 
 def _annotation_at(struct: Any, path: str) -> Any:
-    """The annotation at a dotted path, of the list for its items; Any if there is no field."""
+    """Return the annotation at a dotted path, of the list for its items; Any if there is no field."""
     annotation: Any = struct
     for part in path.split("."):
         if part.isdigit():

@@ -12,7 +12,7 @@ from stretto.errors import ConfigError, nearest, offer
 
 # Keys that a call may read although no call writes them.
 INPUT_KEYS = ("prompt",)
-# Complete before a batch is formed: rollout workers run them, or they read rows. Others run on a group.
+# These calls are complete before a batch is formed: rollout workers run them, or they read rows.
 SOURCE_OPS = ("generate", "score", "read")
 
 
@@ -165,7 +165,8 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Put other calls on a model before its training: they read the weights of the step's start."""
+    """Yield edges that put other calls on a model before its training: they read the weights of the step's
+    start."""
     for train_call in calls:
         if train_call.op == "train":
             for call in calls:

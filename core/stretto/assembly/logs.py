@@ -17,11 +17,12 @@ import structlog
 from stretto.errors import printable
 
 _HIDDEN = ("run", "role")
-"""The same in every line of a process."""
+"""Fields that are the same in every line of a process."""
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Log to a file of JSON lines, and as text to stderr if `console`. Tracebacks go to the file alone."""
+    """Write this process's log as JSON lines, and as text to stderr if `console`. Tracebacks go to the file
+    alone."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -90,6 +91,8 @@ class _Tee:
 
 
 class _Standard(logging.Handler):
+    """Passes records of the standard module on to structlog."""
+
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == "asyncio" and "eof_received() has no effect when using ssl" in record.getMessage():
             return  # the end of each TLS connection of nats-py, which asyncio closes as it should

@@ -78,14 +78,14 @@ class Origin:
     label: str
     """`reward 'brevity' of acme 1.2`, or `… of my_reward.py` if it was loaded by path."""
     files: str
-    """Prefix of the paths of its source files."""
+    """Prefix of the paths of its source files: its package's folder, or its module's file."""
     distribution: str
     """The installed package; the module if it was loaded by path."""
 
 
 @dataclass(frozen=True)
 class _PluginSource:
-    """An entry point, or a module loaded by path."""
+    """Where a component of some name comes from: an entry point, or a module loaded by path."""
 
     kind: Kind
     name: str

@@ -119,7 +119,8 @@ class RunFile(KeySource):
 
 
 def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged file with all interpolations resolved, and with environment variables unresolved."""
+    """Return the merged run file twice: with everything resolved, and with environment variables
+    unresolved."""
     try:
         loaded = source.load()
         source.refuse_unusual_numbers()
@@ -162,7 +163,7 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _misfits(tree: Any, overrides: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, fault) where a file has a list and an override a mapping, or the reverse: not mergeable."""
+    """Yield (key, fault) where a file has a list and an override a mapping, or the other way round."""
     if isinstance(tree, dict) and isinstance(overrides, dict):
         own, others = cast("dict[str, Any]", tree), cast("dict[str, Any]", overrides)
         for key in own.keys() & others.keys():
@@ -199,7 +200,7 @@ def _hint(item: str) -> str:
 
 
 def _unusual_number(text: str) -> tuple[int, str] | None:
-    """Find a number that YAML reads in another base, such as 010 or 1:30; its line and how it is read."""
+    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line and its reading."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:

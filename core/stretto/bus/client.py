@@ -48,6 +48,7 @@ log = structlog.get_logger()
 _RESEND_S = 2.0
 """Seconds after which the bus repeats a request without an answer."""
 _FLUSH_S = 10
+"""Seconds until the bus asks again whether the server has a subscription."""
 _KEEP_ANSWERS = 1024
 
 
@@ -85,6 +86,7 @@ class Bus:
         self._names = Subjects(bootstrap.run)
         self._prefix = inbox_of(bootstrap)
         self.inbox = secrets.token_hex(11)
+        """The part of this process's inbox subjects that no other process has."""
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         """Reply subject of a request -> its answer. The subject names the role that may answer."""
         self._requests = 0
@@ -95,6 +97,7 @@ class Bus:
         self._one_client = store is client
         self._parts = Parts()
         self._tasks: TaskGroup | None = None
+        """None before the bus is open, and after its end."""
         self._complaints: set[str] = set()
         """Errors that are logged already."""
         self._up = asyncio.Event()
@@ -143,7 +146,8 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each message published from now on: one at a time, until the bus closes."""
+        """Call `handler` with each later message, one at a time, until the bus closes. Coroutine functions
+        cost more."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:
@@ -179,7 +183,8 @@ class Bus:
     async def request(
         self, subject: str, message: Message, answer: type[R], *, who: str, deadline_s: float
     ) -> R:
-        """Send a request, repeat it until the answer arrives, and return the answer. It is served once.
+        """Send a request to one process, repeat it until the answer arrives, and return the answer. The
+        process serves the request once.
 
         Raises NoAnswer after `deadline_s` seconds of a connected bus, and Refused if the process refuses.
         """

@@ -31,12 +31,16 @@ _TRY_OF_SEVERAL_S = 2
 """The same with several servers, so that one that stands still does not delay the client."""
 
 _expect_valid = lru_cache(maxsize=4096)(_validate_subject)
+"""Raises BadSubjectError for a subject that would let its sender write other commands."""
 
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
 
 class NatsClient(Client):
-    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS."""
+    """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS.
+
+    Its `flush` waits until the server has taken in everything sent before. Its `publish` costs less.
+    """
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None

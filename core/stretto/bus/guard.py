@@ -1,9 +1,9 @@
-"""Stop the nats-server when the kernel is gone: `guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER
-...`.
+"""A small process between the kernel and the nats-server. It stops the server when the kernel is gone.
 
-It runs as a file and uses only the standard library. It stops the server when neither a kernel nor a
-supervisor, which will start the next kernel, has held its lock for GRACE_S seconds. Then CLEANER removes what
-killed processes left. The guard restarts a server that ends unexpectedly; the kernel restarts the guard.
+`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...` uses only the standard library. It stops the
+server when neither a kernel nor a supervisor, which will start the next kernel, has held its lock for GRACE_S
+seconds. Then CLEANER removes what killed processes left. The guard restarts a server that ends unexpectedly,
+with the same store; the kernel restarts the guard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 SUPERVISOR_LOCK = "supervisor.lock"
 _POLL_S = 0.25
 _CLEANER_S = 120.0
-"""Limit for the cleaner."""
+"""A cleaner that hangs must not keep the guard for ever."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -83,7 +83,8 @@ def _end_former(pid_file: Path, configuration: str) -> None:
 
 
 def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: list[str]) -> None:
-    """Run the server until a signal, or until the kernel is gone for `grace_s`; then run `cleaner`."""
+    """Run the server until a signal, or until the kernel has been gone for `grace_s`; only then run
+    `cleaner`."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -62,7 +62,8 @@ class Refusals:
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:
-    """Sleep, and return the seconds by which this process woke up late; 0 if at most `seconds`.
+    """Sleep, and return the seconds by which this process woke up late; 0 if at most `seconds`, as on a busy
+    machine.
 
     In that time the process was stopped or blocked, so the silence of its peers says nothing about them.
     """

@@ -1,7 +1,8 @@
 """The tokens with which worker processes join a run, and the bootstrap file of each worker.
 
-A role's credentials are shared, so a worker also proves its id: its token is an HMAC-SHA256 of the id under a
-key that only the run's user can read. The operator's commands carry such a token too.
+The credentials of a role are the same for all its workers. So a worker also proves its id: its token is an
+HMAC-SHA256 of the id under a key that only the run's user can read. The commands of the operator carry such a
+token too, because on a server of the user's own all parties may have the same credentials.
 """
 
 from __future__ import annotations
@@ -42,8 +43,7 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
 
 
 def reserve_worker(folder: Path, role: str) -> Path:
-    """Write the bootstrap file of a worker that a user starts by hand. It reserves the next id: `rollout-h0`,
-    …."""
+    """Write the bootstrap file of a worker started by hand. It reserves the next id, such as `rollout-h0`."""
     Bootstrap.read(folder / f"{role}.json")  # before the first file is made
     for number in count():
         path = folder / f"{role}-h{number}.json"

@@ -14,6 +14,7 @@ from stretto.bus.guard import is_locked
 from stretto.machine import clock
 
 _RETRY_S = 0.01
+"""Others hold a lock for less than this, to look at it."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -77,7 +77,7 @@ def bus_problems(bus: BusConfig) -> Iterator[Problem]:
 
 
 def _open_servers(bus: BusConfig) -> list[str]:
-    """Return the servers on other machines without TLS, without logins."""
+    """Return the servers on other machines to which connections have no TLS, without logins."""
     places = [urlsplit(server) for server in bus.servers]
     return [
         f"{place.hostname}:{place.port or 4222}"
@@ -126,6 +126,7 @@ async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float)
 async def _fault_of_store(
     bootstrap: Bootstrap, address: str, config: BusConfig, timeout_s: float
 ) -> Problem | None:
+    """Make a stream as the run will, store a message in it, and remove it."""
     names, complaints = Subjects(bootstrap.run), list[str]()
 
     async def complain(error: Exception) -> None:

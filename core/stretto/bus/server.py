@@ -48,7 +48,7 @@ VIEWER: Party = "viewer"
 OPERATOR: Party = "operator"
 _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
-"""They always run on the kernel's machine."""
+"""Processes that always run on the kernel's machine."""
 STORE = "store"
 """User and account that own the streams."""
 _GUARD_POLL_S = 0.5
@@ -56,18 +56,18 @@ _GUARD_POLL_S = 0.5
 _INFO_S = 2.0
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
-"""A guard that needs longer hangs."""
+"""A guard ends its server and itself within this many seconds; otherwise it hangs."""
 _CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
-"""Certificates of a former kernel are used again below this age."""
+"""Certificates of a former kernel are used again below this age: they hold for at least the rest."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     """What a process needs to connect to the bus: the content of a file that only the user can read."""
 
     url: str
-    """Separated by commas."""
+    """Addresses of the servers, separated by commas."""
     run: str
     role: str
     user: str = ""
@@ -75,21 +75,22 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     credentials_file: str = ""
     """A NATS `.creds` file for a server of the user's own."""
     tls: TlsIdentity | None = None
-    """None for the authorities of the system."""
+    """Authority and certificate for servers with `tls://`; None for the authorities of the system."""
     replicas: int = 1
-    """`bus.replicas`."""
+    """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
     """Credentials of the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
-    """`bus.outage_s`."""
+    """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
     grace_s: float = 10.0
     """A worker that has not joined yet leaves after this time without a kernel (`bus.grace_s`)."""
     worker: str = ""
-    """Empty for the kernel and for whole roles."""
+    """Id of the worker. Empty in the files of the kernel and of whole roles."""
     token: str = ""
+    """Proof that the process may join as `worker`."""
     lock: KernelLock | None = None
     """The lock of the kernel that the worker joins. Only the files of workers have it."""
 
@@ -226,10 +227,11 @@ class NatsServer:
         logs: Path,
         cleaner: Sequence[str] = (),
     ) -> NatsServer:
-        """Start a server in `folder`, or use that of a former kernel, and write the bootstrap files.
+        """Start a server with its store in `folder`, and write the bootstrap files. If that of a former
+        kernel still runs, and would be the same, use it: workers of that kernel are connected to it.
 
-        The guard runs `cleaner` at its end if the kernel is gone. Raise BusError with the end of the server's
-        log.
+        At its end the guard runs `cleaner` if the kernel is gone. Raise BusError with the end of the server's
+        log if it does not start.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]
@@ -294,7 +296,7 @@ class NatsServer:
 
 
 async def _server_name(host: str, port: int) -> str | None:
-    """The name of the server at an address; empty if it does not say one, None if nothing listens."""
+    """Return the name of the nats-server at an address; empty if it says none, None if nothing listens."""
     try:
         async with await anyio.connect_tcp(host, port) as stream:
             with anyio.fail_after(_INFO_S):
@@ -324,7 +326,7 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:
-    """The guard of a former kernel, if it runs. The id in the file may now belong to another run's guard."""
+    """Return the guard of a former kernel, if it runs. The id in the file may now be another run's guard."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         pid, folder = pid_file.read_text().split()
         former = FormerProcess(int(pid))
@@ -455,7 +457,7 @@ def _with_port(place: Listening) -> Listening:
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
-    """Write the server's certificate, and return those of the clients."""
+    """Write the server's certificate, and return the clients'. Their authority lives only here."""
     from stretto.bus.certificates import Authority  # it imports for a tenth of a second
 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
@@ -522,13 +524,13 @@ def _configuration(
 
 
 def configuration_text(configuration: Mapping[str, Any]) -> str:
-    """Return JSON with the escapes that nats-server reads."""
+    """Return a configuration as nats-server reads it: JSON, but with other escapes in its texts."""
     text = json.dumps(configuration, indent=1, ensure_ascii=False)
     return re.sub(r"(?<!\\)((?:\\\\)*)\\u00([0-9a-f]{2})", r"\1\\x\2", text)
 
 
 def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
-    """What each party may publish and subscribe to, from the table of verbs."""
+    """Return the subjects that each party may publish and subscribe to, from the table of verbs."""
     asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
     permissions: dict[Party, dict[str, list[str]]] = {
         party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
@@ -561,13 +563,16 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
 
 
 def _follow_log(names: Subjects) -> list[str]:
+    """Return the subject with which the sample writer gets the next messages of a consumer of the log."""
     return [f"$JS.API.CONSUMER.MSG.NEXT.{names.log_stream}.>"]
 
 
 def _take_tickets(names: Subjects) -> list[str]:
+    """Return the subjects with which a rollout worker takes and acknowledges tickets."""
     return [f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.>", f"$JS.ACK.{names.tickets_stream}.>"]
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """From any server that has the messages, and one alone from the leader."""
+    """Return the subjects to read the log by number: from any server that has it, and from the leader
+    alone."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

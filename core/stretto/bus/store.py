@@ -54,23 +54,25 @@ _FOLLOW_S, _FOLLOW_AT_ONCE = 15.0, 256
 """Seconds and messages of one question to a followed stream."""
 _READ_AT_ONCE = 32
 _TAKE_S = 5.0
+"""The seconds for which a process asks a work queue at once."""
 
 _NO_MESSAGE = (10037, 10043, 10057)
-"""Codes for a message that does not exist, or no longer."""
+"""Error codes of the server for a message that does not exist, or no longer exists."""
 _OTHER_CONFIGURATION = 10058
-"""Code for a stream that exists with another configuration."""
+"""Error code for a stream that exists with another configuration."""
 _ELECTING = (10005, 10009, 10118, 10119, 10158)
 """Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
 here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
 _OTHER_END = 10071
-"""Code for another last sequence number than the given one."""
+"""Error code for a message with another last sequence number than the stream's."""
 _COPYING = (10023,)
 """A stream is copied before its consumer gets more replicas."""
 
 
 @dataclass
 class Delivery(Generic[M]):
-    """A message from a work queue. Without a call, the server delivers it again after `redeliver_s`."""
+    """A message taken from a work queue. Without a call of `acknowledge` or `in_progress`, the server
+    delivers it again after the queue's `redeliver_s`."""
 
     message: M
     _msg: Msg
@@ -143,7 +145,8 @@ class Store:
         await self._make_stream(config)
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
-        """Create a work queue with one consumer for each subject, named after it. Idempotent."""
+        """Create a work queue with one consumer for each subject, named after it. The server delivers a
+        message again if nobody acknowledges it within `redeliver_s`. Idempotent."""
         await self._make_stream(
             StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
         )
@@ -175,8 +178,7 @@ class Store:
         return await self._store(subject, list_parts(numbers), id, after)
 
     async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
-        """Return a message. Raise MessageGone if it, or a part, is missing, and Malformed for another
-        kind."""
+        """Return a message. Raise MessageGone if a part of it is missing, or Malformed for another kind."""
         return await self._decode_stored(stream, await self._read_message(stream, sequence), kind)
 
     async def read_some(
@@ -272,6 +274,7 @@ class Store:
                     if message is not None:
                         yield sequence, message
             except (NoAnswer, NotFoundError):
+                # The server has lost the consumer, for example at a restart: create another one.
                 log.warning("stream interrupted", stream=stream, following=following)
                 await anyio.sleep(0.5)
 
@@ -430,8 +433,8 @@ class Store:
         return sequence
 
     async def _stored_before(self, after: StreamEnd, id: str) -> int:
-        """The number of a message that an earlier attempt has stored after `after`: its acknowledgement was
-        lost, and the server compares the end of the stream before it looks for the id."""
+        """Return the number of a message that an earlier attempt stored after `after`: its acknowledgement
+        was lost, and the server compares the end of the stream before it looks for the id."""
         following = after.sequence + 1
         try:
             message = await self._jetstream.get_msg(after.stream, following)  # of the leader

@@ -1,5 +1,4 @@
-"""TLS of the bus's clients: PEM texts in the bootstrap file, which is thereby complete without other
-files."""
+"""TLS of the bus's clients, as PEM texts in the bootstrap file: a worker needs no other file."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
     ca: str = ""
     """Certificates of the authorities; empty for those of the system."""
     certificate: str = ""
-    """The client's, and those between it and the authority; empty if it shows none."""
+    """The client's certificate and those between it and the authority; empty if it shows none."""
     key: str = ""
     """The private key of the certificate, not encrypted."""
 
@@ -40,7 +39,8 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
-    """Return TLS settings that always check the server's certificate and name."""
+    """Return the settings of a client's TLS connections. The client always checks the server's certificate
+    and its name; without an identity it believes the system's authorities, and shows no certificate."""
     identity = identity or TlsIdentity()
     try:
         context = ssl.create_default_context(cadata=identity.ca or None)

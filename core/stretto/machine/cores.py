@@ -60,7 +60,7 @@ class CoreUse(NamedTuple):
     used: float
     """The share that this process and its descendants used."""
     idle: float
-    """Used by no process, within a container's limit."""
+    """The share that no process used, and that a container's limit leaves."""
 
 
 class CoreMeter:
@@ -73,7 +73,7 @@ class CoreMeter:
         self._listed = 0.0
         self._processes: list[psutil.Process] = []
         self._seconds: dict[psutil.Process, float] = {}
-        """Processor time up to the last reading."""
+        """Processor time of each process up to the last reading."""
         self.read()
 
     def read(self) -> CoreUse:

@@ -12,7 +12,7 @@ import psutil
 __all__ = ["UNKNOWN_STATUS", "FormerProcess"]
 
 UNKNOWN_STATUS = 255
-"""The exit status of a process that is no child cannot be known."""
+"""Stands for the exit status of a process that is no child of the one that asks."""
 _POLL_S = 0.2
 
 
@@ -23,7 +23,7 @@ class FormerProcess:
         self._process = psutil.Process(pid)
         self.pid = pid
         self.created = _start_of(pid) or str(self._process.create_time())
-        """Another process may have its id later."""
+        """When it started: another process may have its id later."""
 
     @classmethod
     def find(cls, pid: int, created: str) -> FormerProcess | None:

@@ -100,7 +100,7 @@ class Adviser:
 
 
 class _Knobs:
-    """Suggestions from the run file. An empty one does not apply to the run."""
+    """The keys and values of the run file, for suggestions. An empty suggestion does not apply to the run."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -129,7 +129,8 @@ class _Knobs:
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
     def more_threads(self, section: str) -> str:
-        """Not for an engine with GPUs, or if its bits, which follow the threads, must not change."""
+        """Suggest a thread more, unless the engine has GPUs, or its bits, which follow the threads, must not
+        change."""
         if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
             return ""
         return self.add(f"{section}.threads", 1)
@@ -160,6 +161,9 @@ _Said = tuple[str, *tuple[str, ...]]
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
     known = [suggestion for suggestion in suggestions if suggestion]
     return _Finding(since, f"{what}; {', or '.join(known)}" if known else what)
+
+
+# ---------------------------------------------------------------------------------- rules of learning
 
 
 def _failure_bias(history: History, knobs: _Knobs) -> _Finding | None:
@@ -407,6 +411,8 @@ def _failures(history: History, knobs: _Knobs) -> _Finding | None:
 _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_timeout_s")
 
 
+# ------------------------------------------------------------------------------------- rules of speed
+
 _SPEED_STEPS = 20
 _FEWEST_READINGS = 5
 """Short steps may have no heartbeat figures."""
@@ -604,7 +610,7 @@ class Rule:
     holds: int
     """Steps in a row at which the condition must hold."""
     unless: tuple[str, ...] = ()
-    """Rules above, whose open advice explains this condition: this advice is then not given."""
+    """Rules above that explain this condition: while their advice is open, this rule gives none."""
 
 
 RULES = (

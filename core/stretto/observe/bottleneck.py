@@ -27,25 +27,24 @@ _PARTS: dict[CauseKind, Part] = {
     "engines": "inference engines",
     "overhead": "overhead",
 }
-"""Other causes are a lack of groups."""
+"""The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
 _OF_TICKETS: dict[Part, str] = {
     "generation": "ticket_generate_s",
     "verification": "ticket_score_s",
     "workflow": "ticket_own_s",
 }
-"""Groups wait for the part with the most of these seconds."""
+"""The part that groups wait for, by the figure of a ticket's time there."""
 _SATURATED = 0.85
-"""Busier verifiers hold up groups and evaluations."""
+"""Verifiers that work more than this share of the time hold up what waits for groups, and evaluations."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the others wait for, and the share of the time that it takes. `lines` is
-    not empty.
+    """Return the part of a run that the others wait for most, and the share of the time that this takes.
 
-    It is training if that worked for more than half of the time, else what training waited for longest. For
-    groups, that is where tickets spend most time: the engine (`ticket_generate_s`), the verifier
-    (`ticket_score_s`) or the workflow (`ticket_own_s`). Verifiers that work nearly all the time cause the
-    waits for groups and for evaluations.
+    The part is training if it worked for more than half of the time, else what training waited for longest.
+    For groups, that is where tickets spend most time: the engine (`ticket_generate_s`), the verifier
+    (`ticket_score_s`) or the workflow (`ticket_own_s`). If all verifiers work nearly all the time, the waits
+    for groups and for evaluations are both for them. `lines` has at least one line.
     """
     share = works(lines)
     if share > 0.5:

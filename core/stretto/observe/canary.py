@@ -13,7 +13,8 @@ log = structlog.get_logger()
 
 
 class CanaryRecord:
-    """The canary drifts of all engines. The first one beyond `bound` becomes a problem of the summary."""
+    """The canary drifts of all engines. `bound` is None for a run without a canary. The first drift beyond it
+    becomes one of the summary's `problems`."""
 
     def __init__(self, bound: float | None, problems: list[str]) -> None:
         self._bound = bound

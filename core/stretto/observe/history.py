@@ -33,7 +33,7 @@ class History:
         """Name -> the first 10 steps with that figure, for `reward`, `loss` and `entropy`."""
         self.rewards = RewardHistory()
         self.lr = 0.0
-        """Largest so far."""
+        """Largest learning rate so far."""
         self.limit = -math.inf
         """Largest reward of an answer so far."""
         self.varied = False
@@ -84,8 +84,9 @@ class History:
         return rise > 2 * error
 
     def gain(self, name: str) -> float | None:
-        """Return the gain of the newest 20 steps over the first 10 if it is more than three standard errors
-        and a tenth of the rewards' spread; else None."""
+        """Return how far the mean reward or loss of the newest 20 steps is from that of the first 10, if it
+        is clearly better: by more than three standard errors and a tenth of the rewards' spread; else
+        None."""
         first, now = self.first.get(name), self.window(name, 20)
         if first is None or now is None:
             return None

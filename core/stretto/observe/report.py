@@ -42,6 +42,7 @@ from stretto.records.status import State, Verdict
 
 log = structlog.get_logger()
 
+# The metrics that a step's log line shows. `metrics.jsonl` has all metrics.
 _SHOWN = (
     *("step", "reward", "length", "staleness", "loss", "grad_norm", "entropy"),
     *("divergence", "staleness_limit"),
@@ -67,15 +68,17 @@ class Report:
         self.adviser = adviser
         self.recoveries: list[dict[str, Any]] = []
         self.version = 0
-        """Newest reported version."""
+        """Version of the newest step that is reported."""
         self._kernel_began = 0.0
+        """Unix time."""
         self._began = 0.0
         """Unix time at which a run without a break would have begun."""
         self._written: set[tuple[int, bool]] = set()
         """(step or version, whether it is an evaluation) of each line."""
         self._newest = 0
+        """The largest version of a line."""
         self._first_ticket = 0.0
-        """Unix time; 0 before."""
+        """Unix time; 0 before the first ticket."""
         self._steady: list[tuple[float, float, float]] = []
         """(Unix time, busy seconds of generation, of training) at the end of each step."""
         self._last_step = clock.now()
@@ -84,18 +87,18 @@ class Report:
         self.swap_pause_s = 0.0
         self.swap_pause_max_s = 0.0
         self._paused_s = self._verified_s = 0.0
-        """Up to the newest line: seconds of swap pauses, seconds of verifier work."""
+        """Seconds of swap pauses and seconds of verifier work, up to the newest line."""
         self._step_s = 0.0
         """Seconds from the run's start to the newest step."""
         self.last: dict[str, Any] = {}
         """The newest line of `metrics.jsonl`."""
         self._recent: deque[float] = deque(maxlen=_RECENT)
-        """Newest steps that this kernel trained."""
+        """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
         """Whether a non-finite gradient left some model unchanged in the newest step."""
         self._replaced: list[Replaced] = []
         self._lost: list[dict[str, str]] = []
-        """Workers, without trainers, lost since the newest step, and how."""
+        """Workers that were lost since the newest step, without trainers, and how."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
         if setup.resumed is not None:
             for evaluation in setup.resumed[1].snapshot.evaluation.results:
@@ -229,7 +232,7 @@ class Report:
         return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
 
     def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        """Write its line once, after those of the steps that were trained meanwhile."""
+        """Write the line of an evaluation, once, after those of the steps that were trained meanwhile."""
         if (evaluation.version, True) in self._written:
             return
         self._written.add((evaluation.version, True))
@@ -418,7 +421,8 @@ class Report:
         return list(dict.fromkeys(problems))
 
     def _overlap(self) -> float:
-        """Share of the time after the first step in which the busier of generation and training worked."""
+        """Return the share of the time after the first step in which the busier of generation and training
+        worked."""
         if len(self._steady) < 2:
             return 0.0
         (start, generate, train), (end, generate_end, train_end) = self._steady[0], self._steady[-1]
@@ -426,7 +430,8 @@ class Report:
 
 
 def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
-    """Seconds of waits by cause. The rest of `waited_s`, in which no call of the step ran, is `overhead`."""
+    """Return the seconds for which a step's training waited, by cause. Of `waited_s`, all seconds since the
+    step before in which no call ran, those without another cause count as `overhead`."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited

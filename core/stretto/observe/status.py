@@ -36,7 +36,7 @@ _WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
 """Log a wait after this time, and each time its length has doubled."""
 _SPEED_S = 5.0
-"""Window for the speed of generation."""
+"""Seconds over which the speed of generation is measured."""
 _NEWEST = (
     *("step", "time_s", "reward", "length", "staleness", "staleness_max", "staleness_limit"),
     *("loss", "entropy", "grad_norm", "step_s", "train_s", "train_tokens_per_s"),
@@ -119,7 +119,8 @@ class StatusWriter:
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
-        """Publish the status to file and viewers every few seconds and at the decided end. Log long waits."""
+        """Write the status and send it to viewers, every few seconds and when the end is decided. Log long
+        waits."""
         next_log_s: dict[tuple[str, str, str], float] = {}
         over = self._facts.ending.over
         while True:

@@ -22,8 +22,8 @@ _LONGEST_TEXT = 20_000
 def settled_samples(
     folder: Path, purpose: Purpose, due: Sequence[int], number: int, *, complete: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield settled steps of `due` with their rows, none if not kept, up to the first unsettled one.
-    `complete`: all are settled."""
+    """Yield settled steps of `due` with their rows, up to the first unsettled one. A step without kept
+    samples has no rows. With `complete`, all are settled."""
     store = SampleStore(folder)
     later = SampleFilter(purpose=purpose, step=(due[0], None))
     newest = next(iter(store.find(later, order="-step", limit=1, texts=False)), None)
@@ -42,6 +42,7 @@ def _spread(store: SampleStore, filter: SampleFilter, number: int) -> list[dict[
     shown = min(number, count)
     places = [place * (count - 1) // max(1, shown - 1) for place in range(shown)]
     found = (store.find(filter, order="reward", offset=place, limit=1) for place in places)
+    # The writer may add rows between two searches, so a row may be found twice.
     rows = {row["id"]: row for rows in found for row in rows}
     return [{name: _shown(row[name]) for name in SAMPLE_FIELDS} for row in rows.values()]
 

@@ -47,14 +47,15 @@ T = TypeVar("T")
 _POLL_S = 0.5
 _WATCH_S = 0.1
 _LOOK_S = 2.0
+"""Seconds between two looks for samples."""
 _LOOK_SHARE = 0.2
-"""Largest share of a thread's time for looks."""
+"""Most part of a thread's time that it spends with looks for samples."""
 _BLOCK = 100
 """Most lines between two writes of the cursor."""
 _PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
 """Pauses after successive failures in which nothing was sent. One more gives the tracker up."""
 _NICENESS = 10
-"""It yields to the run's own processes."""
+"""Priority of the process: it yields to the run's own processes."""
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST_SECRET = 8
 """Shorter values of variables with such names occur in ordinary text."""
@@ -67,7 +68,7 @@ def command(run: Path) -> list[str]:
 
 
 class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of JSON for the kernel on standard output."""
+    """What the kernel learns of one tracker, a line of JSON on standard output."""
 
     tracker: str
     fault: str = ""
@@ -95,7 +96,7 @@ class _Sender(threading.Thread):
         """The tracker's call, and when it began."""
         self._dropped = False
         self.is_made = False
-        """The next tracker waits for this: two threads that import may see half of a module."""
+        """Whether the next tracker may be made: two threads that import may see half of a module."""
 
     def drop_if_late(self) -> None:
         """Drop the tracker if its call has passed the deadline. The thread ends when the call returns."""

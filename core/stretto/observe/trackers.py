@@ -1,4 +1,5 @@
-"""The process of the run's trackers: its start, reports and end. The kernel waits for no tracker."""
+"""The process of the run's trackers (`tracker_process`): its start, reports and end. The kernel waits for
+none."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ log = structlog.get_logger()
 
 _POLL_S = 0.05  # how soon the kernel notices what the process reports
 _KILLED_S = 5.0
-"""A killed process is gone after this, unless it hangs in the system."""
+"""A killed process is gone within this time, unless it hangs in the system."""
 
 
 class Trackers:
@@ -34,7 +35,7 @@ class Trackers:
         self._output = run / "trackers" / "output.log"
         self._finish_s = {section.folder_name: section.finish_s for section in sections}
         self._left = set(self._finish_s)
-        """They may still receive something."""
+        """Those that may still receive something."""
         self._failed: set[str] = set()
         self._problems = problems
         self._process: subprocess.Popen[bytes] | None = None
@@ -103,7 +104,7 @@ class Trackers:
             self._left.discard(name)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """In a session without the terminal's signals. Its input ends with the kernel."""
+        """Start the process in a session without the terminal's signals. Its input ends with the kernel."""
         for name in self._finish_s:
             (self._output.parent / name).mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:

@@ -30,9 +30,9 @@ _ERRORS = 2.3
 """Standard errors from which on a change is none of chance: a two-sided test at 2 %. So of runs that do not
 change, about 1 % get each wrong verdict by their rewards, and as many by their evaluations."""
 _LEAST_SHARE = 0.1
-"""Shorter waits are not named."""
+"""Part of the time from which on a wait is named."""
 _LEAST_AFTER_S = 10.0
-"""Seconds after the last step of an ended run are named from here and `_LEAST_SHARE` on."""
+"""Seconds after an ended run's last step from which on they are named, if they are that part of its time."""
 _LEAST_WITHOUT_SIGNAL = 0.3
 _MOST_ADVICE = 2
 _SAID = frozenset(
@@ -46,7 +46,7 @@ _WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
 _WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
-"""Named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
+"""Causes that are named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
 _PAST = {
     "learning": "learned",
     "flat": "no change",
@@ -129,12 +129,12 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
 
 
 def trend(known: Sequence[tuple[int, float]]) -> int:
-    """Return whether a figure rises (1), falls (-1) or neither (0), over at least 3 (step, figure) pairs in
-    order.
+    """Return whether a figure rises (1), falls (-1) or neither (0).
 
-    The least-squares slope counts from 2.3 standard errors on. The error is that of independent residuals
-    times √((1 + ρ) / (1 - ρ)), with ρ their correlation from step to step (Bayley and Hammersley 1946); few
-    steps need more errors, about as Student's distribution does.
+    `known` has at least 3 (step, figure) pairs, in order. The least-squares slope counts from 2.3 standard
+    errors on. The error is that of independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation
+    from step to step (Bayley and Hammersley 1946); few steps need more errors, about as Student's
+    distribution does.
     """
     steps, values = np.array(known, np.float64).T
     count, away = len(steps), steps - steps.mean()
@@ -158,7 +158,7 @@ def _change(known: Sequence[tuple[int, float]]) -> float:
 
 
 def _left_out(history: History) -> bool:
-    """Whether the reward says little of the policy, because so many groups are left out."""
+    """Whether so many groups are left out that the reward of the others says little of the policy."""
     lines = list(history.lines)[-VERDICT_STEPS:]
     filtered = sum(
         count
@@ -172,7 +172,8 @@ def _left_out(history: History) -> bool:
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """The trend of the newest evaluation against one 60 steps before. `why`: why the reward does not tell."""
+    """Return the trend that the newest evaluation shows against one 60 steps before, or the first. `why` says
+    why the reward does not tell."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])

@@ -56,6 +56,7 @@ __all__ = [
 
 Numbers = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
+"""(x, y) with ascending x."""
 
 
 @dataclass(frozen=True)

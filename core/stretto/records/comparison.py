@@ -39,8 +39,9 @@ __all__ = [
 ]
 
 _MOST_STEPS = 10
+"""Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})
-"""They say which run it is, not how it trains."""
+"""Keys that say which run it is, and not how it trains."""
 _MEASURES = (
     "reward.",
     "workflow.environment",
@@ -62,7 +63,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     score: Estimate
     measure: str
-    """See `RunFolder.held_out`."""
+    """`held-out accuracy` or `held-out reward`; see `RunFolder.held_out`."""
     by_row: bool
     """Whether the interval is over rows, not over independent answers."""
 
@@ -232,7 +233,8 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Why scores differ in measure; empty if not. `comparable`: all are accuracies, or all are rewards."""
+    """Return why scores differ in measure; empty if they do not. `comparable`: all are accuracies or all
+    rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]

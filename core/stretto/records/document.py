@@ -13,7 +13,7 @@ from stretto.records.files import read_record
 
 _MOST_VALUES = 100_000
 _DEEPEST = 100
-"""Kernels nest less than ten deep."""
+"""Kernels write files of some hundred values, nested less than ten deep."""
 # PyYAML has the fast loader only if it was built with libyaml.
 _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 

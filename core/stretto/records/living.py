@@ -1,5 +1,7 @@
-"""Which runs of this user are on this machine. Whether one lives, its lock says
-(`stretto.bus.guard.is_locked`)."""
+"""Which runs of this user live on this machine: one small file for each, in the user's state folder.
+
+The files only say where to look. Whether a run lives, its lock says (see `stretto.bus.guard.is_locked`).
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,8 @@ def whole_lines(log: IO[str]) -> Iterator[str]:
 
 
 def log_text(line: str, *, problems: bool = False) -> str:
-    """Return a line as people read it; with `problems`, only warnings and errors, otherwise empty."""
+    """Return a line of a log as people read it; with `problems` an empty text for what is neither a warning
+    nor an error. A line that is not JSON stays as it is."""
     try:
         event = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -20,7 +20,7 @@ HELD_OUT_REWARD = "evaluation/reward"
 HELD_OUT = (ACCURACY, HELD_OUT_REWARD)
 """A run is judged by one of them; see `held_out_key`."""
 MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
-"""Shown of every run that has them."""
+"""Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
 _decode = msgspec.json.Decoder().decode
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]

@@ -20,7 +20,7 @@ from stretto.records.files import read_record
 _FILE = "origin.json"
 _PACKAGES = ("stretto", "torch", "transformers", "safetensors", "numpy", "nats-py", "peft", "sglang", "vllm")
 _INHERITING = ("evaluation.sampling", "variants")
-"""Their keys have other sections' values as defaults."""
+"""Sections whose keys have the values of other sections in place of defaults."""
 _GIT_S = 2.0
 """git's folder may be on a slow disk."""
 _GPUS = Path("/proc/driver/nvidia/gpus")

@@ -110,7 +110,8 @@ class _KnownSummary(msgspec.Struct, kw_only=True):
 class RunFolder:
     """The folder of one run. Each part is read when it is first asked for, and again after `refresh`.
 
-    Raises ConfigError, which names the file, if there is no run or a file is damaged. For one thread.
+    Raises ConfigError, which names the file, if there is no run or a file is damaged. Not for several
+    threads.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -126,8 +127,8 @@ class RunFolder:
             self.__dict__.pop(name, None)
 
     def require_trust(self, *, trusted: bool) -> None:
-        """Raise ConfigError with the plugin files of the config if another user owns them, unless
-        `trusted`."""
+        """Raise ConfigError if another user owns the folder, unless `trusted`: its config names code to
+        import."""
         require_trust(self.folder, trusted=trusted)
 
     @property
@@ -178,7 +179,8 @@ class RunFolder:
 
     @property
     def standstill(self) -> str:
-        """A sentence that the owning kernel does not work; empty if it does, and after the end."""
+        """A sentence which says that the owning kernel does not work; empty if it works, and after the
+        end."""
         if self.status is None or self.state != "running":
             return ""
         return standstill(self.folder, self.status)

@@ -30,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocked_s: float
     """Seconds for which its event loop has stood still."""
     leaving: bool = False
-    """Whether it drains."""
+    """Whether it finishes its work and then leaves."""
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -50,9 +50,9 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
 
     version: Count
     score: float | None
-    """Mean of the answers, as `measure` says; None if no row had a result."""
+    """Mean accuracy or reward of the answers, as `measure` says; None if no row had a result."""
     measure: Measure
-    """`accuracy` if all answers of all evaluations have one."""
+    """`accuracy` if all answers of all evaluations have one, otherwise `reward`."""
     samples: Count
     failed: Count
 
@@ -65,7 +65,7 @@ class EvaluationProgress(msgspec.Struct, frozen=True):
     """Finished rows."""
     of: Count
     waiting: Count | None
-    """Version of the next evaluation."""
+    """Version of the evaluation that waits for this one."""
 
 
 class AdviceStatus(msgspec.Struct, frozen=True):
@@ -94,17 +94,18 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     state: State
     started: bool = False
-    """False while the workers start."""
+    """Whether the run has begun to generate and train; False while its workers start."""
     reason: str = ""
     """Why the run ended; empty while it runs, and if it is complete."""
     version: Count
     steps: Count
     wall_s: float = 0.0
-    """So far, without the pauses before a resume."""
+    """Seconds so far, without the pauses before a resume."""
     left_s: float | None = None
-    """Estimate; None while unknown."""
+    """Estimated seconds until the last step; None while they are not known."""
     now: str
     verdict: Verdict | None = None
+    """None in the files of former versions of stretto."""
     sampled: bool = True
     """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
     newest: dict[str, float | None] = {}
@@ -131,9 +132,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     starting: dict[str, str]
     """Workers that are not ready, with their state."""
     waits: list[Stall]
-    """The longest of each process, longest first."""
+    """The longest wait of each process, longest first."""
     metrics_url: str = ""
-    """Empty without a Prometheus endpoint."""
+    """Where Prometheus finds the figures; empty if it does not."""
 
 
 def decode_status(content: bytes) -> Status:

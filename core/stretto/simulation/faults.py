@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stretto.simulation.universe import Universe
 
 _CALM_S = 4.0
+"""How long bad weather lasts."""
 _LONGEST_S = 8.0
 """Longest absence of the server, shorter than what workers wait for it."""
 _REPLACED_S = 25.0
@@ -49,9 +50,11 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     point: str = ""
     """Key of `POINTS`; empty for a moment in time."""
     nth: int = 1
+    """Which of these moments it is."""
     who: str = ""
+    """Role of the process that it hits."""
     pick: float = 0.0
-    """Share of the role's processes that selects one. For `scale`, the new number."""
+    """Which process of the role: a share of their number. For `scale`, the new number."""
     seconds: float = 0.0
     share: float = 0.0
     """Share of messages that it hits."""
@@ -68,7 +71,7 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     run: dict[str, Any]
-    """Without its paths."""
+    """The run file, without its paths."""
     faults: tuple[Fault, ...]
     patience_s: float = 60.0
     """Virtual seconds within which the journal gets a batch, a version or an evaluation, from the last one or

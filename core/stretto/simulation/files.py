@@ -75,7 +75,7 @@ class SimulatedFiles:
 
 
 class _TornFile:
-    """Its process is killed in the middle of a write."""
+    """A file whose process is killed in the middle of a write."""
 
     def __init__(self, file: Any, process: SimulatedProcess) -> None:
         self._file, self._process = file, process

@@ -37,17 +37,17 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a run's work, in processor seconds of one core, or with GPUs in seconds of the clock."""
 
     callback_s: dict[str, float]
-    """Role -> a callback of its event loop."""
+    """Role -> a callback of the event loop of its processes."""
     message_s: float
     """A message, in nats-server."""
     step_s: float = 0.0
     """A decode step without samples."""
     sample_s: float = 0.0
-    """Each sample of a decode step."""
+    """What each sample adds to a decode step."""
     train_s: float = 0.0
     """A train step without tokens."""
     token_s: float = 0.0
-    """Each token of a train step, for all processes together."""
+    """What each token adds to a train step, for all processes together."""
     swap_s: float = 0.0
     lengths: tuple[int, ...] = ()
     knows_slots: bool = True

@@ -1,8 +1,9 @@
 """The event loop of a simulated world: many processes in one thread, and a time of its own.
 
 Time jumps to the next timer when no callback is ready. Each simulated thread has a first-in, first-out queue
-of callbacks, as asyncio promises, and a seed draws the thread that runs next. So every order can happen
-between real processes. Whatever would leave the simulation, such as a socket, raises `Escaped`.
+of callbacks, as asyncio promises, and a seed draws the thread that runs next. Nothing else is reordered, so
+every order can happen between real processes. Whatever would leave the simulation, such as a socket, raises
+`Escaped`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Escaped(Exception):
 
 
 class SimulatedThread:
-    """A thread with an event loop."""
+    """A simulated thread that runs an event loop: its queue of ready callbacks."""
 
     __slots__ = ("blocked_until", "debt_s", "listed", "name", "process", "ready")
 
@@ -54,7 +55,7 @@ class SimulatedThread:
         self.name, self.process = name, process
         self.ready: deque[asyncio.Handle] = deque()
         self.blocked_until = 0.0
-        """Until then it computes, and runs no callback."""
+        """Until this time the thread computes, and runs no callback."""
         self.debt_s = 0.0
         """Processor time of its callbacks that has not passed yet."""
         self.listed = False
@@ -78,13 +79,13 @@ class SimulatedProcess:
         self.main = SimulatedThread(name, self)
         self.threads = [self.main]
         self.status: int | None = None
-        """Negative for a signal; None while it runs."""
+        """Exit status; negative for a signal; None while it runs."""
         self.stopped_until = 0.0
         self.joined = False
         """Whether the kernel has let it join."""
         self.ended = loop.create_future()
         self.on_end: list[Callable[[], None]] = []
-        """What the system does at its end, such as to close sockets."""
+        """Called when the process ends: what the system does then, such as to close sockets."""
         self.on_signal: list[Callable[[int], None]] = []
         loop.processes.append(self)
 
@@ -158,7 +159,7 @@ def current_process() -> SimulatedProcess | None:
 
 
 class _NumberedTask(asyncio.Task[Any]):
-    """Its hash is a number, so that sets of tasks have the same order in each run."""
+    """A task whose hash is a number, so that sets of tasks have the same order in each run."""
 
     count = 0
 
@@ -191,7 +192,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The seed draws which thread runs next. The SHA-256 of the trace says what happened."""
+    """The loop. Its seed draws which thread runs next. The SHA-256 of its trace says what happened."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -213,7 +214,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.callbacks = 0
         self.errors: list[str] = []
         self.on_ran: Callable[[SimulatedThread], object] | None = None
-        """Called with a callback's thread after it."""
+        """Called after each callback, with its thread."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
 
@@ -235,6 +236,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self.errors.append(
                 f"{self._now:.3f} {thread.name}: {context['message']}: {context.get('exception')!r}"
             )
+
+    # ------------------------------------------------------------------------------- asyncio's interface
 
     def time(self) -> float:
         """Return the virtual time, in seconds."""
@@ -294,6 +297,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
         places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
         return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]
+
+    # ------------------------------------------------------------------------------------ the order
 
     def wake(self, thread: SimulatedThread) -> None:
         """Let a thread run, if one of its callbacks is ready."""

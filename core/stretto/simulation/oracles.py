@@ -21,6 +21,7 @@ from stretto.bus.payloads import decoder, is_split
 from stretto.simulation.faults import Tape
 
 PLANTED = "planted by the simulation"
+"""Reason of what fails by a fault."""
 
 
 class Oracle:

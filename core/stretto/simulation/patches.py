@@ -1,5 +1,4 @@
-"""What the simulation puts in the place of the real world: time, threads, randomness and network, by
-library."""
+"""What the simulation puts in the place of time, threads, randomness and network, library by library."""
 
 from __future__ import annotations
 
@@ -55,11 +54,11 @@ class World:
         _UNSEEDED.seed(f"unseeded {seed}")
         self.files = SimulatedFiles()
         self.host: Host | None = None
-        """None if processor time does not matter."""
+        """The cores of the machine; None if processor time does not matter."""
         self.wall_offset_s = 0.0
         """By how much the wall clock has been moved."""
         self._slept_s: float | None = None
-        """Seconds that the running thread function has slept; None outside."""
+        """Seconds that the function which runs in a thread has slept; None outside of threads."""
 
     def now(self) -> float:
         """The monotonic clock."""
@@ -87,7 +86,7 @@ class World:
         return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Replace `asyncio.run` in a thread, and add its loop's time to the thread's."""
+        """Take the place of `asyncio.run` in a thread, and add its loop's time to the thread's."""
         loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)
@@ -109,7 +108,7 @@ class World:
 
 
 class _OrderedSet(dict[Any, None]):
-    """Iterates in the order of insertion, not of addresses."""
+    """A set that is iterated over in the order of insertion, and not in that of addresses."""
 
     def add(self, item: Any) -> None:
         self[item] = None
@@ -122,7 +121,7 @@ class _OrderedSet(dict[Any, None]):
 
 
 class _CancelScope(backend.CancelScope):
-    """Its tasks, inner scopes and sets have the same order in each run."""
+    """anyio's cancel scope, whose tasks, inner scopes and sets have the same order in each run."""
 
     count = 0
 
@@ -146,7 +145,7 @@ _REAL_DATETIME = datetime.datetime
 
 
 class _Datetime(datetime.datetime, metaclass=_DatetimeType):
-    """The methods of `datetime.datetime` read the clock below `time.time`."""
+    """Takes the place of `datetime.datetime`, whose methods read the clock below `time.time`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         return _REAL_DATETIME(*args, **options)

@@ -35,9 +35,9 @@ from stretto.workers.worker import work
 log = structlog.get_logger()
 
 _START_S = (0.2, 1.0)
-"""Shortest and longest start of a worker."""
+"""Shortest and longest time that a worker needs to start."""
 _END_S = 0.05
-"""Time that a worker's end takes. Its last messages arrive before."""
+"""Time that a worker's process needs to end. Its last messages arrive before."""
 _CHILD_S = (0.1, 0.5)  # shortest and longest start of a process that scores
 _SCORE_S = 0.01  # mean time of a score
 
@@ -49,7 +49,7 @@ class SimulatedMachine:
         self.world = world
         self.loop = world.loop
         self.busy_until = 0.0
-        """No worker starts on the busy machine before this virtual time."""
+        """Virtual time until which the machine is so busy that no worker starts."""
 
     def start_worker(self, bootstrap: Bootstrap) -> SimulatedProcess:
         """Start a worker. It needs a moment to load."""
@@ -144,7 +144,7 @@ class SimulatedLauncher:
 
 
 class _InlineExecutor(Executor):
-    """A thread pool with one thread: jobs run in order, and take virtual time."""
+    """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -190,7 +190,7 @@ def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
 
 
 class _SimulatedHostProcess(HostProcess):
-    """Threads, children and signals of the simulation."""
+    """Takes the place of a worker's process: threads, children and signals of the simulation."""
 
     def __init__(self, machine: SimulatedMachine, process: SimulatedProcess) -> None:
         self._world, self._process = machine.world, process
@@ -238,7 +238,7 @@ class _SimulatedHostProcess(HostProcess):
 
 
 class _ChildExit(BaseException):
-    """A reward ends its process, instead of an answer; the text is the exit status."""
+    """Ends a question to a reward that ends its process; the text is the exit status."""
 
 
 _exit, _process_id = os._exit, os.getpid  # before the simulation takes their places
@@ -252,7 +252,7 @@ def _end_child(parent: int, status: int) -> None:
 
 
 class _InlineChildPool:
-    """Rewards and environments run inline, on virtual time."""
+    """Takes the place of processes that run rewards and environments: these run inline, on virtual time."""
 
     def __init__(self, world: World, program: Program, count: int) -> None:
         self.world, self._program = world, program

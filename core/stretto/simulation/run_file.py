@@ -14,7 +14,7 @@ from stretto.errors import ConfigError
 from stretto.launcher import LauncherConfig
 
 _OUTSIDE = ("agent", "online", "verifiers")
-"""They need servers or libraries of their own."""
+"""Workflows that need servers or libraries of their own."""
 _NOWHERE = ("trackers", "metrics", "groups")
 _KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
 

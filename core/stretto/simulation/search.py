@@ -37,7 +37,7 @@ whose files then are the same, also where they have digests of files that name i
 
 
 class CalmRunFails(RunError):
-    """A run, whose tape has no faults, does not complete."""
+    """A run that does not complete although nothing goes wrong; its tape has no faults."""
 
     def __init__(self, tape: Tape, outcome: Outcome) -> None:
         text = "\n".join(describe(tape, outcome))
@@ -57,8 +57,8 @@ def tapes_of(
     that the run needs without them. A run without staleness has to end with the same model as without faults,
     if that is sure.
 
-    Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails without a completed calm
-    run.
+    Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails if it fails without
+    faults.
     """
     composed = compose(file, overrides)
     calm = Tape(seed=0, run=dict(composed.document), faults=())
@@ -116,7 +116,7 @@ def _digest(tape: Tape) -> str:
 
 
 def run_tape(tape: Tape) -> Outcome:
-    """Run a universe in a forked process, and return what became of it. Nothing else is left."""
+    """Run a universe in a forked process, and return what became of it. Nothing of it is left afterwards."""
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         data, status = in_fork(partial(_run_in, Path(folder), tape))
     if not data:
@@ -125,7 +125,7 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return a failing tape with needed faults only; ValueError if none fails."""
+    """Return the failing tape with the fewest faults, each of which is needed; ValueError if none fails."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
@@ -156,7 +156,7 @@ def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
 
 
 def _warm_up(calm: Tape) -> None:
-    """Run a universe, so that forks find it imported and composed."""
+    """Run a universe, so that forks need not import and compose what it has. No collector looks at that."""
     end_with_parent(signal.SIGKILL)
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         Universe(calm, Path(folder)).run()

@@ -36,26 +36,26 @@ class Weather:
     loop: SimulatedLoop
     context: contextvars.Context
     lost: float = 0.0
-    """Core messages that get lost."""
+    """Share of core messages that get lost."""
     doubled: float = 0.0
-    """Core messages that arrive twice."""
+    """Share of core messages that arrive twice."""
     late: float = 0.0
-    """Messages that stall their connection."""
+    """Share of messages that stall their connection."""
     late_s: float = 0.0
     """Longest such stall."""
     unconfirmed: float = 0.0
-    """Stored messages whose acknowledgement gets lost."""
+    """Share of stored messages whose acknowledgement gets lost."""
     untaken: float = 0.0
-    """Lost acknowledgements of a queue's messages, which are delivered again."""
+    """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
     taken_late: float = 0.0
-    """Such acknowledgements that come only after the second delivery."""
+    """Share of these acknowledgements that come only after the message was delivered again."""
     store_fails: float = 0.0
-    """Messages that the store refuses; with 1.0 its disk is full."""
+    """Share of messages that the store refuses for now. With 1.0 its disk is full."""
     failing: float = 0.0
-    """Requests for samples, and scorings, that fail."""
+    """Share of requests for samples, and of scorings, that fail."""
     down_until: float = 0.0
     hangs_until: float = 0.0
-    """Until then the server only answers pings."""
+    """Time until which the server answers pings, and does nothing else."""
     cut_until: dict[int, float] = field(default_factory=dict[int, float])
     """Id of a process -> time until which it reaches no server."""
     _ends: dict[str, float] = field(default_factory=dict[str, float])
@@ -203,6 +203,8 @@ class SimulatedServer:
         """End the bad weather, and let everybody reach the server."""
         self.weather = Weather(self.loop, self.context)
 
+    # ------------------------------------------------------------------------------- connections
+
     def accept(self, transport: SimulatedTransport, process: SimulatedProcess | None) -> SimulatedConnection:
         """Return a new connection."""
         connection = SimulatedConnection(self, transport, process)
@@ -259,6 +261,8 @@ class SimulatedServer:
         self.loop.note("server works")
         for connection in [*self._connections.values()]:
             connection.catch_up()
+
+    # ------------------------------------------------------------------------------ core messages
 
     def subscribe(self, connection: SimulatedConnection, sid: bytes, subject: str, group: str) -> None:
         """Send messages of a subject to a client; those of a group go to one of its members."""
@@ -364,6 +368,8 @@ class SimulatedServer:
         else:
             line = f"MSG {address} {len(data)}\r\n"
         to.to_client.send(b"".join((line.encode(), head, data, _CRLF)))
+
+    # ----------------------------------------------------------------------------------- JetStream
 
     def _home(self, subject: str) -> Stream | None:
         if subject not in self._homes:

@@ -65,6 +65,7 @@ class Outcome(msgspec.Struct):
     reason: str
     violations: list[str] = []
     errors: list[str] = []
+    """Exceptions that nobody has handled."""
     digest: str = ""
     model: str = ""
     """Digest of the last version."""
@@ -102,6 +103,7 @@ class Universe:
         self._owner: SimulatedProcess | None = None
         """The newest kernel; None from the moment on in which another one is about to replace it."""
         self.at_next_lease: list[Callable[[], None]] = []
+        """What happens as soon as a kernel owns the run."""
         self.summary: dict[str, Any] | None = None
         """Of the newest kernel, if it has ended by itself."""
         self._began = self._expects_from = self.loop.time()
@@ -226,7 +228,7 @@ class Universe:
             return {"status": "livelock", "reason": str(error)}
 
     async def _kernels_in_turn(self) -> dict[str, Any]:
-        """Start another kernel whenever one was killed or could not go on."""
+        """Start a kernel, and another one whenever one was killed or could not go on alone."""
         while True:
             kernel = self.start_kernel()
             while self._owner is kernel and not kernel.ended.done():
@@ -301,7 +303,8 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Stop a kernel while another one resumes the run, as on a machine where its lock does not show."""
+        """Let a kernel stand still while another one resumes the run, as on a machine where its lock does not
+        show."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()

@@ -17,7 +17,8 @@ def run_child(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a process with this input to its end. Raise TimeoutError after `timeout_s`, when it is killed."""
+    """Run a process with this input until it ends, with any status. Kill it and raise TimeoutError at
+    `timeout_s`."""
     try:
         return subprocess.run(
             argv, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder

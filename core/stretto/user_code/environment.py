@@ -1,5 +1,4 @@
-"""The environment process, child of a verifier worker: one environment, called for one answer at a time. Its
-first frame names the environment (see `protocol`)."""
+"""The environment process, child of a verifier worker. Each call answers one `Question` (see `protocol`)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ FaultKind = Literal["policy", "environment", "infrastructure"]
 workflow raised. `infrastructure`: a process was lost, or a service did not answer."""
 
 _OF_FILES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
-"""They concern one path, not a connection or a resource."""
+"""Errors of the operating system that concern one path, not a connection or a resource."""
 _TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
 
 
@@ -32,9 +32,10 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Why user code gave no result."""
 
     error: str
+    """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """Exception, file and line; empty if a reward or an environment gives none on purpose."""
+    """The exception with its file and line; empty if a reward or an environment gives none on purpose."""
 
     @property
     def likeness(self) -> str:

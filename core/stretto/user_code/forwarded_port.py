@@ -21,7 +21,7 @@ __all__ = ["SCRIPT", "ForwardedPort"]
 SCRIPT = Path(__file__).with_name("open_port.py")
 """The sandbox must show this file."""
 _FIRST_DESCRIPTOR = 10
-"""Shells and bubblewrap's seccomp filter may use smaller descriptors."""
+"""Shells may use smaller descriptors, as the one that gives bubblewrap its seccomp filter does."""
 
 
 class ForwardedPort:
@@ -37,7 +37,7 @@ class ForwardedPort:
         self._ours.setblocking(False)
         with theirs:
             self.descriptor = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, _FIRST_DESCRIPTOR)
-            """The sandboxed command must inherit this end of the channel."""
+            """The end of the channel that the sandboxed command must inherit."""
 
     def __enter__(self) -> ForwardedPort:
         return self

@@ -28,16 +28,16 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = Path("/proc/self/task")
 _END_S = 30.0
-"""The guard then leaves what it cannot kill: another user's processes, or hung ones."""
+"""Then the guard leaves what it cannot kill: processes of another user, or that hang in the kernel."""
 _TRACKER_S = 1.0
-"""Python's resource trackers get this time to remove shared memory."""
+"""Time for Python's resource trackers to remove shared memory, if the child may end by itself."""
 _LOOK_S = 1.0
-"""The guard looks for the worker, on systems without a signal at its end."""
+"""How often the guard looks whether the worker is there, for systems that do not send a signal at its end."""
 _POLL_S = 0.005
 
 
 def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
-    """Return the command that runs `argv` under a guard, and kills it `grace_s` after SIGTERM.
+    """Return the command that runs `argv` under a guard, with `grace_s` seconds from SIGTERM to SIGKILL.
 
     Start it from the main thread: the guard ends with the thread that started it.
     """

@@ -25,13 +25,13 @@ from stretto.user_code.protocol import die_with_parent, framed, unframed
 Value = tuple[float, dict[str, float]]
 
 LIMIT_METRICS = ("over_time", "over_memory", "crashed")
-"""1 for an answer that scored 0 because of a limit or the end of its process, else 0."""
+"""1 for an answer that scored 0 because it exceeded a limit or ended its process, else 0."""
 
 _NO_MEMORY = 77
-"""Exit status after `MemoryError`."""
+"""Exit status of a fork whose reward raised `MemoryError`."""
 
 _printed: set[str] = set()
-"""Errors whose traceback the verifier's output has."""
+"""Errors whose traceback is already in the verifier's output; each is printed once."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     fault: SampleFault | None = None
     over: str = ""
-    """The limit it exceeded, or how it ended the process; empty if the reward scored it."""
+    """Which limit it exceeded, or how it ended the process: it scores 0. Empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:

@@ -1,7 +1,7 @@
 """open_port.py CHANNEL PORT COMMAND…: listen on a port, hand the listening socket over, run the command.
 
-In the sandbox, CHANNEL is a descriptor of the Unix socket to `stretto.user_code.forwarded_port`. The command
-gets neither socket.
+It runs in a sandbox. CHANNEL is a descriptor of a Unix socket to `stretto.user_code.forwarded_port`, which
+gets the listening socket. The command gets neither socket.
 """
 
 from __future__ import annotations

@@ -29,13 +29,14 @@ T = TypeVar("T")
 HEAD = struct.Struct(">IQ")
 """Length of the content in bytes, and number of the question."""
 MAX_FRAME = 64 * 2**20
-"""Largest content. Scores of a group and conversations have a few MiB at most."""
+"""Bytes of the largest content of a frame. Scores of a group and conversations have a few MiB at most."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """The child is ready, or failed to start."""
 
     error: str = ""
+    """Why the child failed to start; empty if it is ready."""
     data: bytes = b""
     """What the child reports, such as the schemas of the tools."""
 

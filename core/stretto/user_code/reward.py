@@ -1,5 +1,4 @@
-"""The scoring process, child of a verifier worker: one reward, called for one group at a time. Its first
-frame holds the run (see `protocol`)."""
+"""The scoring process, child of a verifier worker. It makes one reward and scores a group for each `Task`."""
 
 from __future__ import annotations
 
@@ -27,10 +26,11 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     row: bytes
     """The dataset's row: a msgpack map."""
     completions: tuple[str, ...]
-    """Empty to see only whether the reward can be called with these columns."""
+    """The answers; empty to see only whether the reward can be called with these columns."""
     columns: bytes
     """Columns with a value for each completion: a msgpack map of lists."""
     trial: bool = False
+    """Whether `check` asks."""
 
 
 class ScoringResult(msgspec.Struct, frozen=True, array_like=True):

@@ -56,11 +56,11 @@ _RUNTIME = "XDG_RUNTIME_DIR"
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
 _TRY_S = 20.0
 _MAX_PROCESSES = 1024
-"""Processes and threads. Compilers and test suites on many cores need a few hundred."""
+"""Processes and threads of one sandbox. Compilers and test suites on many cores need a few hundred."""
 _MAX_MEMORY = "50%"
-"""Share of the machine's memory without a limit of the caller."""
+"""Memory of one sandbox if the caller sets no limit, as a share of the machine's."""
 _SHARED_MEMORY_MB = 64
-"""Size of `/dev/shm`, as in containers. It counts as memory."""
+"""Size of `/dev/shm` in MiB, as in containers. It counts as memory."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class SandboxedCommand:
     argv: list[str]
     env: dict[str, str]
     folder: Path | None
-    """None in a sandbox, where the arguments set it."""
+    """Working folder without a sandbox; None in a sandbox, where the arguments set it."""
     inherited: tuple[int, ...] = ()
-    """File descriptors besides standard input and output."""
+    """File descriptors that the command inherits besides standard input and output."""
 
     async def start(
         self,
@@ -167,8 +167,8 @@ def can_show(folder: Path) -> bool:
 def kill(process: Process) -> None:
     """End a process that `SandboxedCommand.start` or a guarded command started, and all processes that it
     started in turn. It may take a moment: wait for the process."""
-    # The guard and bubblewrap pass SIGTERM on, also if they were stopped. The process's own `kill` could lose
-    # the exit status to asyncio.
+    # The guard and bubblewrap end with all their processes at SIGTERM, also if they were stopped. The
+    # process's own `kill` could collect the exit status before asyncio does: the status would be lost.
     for number in (signal.SIGTERM, signal.SIGCONT):
         if process.returncode is None:
             with suppress(ProcessLookupError):

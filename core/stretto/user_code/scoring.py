@@ -24,7 +24,7 @@ __all__ = [
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
-"""Names that mean the expected answer: prompt and completion then do not come by position."""
+"""What names of parameters can mean: without `completion`, prompt and completion come by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -198,8 +198,8 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
-    """Reward and metrics of completion `of`; None if the reward is None. Raise RewardError for unusable
-    numbers: the completion is then missing in its group, since that says nothing of the policy."""
+    """Return reward and metrics of completion `of`; None if the reward is None. Raise RewardError for
+    unusable numbers: the completion is then missing in its group, since that says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

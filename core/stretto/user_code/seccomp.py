@@ -69,9 +69,9 @@ REFUSED = {
 }
 """Numbers of refused calls, in the order of `ARCHITECTURES`."""
 REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
-"""Refused if the first argument has a flag of `_NAMESPACES`."""
+"""Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
 REFUSED_BY_VALUE = {"socket": (41, 198)}
-"""Refused if the first argument is `_AF_VSOCK`."""
+"""Calls that are refused if their first argument is `_AF_VSOCK`."""
 UNCOUNTED_MEMORY = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -80,16 +80,17 @@ UNCOUNTED_MEMORY = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-"""They take memory which no limit counts. The sandbox of programs refuses them."""
+"""Calls that take memory which no limit counts. The sandbox of programs refuses them too."""
 _AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
-"""Flags of `clone` and `unshare`: NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
+"""The flags of `clone` and `unshare` for namespaces: NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _X86_FORKS = (57, 58)
-"""`fork` and `vfork`, which only x86_64 has besides `clone`."""
+"""The calls `fork` and `vfork`, which only x86_64 has besides `clone`."""
 _X32 = 0x40000000
-"""First of the calls of x86_64 with 32-bit pointers, which nothing uses."""
+"""The first number of the calls of x86_64 with 32-bit pointers, which nothing uses."""
 
+# Instructions of the kernel's packet filter, and where they find the call.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000

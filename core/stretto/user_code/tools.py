@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 _TRY_S = 60.0
 """Limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
-"""Bytes in UTF-8."""
+"""Bytes of the longest character in UTF-8."""
 _TEXTS = {"description", "default", "title"}
-"""Parts of a parameter's schema beside its type."""
+"""What the schema of a parameter may have beside its type."""
 _UNSEEN = "[image, which you cannot see]"
 _MAX_REST = 1024
-"""Bytes besides the result, such as the note that it is cut."""
+"""Bytes of an answer besides the result, such as the note that the result is cut."""
 
 
 class Invocation(msgspec.Struct, frozen=True, array_like=True):
@@ -49,6 +49,7 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
 
     name: str
     arguments: bytes
+    """JSON object."""
     images: bool = False
     """Whether the answer may have images; otherwise a text counts them."""
 
@@ -175,6 +176,8 @@ async def _connect(server: MCPServer, stack: AsyncExitStack) -> Client:
 
 
 class _Remote:
+    """A tool of an MCP server as a function."""
+
     def __init__(self, client: Client, name: str) -> None:
         self._client = client
         self._name = name

@@ -1,5 +1,5 @@
-"""A process that makes the components that the kernel does not make, for `stretto check`. Rewards are tried
-in the process that runs them (see `reward`)."""
+"""The process of `stretto check` that makes the components which the kernel does not make (see
+`protocol`)."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
 _STALENESS = (0, 1, 2, 4, 8)
 _HOURS_FROM_S = 600  # the duration of a shorter run is told in seconds
 _SURE = 0.2
-"""A forecast that differs more from the measured step is marked."""
+"""A forecast that is farther from the measured step is said to be so."""
 _WORTH = 1.1
-"""Recommended values speed a run up by this factor, since forecasts are not more exact."""
+"""A value is recommended if it makes a run at least 1.1 times as fast: forecasts are not better than that."""
 
 
 def plan(
@@ -242,7 +242,7 @@ class _Planner:
         self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}
         self.reference: float | None = None
-        """Tokens per second with speed 1; None for those of the run file's forecast."""
+        """Tokens per second of the forecast that has speed 1; None for that of the run file."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         from stretto.simulation import forecast

@@ -16,7 +16,7 @@ ROUNDS = 3
 """Each forecast with new service times counts other callbacks."""
 _GUESS_S = 5e-5
 GUESSED: dict[str, Any] = {"callback_s": dict.fromkeys(ROLES, _GUESS_S), "message_s": 2 * _GUESS_S}
-"""Before anything is known of the machine."""
+"""A callback, and a message, before anything is known of the machine."""
 
 
 def on_gpus(run: Mapping[str, Any]) -> bool:
@@ -81,7 +81,8 @@ def _forecast(measured: Measured, times: ServiceTimes, cores: int, *, computes: 
 
 
 def _overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:
-    """Times with which callbacks cost `used_s` processor seconds a step, by role, without computations."""
+    """Return the times with which the callbacks of each role cost in a step what they did: `used_s` processor
+    seconds, without those of computations."""
     callback_s = {role: used_s[role] / seen.callbacks[role] for role in ROLES if seen.callbacks.get(role)}
     # What else runs beside, such as the sample writer, works for each message too.
     beside_s = used_s["nats-server"] + used_s.get("other", 0.0)

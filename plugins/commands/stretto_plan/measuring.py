@@ -25,10 +25,10 @@ from stretto.simulation import composed
 from stretto.user_code.guard import end_with_parent
 
 _FIRST, _FIRST_SLOW = 6, 3
-"""Steps before the measurement, in which the queue fills and libraries warm up; then of a slow run."""
+"""Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
 _SLOW_S = 2.0  # seconds of a step of a slow run
 FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
-"""Least steps, least of a slow run, and most."""
+"""Least steps that are measured, the least of a slow run, and the most."""
 # Enough seconds of measurement, and those after which `_FEWEST_SLOW` steps are enough.
 _SHORT_S, _LONG_S = 15.0, 30.0
 _SAY_S = 10.0  # between two lines of progress

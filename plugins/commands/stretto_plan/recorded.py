@@ -16,7 +16,7 @@ from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shor
 from stretto_plan.measuring import FEWEST_STEPS, answers_of
 
 _SURE = 3.0
-"""A token's cost counts if it is this many standard errors."""
+"""What a token costs is read from the differences between steps if it is so many standard errors."""
 _Lines = Sequence[Mapping[str, Any]]
 
 
@@ -99,7 +99,8 @@ def _mean(lines: _Lines, key: str) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope of a line through the mean; through 0 if differences do not show the slope."""
+    """Return intercept and slope of a line through the mean; through 0 if differences do not show the
+    slope."""
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     spread = math.fsum((u - x) ** 2 for u, _ in points)
     slope = math.fsum((u - x) * (v - y) for u, v in points) / spread if spread else 0.0
@@ -111,7 +112,8 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _overhead(times: ServiceTimes, rest_s: float, seen: Forecast) -> ServiceTimes:
-    """All callbacks and messages of a step cost `rest_s`; a message twice a callback."""
+    """Return the times with which all callbacks and messages of a step cost these processor seconds. A
+    message is taken to cost twice a callback."""
     number = sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
     callback_s = rest_s / number
     return msgspec.structs.replace(

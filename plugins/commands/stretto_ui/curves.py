@@ -18,6 +18,7 @@ class ShownCurve(msgspec.Struct):
     x: list[float]
     y: list[float]
     smooth_x: list[float]
+    """Empty, like `smooth_y`, without smoothing."""
     smooth_y: list[float]
     total: int
     ci95: list[float | None]

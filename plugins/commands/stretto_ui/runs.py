@@ -32,7 +32,7 @@ class ListedRun:
     def __init__(self, root: Path | None, folder: Path) -> None:
         self.folder = folder
         self.path = str(folder if root is None else folder.relative_to(root))
-        """The folder relative to the page's; `.` if they are the same."""
+        """The run's folder as seen from the folder of the page; `.` if they are the same."""
         self.id = _digest(self.path)
         self.samples = Samples(folder)
         self._record: RunFolder | None = None

@@ -70,7 +70,8 @@ class Samples:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
-        """Return a small PNG: the image `sha256` in a ticket's conversation, or else `number` of its row."""
+        """Return a small PNG of image `sha256` in a ticket's conversation, or else of image `number` of its
+        row."""
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
             file = self._file_of(digest, names)

@@ -28,7 +28,7 @@ from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 _MOST_BYTES = 16 << 20
 """Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
 _POINTS, _FEWEST_POINTS = 1000, 200
-"""Most points of a run's curve, which several runs share, and least."""
+"""Most points of a run's curve, which several runs share, and the fewest."""
 _PARTS = frozenset({"points", "keys", "width"})
 """Parameters that select a part of what the file holds. static/api.js leaves them out."""
 _FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
@@ -129,7 +129,8 @@ class _SavedRun:
         return pages or [{}]
 
     def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
-        """Add an answer and return it; None after an error, or if one of its kind was too large."""
+        """Add an answer and return it; None after an error, or once one of its kind was too large: no more
+        are read."""
         if self.left_out[what]:
             self.left_out[what] += 1
             return None

@@ -297,7 +297,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def fault_of(error: Exception, run: str) -> str:
-    """Why a run cannot be shown. Its files can hold anything, so any error is one of the run."""
+    """Return why a run cannot be shown. Its files can hold anything, so each error is one of the run."""
     if isinstance(error, ConfigError):
         return str(error)
     _log.error("cannot show a run", exc_info=error)

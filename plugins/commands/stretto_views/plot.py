@@ -1,4 +1,4 @@
-"""`stretto plot`: curves in the terminal, a panel for each key, as `panels_of` arranges them."""
+"""`stretto plot`: curves in the terminal, a panel for each key (see `stretto.records.charts.panels_of`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOST_POINTS = 4000
 _LINES_HIGH = 16
 _TICKS = 6
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""Letters of the runs without colours."""
+"""Without colours, each of several runs is drawn with its letter."""
 
 
 def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:

@@ -26,7 +26,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
     score: float | None = None
     measure: str = "accuracy"
-    """`accuracy` or `reward`."""
+    """What the scores are: `accuracy` or `reward`."""
     best: float | None = None
     started: float
     duration_s: float | None = None

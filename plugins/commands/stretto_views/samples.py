@@ -188,7 +188,7 @@ def _conversation(messages: Any) -> Iterator[str]:
 
 
 def _content(content: Any) -> str:
-    """Return a message's content as text, with names for images."""
+    """Return the content of a message as a text, in which each image is a name in its place."""
     return "".join(map(_part, content)) if isinstance(content, list) else _short(content)
 
 

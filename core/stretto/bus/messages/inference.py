@@ -62,7 +62,7 @@ class ChunkBatch(Message, frozen=True):
     kept_counts: Array | None = None
     """(sum of counts,) uint16, number of tokens that each was drawn from; None if nobody wants them."""
     kept_ids: Array | None = None
-    """(sum of kept_counts,) int32."""
+    """(sum of kept_counts,) int32, in the same order."""
 
 
 class Confirm(Message, frozen=True):
@@ -106,19 +106,19 @@ class SwapDone(Message, frozen=True):
     """The version that the worker serves now: that of a later swap, if it had already done one."""
 
     report: SwapReport
-    """Without the hashes."""
+    """The engine's report of the swap, without the hashes."""
     fault: str = ""
     """The tensors that differ from the announced version, or another reason for the refusal; empty when all
     match. With a fault, the worker sends no token of that version."""
     drift: Drift | None = None
-    """None if the worker did not compare the canary."""
+    """Drift of the canary; None if the worker did not compare the canary."""
     unscored: str = ""
-    """Why not, if the run has a canary."""
+    """Why the worker did not compare the canary, if the run has one."""
     engine_kl: float | None = None
     """Mean k3 estimate of KL(engine || trainer) at this version, in nats per token, over the trained tokens
     of the `SharedRows`; None if the worker did not compare the rows."""
     rows_unscored: str = ""
-    """Why not; empty if there are no rows yet."""
+    """Why the worker cannot compare the rows; empty if there are no rows yet."""
     receive_s: float = 0.0
     """Seconds to fetch the version and to put it together."""
 
@@ -135,9 +135,9 @@ class ScoredRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: Array
     """(L,) int32, L >= 2."""
     trained: Array
-    """(L - 1,) bool, from the second token on."""
+    """(L - 1,) bool, one value for every token but the first: whether the token is trained."""
     logprobs: Array
-    """(L - 1,) float32, at temperature 1."""
+    """(L - 1,) float32, the trainer's logprobs at temperature 1."""
 
 
 class SharedRows(Message, frozen=True):
@@ -146,6 +146,7 @@ class SharedRows(Message, frozen=True):
     rows: tuple[ScoredRow, ...]
     """Empty if no batch led to the version, or if a newer version has replaced it."""
     unscored: str = ""
+    """Why the trainer will never have such rows; empty otherwise."""
 
 
 class AskLoad(Message, frozen=True):

@@ -50,7 +50,7 @@ class Peer(WorkerProcess, frozen=True):
     exact_version: int | None = None
     """The only version served while the worker is lent to an evaluation; else None."""
     closed: bool = False
-    """Whether only calls under way may finish: the worker leaves or is not needed here."""
+    """Whether it may only finish its calls there: the worker leaves, or it has enough others now."""
 
     @property
     def role(self) -> str:
@@ -75,6 +75,7 @@ class Join(Message, frozen=True, tag="Join/3"):
     """Where the worker runs, for people."""
     nonce: Nonce
     token: str
+    """Proof that the process may join under this id (see `stretto.bus.joining`)."""
     stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
     """Version of stretto. The kernel accepts only its own."""
     again: bool = False
@@ -86,18 +87,19 @@ class Welcome(Message, frozen=True, tag="Welcome/3"):
     """What a worker needs to know about the run."""
 
     config: bytes
-    """The composed run, in msgpack."""
+    """The composed run as a plain mapping, in msgpack."""
     run: str
     folder: str
     lease_epoch: int
     grace_s: float
-    """Seconds without beacon and lock, for a worker that can see the lock."""
+    """A worker that can see the kernel's lock leaves after this many seconds without beacon and lock."""
     fingerprints: dict[str, str]
     """Fingerprint of each dataset, by the key of its section."""
     outage_s: float
-    """Seconds without a beacon, for a worker that cannot see the lock."""
+    """A worker that cannot see the lock leaves after this many seconds without a beacon."""
     lock: KernelLock
     many_machines: bool = False
+    """Whether the launcher may start workers on other machines than the kernel's."""
 
 
 class AskRanks(Message, frozen=True):
@@ -118,7 +120,7 @@ class Wait(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A request that a process has sent and that is not answered yet."""
 
     who: str
-    """A worker, `kernel` or `SERVER`."""
+    """The process that has to answer: a worker, `kernel` or `SERVER`."""
     verb: str
     seconds: float
 
@@ -140,12 +142,13 @@ class Heartbeat(Message, frozen=True):
     blocked_s: float = 0.0
     """Seconds for which the event loop has stood still; 0 while it runs."""
     wait: Wait | None = None
+    """The worker's oldest request without an answer."""
     leaving: bool = False
     """Whether the worker drains."""
     paused: Annotated[str, msgspec.Meta(max_length=500)] = ""
     """Why calls of a verifier's reward or environment pause; empty if they do not."""
     used: float = 0.0
-    """Share of a verifier's processes that work; of several sorts, the fullest."""
+    """Share of a verifier's processes that work; of several sorts, such as rewards and tools, the fullest."""
 
 
 class RunStatus(Message, frozen=True):
@@ -180,4 +183,4 @@ class Leaving(Message, frozen=True):
     final: bool = False
     """Whether the failure would occur again after a restart or resume."""
     drained: bool = False
-    """Whether it leaves after a drain that the kernel asked for."""
+    """Whether the worker leaves because it was asked to, after a drain."""

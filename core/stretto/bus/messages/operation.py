@@ -15,7 +15,7 @@ class ScaleRun(Message, frozen=True):
     """Operator to kernel, answered by `RunScaled`: change numbers of processes."""
 
     token: str
-    """See `stretto.bus.joining`."""
+    """Proof that the operator is the run's user (see `stretto.bus.joining`)."""
     numbers: Annotated[
         dict[Annotated[str, msgspec.Meta(max_length=200)], ProcessNumber], msgspec.Meta(max_length=64)
     ]
@@ -34,10 +34,11 @@ class StopRun(Message, frozen=True):
 
     token: str
     now: bool
-    """End without finishing the step and writing a checkpoint."""
+    """End at once, without a checkpoint. Otherwise the kernel finishes the step under way and writes one."""
 
 
 class RunStopping(Message, frozen=True):
     """The run ends."""
 
     state: str
+    """What the kernel does until then, in words."""

@@ -28,16 +28,17 @@ class Ticket(Message, frozen=True):
     """Kernel to the rollout worker that takes it: permission to roll out one group."""
 
     id: int
-    """Each purpose counts from 0."""
+    """Number of the ticket. Each purpose counts from 0."""
     attempt: int
     """Number of the attempt, from 1. It rises each time the kernel issues the ticket again."""
     purpose: Purpose
     row: int
+    """Index in the dataset of its purpose."""
     min_version: int
     """Oldest version that its tokens may have; for an evaluation, the only one."""
     samples: int
     variant: VariantName = ""
-    """Empty for the run's own sections."""
+    """The variant of the run that the ticket tests; empty for the run's own sections."""
 
     @property
     def name(self) -> str:
@@ -118,7 +119,8 @@ class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log, after all trajectories of a ticket. Only this makes a group exist."""
+    """Rollout worker to the log: all trajectories of one ticket are there. Without it the ledger knows no
+    group."""
 
     purpose: Purpose
     ticket: int
@@ -129,9 +131,9 @@ class GroupDone(Message, frozen=True):
     seconds: float
     """Seconds from the start of the ticket."""
     generate_s: float = 0.0
-    """Part of `seconds` with at least one request at an inference engine."""
+    """The part of `seconds` in which at least one of the ticket's requests was at an inference engine."""
     score_s: float = 0.0
-    """Part with a call of a verifier: reward, tool or environment."""
+    """The same for calls of a verifier: of a reward, a tool or an environment."""
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
@@ -143,17 +145,17 @@ class GroupDone(Message, frozen=True):
     penalized: tuple[FailedSample, ...] = ()
     """Samples that failed by their own answer: members with the reward for that."""
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
-    """Samples that succeeded after another try, by fault."""
+    """Number of samples that were tried again and then succeeded, by what was at fault."""
     redrawn: int = 0
     """Of these, samples with another answer than the one that had failed."""
     prompt: int = 0
     """Tokens of the row's prompt."""
     tool_s: float = 0.0
-    """Part of `score_s` in tools."""
+    """The part of `score_s` in which at least one call of a tool was at a verifier."""
     environment_s: float = 0.0
-    """Part of `score_s` in an environment."""
+    """The part of `score_s` in which an environment was asked."""
     own_s: float = 0.0
-    """Time of the workflow itself, with nothing at an engine or a verifier."""
+    """The time until the workflow returned in which nothing was at an engine or a verifier: its own work."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -167,7 +169,7 @@ class GroupFailed(Message, frozen=True):
     filtered: bool = False
     """Whether the row is unfit for training (for example, its prompt is too long), rather than a failure."""
     record: int = 0
-    """As in `GroupDone`."""
+    """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     prompt: int = 0
     """Tokens of the row's prompt; 0 if it was not encoded."""
 
@@ -196,7 +198,7 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kept_counts: Array | None = None
     """(L,) uint16, the number of ids that each token was drawn from; None for the whole vocabulary."""
     kept_ids: Array | None = None
-    """(sum of kept_counts,) int32."""
+    """(sum of kept_counts,) int32, in the order of the tokens."""
 
     @property
     def size(self) -> int:
@@ -216,7 +218,8 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StoredImage(Message, frozen=True):
-    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added."""
+    """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
+    subject names its SHA-256. Training reads it, and the sample writer keeps it."""
 
     file: bytes
 
@@ -237,9 +240,9 @@ class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt: str | None = None
     """Text before the first sampled token; None if it is the record's `prompt`."""
     text: str = ""
-    """The rest, with the text between several turns."""
+    """The text from the first sampled token on; with several turns, also the text between them."""
     messages: str = ""
-    """The conversation as a JSON list; empty if there was none."""
+    """The conversation as a JSON list, with its tool calls; empty if there was none."""
 
 
 class TicketRecord(Message, frozen=True):
@@ -249,12 +252,14 @@ class TicketRecord(Message, frozen=True):
     ticket: int
     attempt: int
     row: int
+    """Index in the dataset of its purpose."""
     worker: str
     dataset_row: str
-    """A JSON object, as `stretto.models.images.with_names` returns it."""
+    """The row of the dataset as a JSON object, as `stretto.models.images.with_names` returns it."""
     prompt: str
     """The prompt as the model got it; of several, that of the first trajectory."""
     texts: tuple[KeptText, ...]
+    """In the order of the trajectories."""
     seconds: float
     """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
     generate_s: float
@@ -302,6 +307,7 @@ class TrainedRows(Message, frozen=True):
 
     incarnation: int
     version: int
+    """Training version at which the batch was trained."""
     rows: tuple[TrainedRow, ...]
 
 
@@ -323,9 +329,9 @@ class Following(Message, frozen=True):
 
     consumer: str
     start: int
-    """As asked for, or 1 if the log has lost that part."""
+    """The number that was asked for; 1 if the log ends before it, because a part of it was lost."""
     last: int
-    """The last message now."""
+    """Sequence number of the last message that the sample writer reads, at this moment."""
 
 
 class Kept(Message, frozen=True):

@@ -18,6 +18,7 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int
     """Position in the bundle, or among the sequences of the dataset row."""
     group: int
+    """Number of the ticket."""
     length: int
     """Tokens; 0 if only the trainers that read the row know it."""
 
@@ -34,9 +35,10 @@ class RunCall(Message, frozen=True, tag="Call/2"):
     lease_epoch: int
     incarnation: int
     version: int
+    """Training version at which the trainers train the batch."""
     name: str
     rows: tuple[RowRef, ...]
-    """The same for all calls of a step."""
+    """The batch, in order. All calls of a step have the same rows."""
 
 
 class CallDone(Message, frozen=True, tag="CallDone/2"):
@@ -52,6 +54,7 @@ class AskColumn(Message, frozen=True):
     version: int
     key: str
     rows: tuple[int, ...]
+    """Positions in the batch."""
 
 
 class Column(Message, frozen=True):
@@ -59,7 +62,7 @@ class Column(Message, frozen=True):
 
     values: Array
     per_token: bool
-    """A value per token, or one per row."""
+    """True if each token has a value, False if each row has one."""
 
 
 class EndStep(Message, frozen=True):
@@ -70,7 +73,7 @@ class EndStep(Message, frozen=True):
     version: int
     """Version before the step; the weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
-    """Published versions to keep for evaluations."""
+    """Versions that evaluations still need. The trainers keep those of them that are published."""
 
 
 class StepEnded(Message, frozen=True):
@@ -100,7 +103,7 @@ class TrainerState(Message, frozen=True):
     """The weights that a group has."""
 
     version: int
-    """-1 before the first load. A step of it may be under way."""
+    """Version of the weights; -1 before the first load. A step of it may be under way."""
     incarnation: int
     """Incarnation of the last step."""
     notes: tuple[WeightsNote, ...]
@@ -135,9 +138,9 @@ class LoadCheckpoint(Message, frozen=True):
     """A folder or URL; empty for the initial model."""
     version: int
     needed: tuple[WeightsNote, ...] = ()
-    """Older versions that the trainers publish again, for evaluations."""
+    """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
     manifest: str = ""
-    """SHA-256 of the checkpoint's `manifest.json`, for downloads."""
+    """SHA-256 of the checkpoint's `manifest.json`. A trainer compares files that it downloads with it."""
 
 
 class Loaded(Message, frozen=True, tag="Loaded/2"):
@@ -146,7 +149,7 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
     note: WeightsNote | None = None
     """The published weights. Only the group of the lead model sends them."""
     needed: tuple[WeightsNote, ...] = ()
-    """The older versions, as they are published now."""
+    """Notes of the older versions that were asked for, as they are published now."""
 
 
 class Save(Message, frozen=True):
@@ -158,7 +161,7 @@ class Save(Message, frozen=True):
     """A folder or URL."""
     version: int
     needed: tuple[int, ...] = ()
-    """Older versions that are written too, for evaluations."""
+    """Older versions that evaluations still need. Their published weights go into the folder, too."""
 
 
 class Copied(Message, frozen=True):

@@ -25,9 +25,9 @@ FOLDER = "events"
 _NAME = re.compile(r"\d{12,}-\d{12,}\.events")
 _HEAD = struct.Struct("<QII")
 _STORE = "store.txt"
-"""Identity of the store that has the messages."""
+"""File with the identity of the store that has the messages."""
 _LONGEST = 2**30
-"""A longer message is damage."""
+"""Bytes. A longer message is none."""
 _NEVER = 2**63
 
 

@@ -35,7 +35,8 @@ from stretto.bus.messages.training import RowRef
 AttemptOutcome = Literal[
     "trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished", "open"
 ]
-"""`withdrawn`: issued again. `unfinished`: the kernel ended, or no step has used the group."""
+"""`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group.
+`open`: a worker may be working on it."""
 Key = tuple[Purpose, int]
 
 
@@ -46,10 +47,11 @@ class KernelLife:
     began: float
     lease_epoch: int
     version: int
-    """Version of the checkpoint; 0 in a new run. Later steps are repeated."""
+    """Version of the checkpoint from which it continued; 0 in a new run. It repeats the later steps."""
     ended: float | None = None
+    """None while it owns the run, as far as the events tell."""
     status: str = ""
-    """Empty if it was killed."""
+    """How it ended; empty if it was killed."""
 
 
 @dataclass
@@ -112,6 +114,7 @@ class RecordedBatch:
     version: int
     tickets: tuple[int, ...]
     rows: tuple[RowRef, ...]
+    """In order."""
     incarnation: int
     """That of the weights that it changes."""
     layout: str
@@ -148,9 +151,10 @@ class Attempt:
     """None if it was issued before the first event."""
     issued_at: float | None = None
     worker: str = ""
-    """The rollout worker; empty without one."""
+    """The rollout worker that took it; empty if none has."""
     taken: float | None = None
     done: GroupFigures | None = None
+    """Its group, once all its trajectories are in the log."""
     ended: float | None = None
     """When the worker was done, or when nobody waited any more."""
     outcome: AttemptOutcome = "open"
@@ -194,6 +198,7 @@ class RunHistory:
     swaps: list[SwapSpan] = field(default_factory=list[SwapSpan])
     evaluations: list[EvaluationSpan] = field(default_factory=list[EvaluationSpan])
     attempts: list[Attempt] = field(default_factory=list[Attempt])
+    """In the order of their first event."""
     incarnation: int = 0
     layout: str = ""
     batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
@@ -211,15 +216,16 @@ class RunHistory:
     _former: dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]] = field(
         default_factory=dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]]
     )
+    """Former incarnation -> its batches and values."""
     _lives: dict[str, WorkerLife] = field(default_factory=dict[str, WorkerLife])
     _open: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """Newest attempt of each ticket, not done."""
+    """The newest attempt of each ticket that is not done."""
     _withdrawn: dict[tuple[Key, int], Attempt] = field(default_factory=dict[tuple[Key, int], Attempt])
     """Attempts of this kernel whose ticket was issued again."""
     _done: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
     """Ticket -> finished group that waits for its step."""
     _cut: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """Open when their kernel ended. The next kernel may get their groups."""
+    """Attempts that were open when their kernel ended. The next one may get their groups."""
     _in_flight: set[int] = field(default_factory=set[int])
     _evaluation_began: dict[int, float] = field(default_factory=dict[int, float])
 

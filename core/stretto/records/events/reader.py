@@ -17,6 +17,7 @@ from stretto.records.events.files import files_of_kernels, next_record, records_
 from stretto.records.files import open_record
 
 TimedEvent = tuple[float, Event]
+"""Unix time of an event, and the event."""
 
 
 class EventReader:

@@ -23,11 +23,11 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     """Version of the weights that sampled it."""
     columns: dict[str, Any] | None = None
-    """Without the prompt; see `stretto.models.images.with_names`."""
+    """The row's columns without its prompt; see `stretto.models.images.with_names`."""
     prompt: str | None = None
     """The prompt as the model got it."""
     completion: str | None = None
-    """`columns`, `prompt` and `completion` are None if the texts were not read."""
+    """The text after the prompt. `columns`, `prompt` and `completion` are None if the texts were not read."""
     reward: float
     metrics: dict[str, float]
     tokens: int
@@ -36,7 +36,8 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
 
     def score(self, measure: Measure) -> float:
-        """Accuracy or reward. Runs of versions up to 0.1 may lack the accuracy: they counted the reward."""
+        """Return the accuracy or reward. Runs up to version 0.1 may lack the accuracy: they counted the
+        reward."""
         return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 

@@ -37,12 +37,14 @@ from stretto.records.samples.kept_sample import KeptSample, digest_of, kept_samp
 log = structlog.get_logger()
 
 Attempt = tuple[Purpose, int, int]
+"""(purpose, ticket, attempt)."""
 Outcome = GroupDone | GroupFailed
 
 _FORGET_S = 600.0
 """An attempt without an outcome is forgotten after this; the store may be silent for `bus.outage_s`."""
 _LATE_STEPS = 8
-"""Steps after which figures are lost: trainers send them beside the steps, and drop them under pressure."""
+"""Steps after which figures count as lost: each trainer sends its own, beside the steps, and drops what the
+store does not take in time."""
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Joiner:
         self._written = frozenset(written)
         self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
         self._groups: dict[Attempt, _FinishedGroup] = {}
-        """They wait for their fate."""
+        """Groups of training that wait for their fate."""
         self._rows: dict[Purpose, list[dict[str, Any]]] = {}
         self._images: set[str] = set()
 

@@ -41,7 +41,7 @@ class KeptSample:
     prompt_text: str
     text: str
     messages: str
-    """The conversation as a JSON list; empty without one."""
+    """The conversation as a JSON list, with its tool calls; empty if the workflow had none."""
     dataset_row: str
     """A JSON object, with the expected answer."""
     images: str | None
@@ -51,6 +51,7 @@ class KeptSample:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     kept_counts: NDArray[np.uint16] | None = None
+    """As in `WireTrajectory`."""
     kept_ids: NDArray[np.int32] | None = None
 
     @classmethod

@@ -59,7 +59,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     ticket: int | None = None
     purpose: Purpose | None = None
     step: Bounds = (None, None)
-    """As in `metrics.jsonl`; for an evaluation, the version."""
+    """The train step, numbered as in `metrics.jsonl`; for an evaluation, the version."""
     reward: Bounds = (None, None)
     length: Bounds = (None, None)
     staleness: Bounds = (None, None)
@@ -68,7 +68,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     worker: str | None = None
     """The rollout worker, or the inference worker of the last token."""
     text: str | None = None
-    """Contained in prompt or answer, in any case."""
+    """A text that the prompt or the answer contains, whatever the case of its letters."""
 
 
 _EVERY = SampleFilter()
@@ -191,6 +191,7 @@ class _SegmentReader:
         self._open: dict[SegmentName, Any] = {}
         self._tables: dict[SegmentName, Table] = {}
         self._parts: list[tuple[SegmentName, int]] = []
+        """All row groups, each by its segment and its number there."""
 
     def refresh(self) -> tuple[SegmentName, ...]:
         from pyarrow import ArrowException
@@ -372,7 +373,7 @@ def _joined(column: Any, kind: type[np.generic]) -> NDArray[Any]:
 
 
 def _spread(mask: Sequence[bool], values: Sequence[float] | None) -> list[float | None] | None:
-    """A value for each token, None where the policy did not sample; None for a row without figures."""
+    """Return a value for each token, None where the policy did not sample; None for a row without figures."""
     if not values:
         return None
     each = iter([*values] * sum(mask) if len(values) == 1 else values)

@@ -57,17 +57,17 @@ CURSOR = "cursor.json"
 _LOCK = "writer.lock"
 _FLUSH_S = 3.0  # readers see samples after this time, and each flush makes a file
 _FLUSH_BYTES = 2**25
-"""So many bytes are written at once; the writer reads no further until they are on disk."""
+"""Rows of this many bytes are written at once, and the writer reads no further until they are on disk."""
 _RETRY_S = 5.0  # while the disk is full
 _POLL_S = 0.5  # how soon the writer notices that its kernel is gone
 _BEAT_S = 5.0
-"""The kernel hears from the writer this often."""
+"""The kernel hears from the writer this often, also if nothing new is on disk."""
 _ANSWER_S = 60.0  # the server may be away for a while
 _DRAIN_S = 15.0
 """Limit for the rest of the log at the end of the run."""
 _NICE = 5
 _PARTS = 4
-"""If only the last steps are kept, a segment has at most this part of them."""
+"""If only the last steps are kept, a segment has at most the flushes of one of this many parts of them."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Keeping:
     """Which samples stay on disk."""
 
     last: int
-    """Steps; 0 for all."""
+    """Those of this many steps; 0 for all."""
     staleness: int
-    """`queue.max_staleness`."""
+    """The run's `queue.max_staleness`."""
     answers: bool
-    """Keep those of all evaluations."""
+    """Those of all evaluations stay."""
 
     def prunes(self, purpose: Purpose) -> bool:
         """Whether old samples of a purpose are removed."""
@@ -141,14 +141,16 @@ class _SampleWriter:
         images that no row has are removed."""
         self._joiner = Joiner(1, staleness=keeping.staleness)
         self._unwritten: dict[Purpose, Table] = {}
-        """Taken from the joiner, not on disk yet."""
+        """Rows that were taken from the joiner and are not on disk yet."""
         self._position = 0
+        """The cursor, once they are."""
         self._confirmed = 0
         self._taken = anyio.Event()
-        """The complete rows were taken from the joiner."""
+        """Set when the complete rows were taken from the joiner."""
         self._wake = anyio.Event()
+        """Set when rows should be written now."""
         self._over = anyio.Event()
-        """The run is over, or its kernel is gone."""
+        """Set when the run is over, or its kernel is gone."""
 
     async def run(self) -> None:
         async with anyio.create_task_group() as tasks:
