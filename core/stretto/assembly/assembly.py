@@ -51,8 +51,7 @@ class Worker:
     """Workers with the same unit must run on one machine; empty for any machine."""
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
-        """Return the job that starts the worker. Without a command it is enough to find the worker a place.
-        `imports` are modules that take long to import and that the worker needs."""
+        """Return the worker's job. A place for it needs no command. `imports` take long to import."""
         return Job(
             worker=self.id,
             role=self.role,

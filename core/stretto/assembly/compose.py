@@ -89,8 +89,7 @@ class Composed:
         return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """Make the object of the component that the section at `path` chose, from that section or another
-        one. Raise ContractError if the object does not keep the contract of its kind."""
+        """Make the component of a section. Raise ContractError if it does not keep its contract."""
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
             parts = getattr(section, _PARTS, None)
@@ -126,8 +125,7 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path | str) -> str:
-        """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
-        `log` has the traceback, for an error that is not a `StrettoError`."""
+        """Return an error as text, with plugin and line. The traceback of other errors is in `log`."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -550,8 +548,7 @@ def is_utf8(text: str) -> bool:
 
 
 def find_path(path: str, run_file: Path) -> Path | None:
-    """Return the absolute path for a path in a run file. Search the working directory, then the run file's
-    folder; return None if neither has it."""
+    """Return an absolute path, from the working directory or the run file's folder; None if in neither."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
             # Do not resolve links: the interpreter of a virtual environment is one.
@@ -633,8 +630,7 @@ def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
 
 
 def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
-    """Expand a name to a mapping, such as `correction: none` to `correction: {use: none}`, for every field
-    whose struct has the key `use`."""
+    """Expand `correction: none` to `correction: {use: none}` for every field whose struct has `use`."""
     if not isinstance(data, dict):
         return
     section, known = cast("dict[str, Any]", data), _fields(struct)

@@ -165,8 +165,7 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Yield edges that put other calls on a model before its training: they read the weights of the step's
-    start."""
+    """Yield edges from other calls on a model to its training: they read the weights of the step's start."""
     for train_call in calls:
         if train_call.op == "train":
             for call in calls:

@@ -21,8 +21,7 @@ _HIDDEN = ("run", "role")
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Write this process's log as JSON lines, and as text to stderr if `console`. Tracebacks go to the file
-    alone."""
+    """Write this process's log as JSON lines, and as text to stderr if `console`, without tracebacks."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,

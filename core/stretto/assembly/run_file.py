@@ -119,8 +119,7 @@ class RunFile(KeySource):
 
 
 def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged run file twice: with everything resolved, and with environment variables
-    unresolved."""
+    """Return the merged run file twice: with everything resolved, and with the environment unresolved."""
     try:
         loaded = source.load()
         source.refuse_unusual_numbers()

@@ -127,8 +127,7 @@ def instead_of_list(path: str) -> str:
 
 
 class KeySource:
-    """Where a run's keys were written, for messages. Runs that were composed before, such as the one that a
-    worker gets from the kernel, have this class."""
+    """Where a run's keys were written, for messages; this class is for runs that were composed before."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

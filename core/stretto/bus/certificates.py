@@ -57,8 +57,7 @@ class Authority:
         return _text(self._certificate)
 
     def server(self, hosts: Iterable[str], days: int) -> Certificate:
-        """Make the certificate of a server with these names and addresses. A server of a cluster, or a leaf,
-        is the client of other servers, so it may be used as both."""
+        """Make a server's certificate. Servers of a cluster, and leaves, also connect to others with it."""
         names = list(dict.fromkeys(_host(host) for host in hosts))
         return self._issue("nats-server", names, [_SERVER, _CLIENT], days)
 

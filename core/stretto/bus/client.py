@@ -146,8 +146,7 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each later message, one at a time, until the bus closes. Coroutine functions
-        cost more."""
+        """Call `handler` with each later message, one at a time. A coroutine function costs more."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:

@@ -83,8 +83,7 @@ def _end_former(pid_file: Path, configuration: str) -> None:
 
 
 def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: list[str]) -> None:
-    """Run the server until a signal, or until the kernel has been gone for `grace_s`; only then run
-    `cleaner`."""
+    """Run the server until a signal, or until no kernel was there for `grace_s`; only then run `cleaner`."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -19,8 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def await_lock(path: Path, limit_s: float = 1.0) -> IO[str]:
-    """Lock a file until the returned file is closed or the process ends. Others hold the lock for an instant,
-    to see whether it is free; raise BlockingIOError if one holds it for longer than `limit_s`."""
+    """Lock a file until it is closed. Raise BlockingIOError if another process holds it beyond `limit_s`."""
     file = path.open("a+")
     deadline = clock.now() + limit_s
     while True:

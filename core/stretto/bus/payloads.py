@@ -65,8 +65,7 @@ def split(data: bytes, limit: int) -> list[bytes]:
 
 
 class Parts:
-    """Payloads of which some parts have not arrived yet. Any process may send parts, so their memory is
-    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped."""
+    """Incomplete payloads. Any process may send parts: over `_UNFINISHED_BYTES` the oldest is dropped."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()

@@ -162,8 +162,7 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for a server of the user's own. All roles have the same credentials; a viewer
-    has none, because it could do everything with them."""
+    """Write the bootstrap files for the user's server. Roles share its credentials; viewers get none."""
     assert config.servers
     shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -573,6 +572,5 @@ def _take_tickets(names: Subjects) -> list[str]:
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """Return the subjects to read the log by number: from any server that has it, and from the leader
-    alone."""
+    """Return the subjects to read the log by number: of any server that has it, and of the leader."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

@@ -255,8 +255,7 @@ class Store:
         *,
         start: int,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) as `follow` does, of several subjects. `consumer_at` returns the name of
-        a new consumer from a sequence number on, also when the server has lost the former."""
+        """Like `follow`, of several subjects. `consumer_at` makes consumers, again if one is lost."""
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
@@ -477,8 +476,7 @@ class Store:
         return messages
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
-        """Return a stored message: the one with this number, or the newest one of a subject. What one server
-        of a cluster does not have yet is asked of the leader."""
+        """Return a message by number, or a subject's newest; from the leader if others lack it."""
 
         async def get() -> RawStreamMsg:
             try:

@@ -40,8 +40,7 @@ class Advice(msgspec.Struct, kw_only=True):
 
 
 class Adviser:
-    """Applies the rules to one run. Messages name keys and values of its composed `document`. `quiet`: give
-    no advice, because nothing of it could be followed."""
+    """Applies the rules to one run. With `quiet` it gives no advice: none could be followed."""
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES

@@ -42,8 +42,7 @@ _FILE_BYTES = 2**26
 
 
 class EventLog:
-    """Writes the files of one kernel. `facts` get the place in the stream up to which they are on disk, and a
-    problem if they stay behind."""
+    """Writes one kernel's files. `facts` get the place up to which they are on disk, and problems."""
 
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._folder = folder
@@ -77,8 +76,7 @@ class EventLog:
             await anyio.sleep(_RETRY_S if self._is_behind else _SYNC_S)
 
     async def complete(self, bus: Bus, names: Subjects, ending: Ending) -> None:
-        """Write the last messages. If that takes too long, or the user is in a hurry, note a problem:
-        `stretto audit` reads the rest from the store."""
+        """Write the last messages. If time runs out, note a problem: `stretto audit` reads the rest."""
         with anyio.move_on_after(_COMPLETE_S):
             while self._is_behind and bus.connected and not ending.forced:
                 await self._catch_up(bus, names)

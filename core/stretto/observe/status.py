@@ -119,8 +119,7 @@ class StatusWriter:
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
-        """Write the status and send it to viewers, every few seconds and when the end is decided. Log long
-        waits."""
+        """Write and send the status every few seconds and when the end is decided. Log long waits."""
         next_log_s: dict[tuple[str, str, str], float] = {}
         over = self._facts.ending.over
         while True:

@@ -117,8 +117,7 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None
     reward_sd: float | None
     difference: Estimate | None = None
-    """Score less that of the first group; None for the first group, without scores, and if the measures of
-    runs differ."""
+    """Score less that of the first group; None for that group, without scores, or for different measures."""
     paired: int = 0
     """Number of seeds that pair the difference; 0 if fewer than two are common: runs count as independent."""
 
@@ -233,8 +232,8 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why scores differ in measure; empty if they do not. `comparable`: all are accuracies or all
-    rewards."""
+    """Return why the scores are not the same measure; empty if they are. `comparable`: all are accuracies, or
+    all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]

@@ -37,8 +37,7 @@ class Figure(msgspec.Struct, frozen=True):
         return text[:1].upper() + text[1:] if self.meaning else text
 
     def text(self, value: Any) -> str:
-        """Return a value with its digits; a dash for no finite number. The page's `figureText` has the same
-        rule."""
+        """Return a value with its digits; a dash for no finite number. Like the page's `figureText`."""
         if not is_figure(value):
             return "-"
         if self.unit == "s":

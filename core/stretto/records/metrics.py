@@ -60,10 +60,8 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def held_out_key(evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """Return the key by which the evaluations of a run are judged: that of the accuracy, if all that have a
-    result have an accuracy; otherwise that of the reward. The kernel's rule is
-    `stretto.kernel.schedule.health.held_out`.
-    """
+    """Return the accuracy's key if all evaluations with a result have one, else the reward's; also the rule
+    of `stretto.kernel.schedule.health.held_out`."""
     known = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
     return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in known) else HELD_OUT_REWARD
 
@@ -93,8 +91,7 @@ class MetricsReader:
         self._lines = 0
 
     def read(self) -> None:
-        """Read the lines that were appended since the last call; everything again if the file was cut or
-        replaced. ConfigError if a line is not a line of metrics."""
+        """Read appended lines, or all if the file was cut or replaced. ConfigError for a wrong line."""
         try:
             with open_record(self._file) as file:
                 state = os.fstat(file.fileno())

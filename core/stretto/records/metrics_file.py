@@ -27,8 +27,7 @@ class MetricsFile:
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines without a broken last one, which a kill leaves. ConfigError if another one is
-        broken."""
+        """Return the lines, without a broken last one that a kill left. ConfigError if another is broken."""
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:

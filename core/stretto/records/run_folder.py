@@ -127,8 +127,7 @@ class RunFolder:
             self.__dict__.pop(name, None)
 
     def require_trust(self, *, trusted: bool) -> None:
-        """Raise ConfigError if another user owns the folder, unless `trusted`: its config names code to
-        import."""
+        """Raise ConfigError if another user owns the folder, unless `trusted`: its config names code."""
         require_trust(self.folder, trusted=trusted)
 
     @property
@@ -179,8 +178,7 @@ class RunFolder:
 
     @property
     def standstill(self) -> str:
-        """A sentence which says that the owning kernel does not work; empty if it works, and after the
-        end."""
+        """Says that the owning kernel does not work; empty if it works or the run has ended."""
         if self.status is None or self.state != "running":
             return ""
         return standstill(self.folder, self.status)
@@ -200,8 +198,7 @@ class RunFolder:
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds in which a kernel owned the run. While it runs, up to its status or newest line of metrics;
-        None before."""
+        """Seconds in which a kernel owned the run, up to its newest status or metrics; None before."""
         if self.summary is not None and self.state != "running":
             return self.summary["wall_s"]
         with suppress(ConfigError):  # `status` itself says it to whoever shows the status
@@ -211,8 +208,7 @@ class RunFolder:
         return max((line["time_s"] for line in newest if "time_s" in line), default=None)
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
-        `evaluation/` are those of evaluations."""
+        """Return (step, value) where it is a finite number. `evaluation/…` are keys of evaluations."""
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
         return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
 
@@ -240,8 +236,7 @@ class RunFolder:
         return RunHistory.of(self.events())
 
     def events(self, since: float | None = None, until: float | None = None) -> Iterator[TimedEvent]:
-        """Yield (Unix time, event) in order between two Unix times; what is over later is left out. See
-        docs/events.md."""
+        """Yield (Unix time, event) in order, without what is over later (see docs/events.md)."""
         return self._events.between(since, until)
 
     def time_range(self) -> tuple[float, float] | None:
@@ -266,10 +261,10 @@ class RunFolder:
         return list(log_files(self.folder))
 
     def log(self, name: str, newest: int, *, containing: str = "", problems: bool = False) -> list[str]:
-        """Return the newest lines of a log from `logs` as text, in order. A traceback belongs to its line.
+        """Return the newest lines of a log as text, in order. A traceback belongs to its line.
 
-        `containing` ignores case; `problems` keeps warnings and errors. Raises ConfigError without such a
-        log.
+        `containing` ignores case; `problems` keeps warnings and errors. Raises ConfigError for a name that is
+        not in `logs`.
         """
         wanted = containing.casefold()
         with open_log(self.folder, name) as log:

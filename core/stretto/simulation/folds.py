@@ -52,8 +52,7 @@ class FoldOracle:
         self._begun: dict[Kernel, Scheduler] = {}
         """Copies of the schedulers of kernels that begin to own a run."""
         self._digests: dict[tuple[Kernel, int], bytes] = {}
-        """Kernel and number of an event -> digest of the living scheduler after it, until the fold has come
-        there."""
+        """(kernel, number of an event) -> digest of the living scheduler, until the fold has come there."""
         self._latest: tuple[Scheduler, list[Any], Scheduler | None] | None = None
         """(scheduler that has taken an event, its commands, for `RunOwned` a copy from before)."""
 

@@ -163,8 +163,7 @@ class SimulatedServer:
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather(loop, self.context)
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Called with sender, subject, payload and headers of each core message that is published, and of
-        each message that is stored."""
+        """Called with sender, subject, payload and headers of each published core or stored message."""
         self.messages = 0
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")

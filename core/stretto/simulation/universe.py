@@ -303,8 +303,7 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Let a kernel stand still while another one resumes the run, as on a machine where its lock does not
-        show."""
+        """Let a kernel stand still while another resumes the run, as where its lock does not show."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()

@@ -17,8 +17,7 @@ def run_child(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a process with this input until it ends, with any status. Kill it and raise TimeoutError at
-    `timeout_s`."""
+    """Run a process with this input until it ends. At `timeout_s` kill it and raise TimeoutError."""
     try:
         return subprocess.run(
             argv, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder

@@ -109,8 +109,7 @@ def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
 
 
 def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
-    """Return the lengths of the answers that a run kept, and the tokens of a batch, prompts included, for
-    each sampled one; no lengths and 1 if it kept none."""
+    """Return lengths of kept answers and the batch's tokens per sampled one; none and 1 without answers."""
     rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
     kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
     if not kept:

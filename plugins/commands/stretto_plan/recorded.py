@@ -99,8 +99,7 @@ def _mean(lines: _Lines, key: str) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope of a line through the mean; through 0 if differences do not show the
-    slope."""
+    """Return intercept and slope of a line through the mean; through 0 if they do not show the slope."""
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     spread = math.fsum((u - x) ** 2 for u, _ in points)
     slope = math.fsum((u - x) * (v - y) for u, v in points) / spread if spread else 0.0

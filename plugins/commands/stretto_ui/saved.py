@@ -129,8 +129,7 @@ class _SavedRun:
         return pages or [{}]
 
     def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
-        """Add an answer and return it; None after an error, or once one of its kind was too large: no more
-        are read."""
+        """Add an answer and return it; None after an error, or if one of its kind was too large."""
         if self.left_out[what]:
             self.left_out[what] += 1
             return None

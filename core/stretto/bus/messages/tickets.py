@@ -119,8 +119,7 @@ class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log: all trajectories of one ticket are there. Without it the ledger knows no
-    group."""
+    """Rollout worker to the log: a group is complete. For the ledger, it exists only by this message."""
 
     purpose: Purpose
     ticket: int

@@ -29,8 +29,7 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RunCall(Message, frozen=True, tag="Call/2"):
-    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
-    informs the other ranks of its group."""
+    """Kernel to rank 0 of a worker group, which informs the others, answered by `CallDone`: run a call."""
 
     lease_epoch: int
     incarnation: int

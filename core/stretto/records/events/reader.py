@@ -21,8 +21,7 @@ TimedEvent = tuple[float, Event]
 
 
 class EventReader:
-    """Reads the events of the run in a folder by their times, and each message once. It leaves out a message
-    that is damaged in all files that have it: `stretto audit` names it."""
+    """Reads events by time, each message once, without those that are damaged in all files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -36,14 +36,12 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
 
     def score(self, measure: Measure) -> float:
-        """Return the accuracy or reward. Runs up to version 0.1 may lack the accuracy: they counted the
-        reward."""
+        """Return the accuracy or reward. Runs up to version 0.1 may lack accuracies: they count rewards."""
         return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
-    """Return the kept answers of the evaluation of a version in the order of their rows, with `texts` also
-    their columns and texts. If a row was answered several times, the last attempt counts."""
+    """Return an evaluation's answers by row, with `texts` also columns and texts. The last attempt counts."""
     from stretto.records.samples.store import SampleFilter  # it imports numpy
 
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))
