@@ -125,7 +125,7 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path | str) -> str:
-        """Return an error as text, with plugin and line. The traceback of other errors is in `log`."""
+        """Return an error as text, with plugin and line. `log` has the traceback unless stretto raised it."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")

@@ -7,8 +7,8 @@ machine's network it has its own loopback, from which at most one port leads to 
 (`stretto.user_code.seccomp`). Even `unsafe`, only PATH comes from the caller's environment, and started
 processes end with their starter.
 
-Where systemd runs for this user, memory and processes are limited in total. Elsewhere the user's limit holds
-for processes, not for root, and memory is limited only per process.
+Where systemd runs for this user, memory and processes are limited in total. Elsewhere memory is limited for
+each process, and processes by the system's limit for users, which does not hold for root.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ trainer computed. There are two kinds, `train-…` and `eval-…`.
 The rows of some seconds become a file, `train-00000007-00000007.parquet`. Many files become one segment,
 named after its first and last file: `train-00000001-00000064.parquet`. Files within it no longer count.
 
-`images/` has images that workflows added to these trajectories (`sample_images.py`).
+`images/` has images that workflows added to these trajectories (`images.py`).
 """
 
 from __future__ import annotations
