@@ -35,8 +35,7 @@ from stretto.tokenizer import Tokenizer
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
-"""Rows of an evaluation that begin for each group of training. For tiny models a row costs the processor 0.4
-of a group."""
+"""Rows of an evaluation that begin for each training group: a row of a tiny model costs 0.4 of a group."""
 _IN_TIME = 0.8
 """An evaluation is over in this share of the time until the next one is due."""
 
@@ -49,11 +48,10 @@ class Worker:
     role: Role
     resources: Resources
     unit: str = ""
-    """Workers with the same unit must run on one machine; empty if the worker may run anywhere."""
+    """Workers with the same unit must run on one machine; empty for any machine."""
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
-        """Return the job that starts the worker. Without a command it is enough to find the worker a place.
-        `imports` are modules that take long to import and that the worker needs."""
+        """Return the worker's job. A place for it needs no command. `imports` take long to import."""
         return Job(
             worker=self.id,
             role=self.role,
@@ -69,10 +67,8 @@ class Worker:
 class Assembly:
     """The parts of a run that follow from its run file. They are made when they are first asked for.
 
-    Args:
-        folder: the run's folder; empty in a process that has no access to it, None for a new run.
-        run: id of the run. A new run gets one.
-        worker: id of the worker that this process is. A worker gets the numbers in force from the kernel.
+    `folder` is empty in a process without access to it, and None for a new run, which gets an id. A worker
+    gets the numbers in force from the kernel.
     """
 
     def __init__(
@@ -91,7 +87,6 @@ class Assembly:
             sandbox=composed.config.sandbox,
             worker=worker,
         )
-        """What the factories of components get."""
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the run's own tools, once a check has made these."""
 
@@ -163,16 +158,15 @@ class Assembly:
 
     @cached_property
     def has_evaluator(self) -> bool:
-        """Whether the run has an inference worker for evaluations alone, which samples while others train."""
+        """Whether an inference worker serves evaluations alone, while the others train."""
         evaluation = self.config.evaluation
         is_wanted = evaluation is not None and bool(evaluation.own_engine)
         return is_wanted and bool(self.config.steps) and self.graph.samples
 
     def evaluation_pace(self, rows: int) -> float:
-        """Return how many of an evaluation's rows begin for each group of training that ends: a few, so that
-        training loses little, or as many as are needed to finish before the next evaluation is due. 0: all
-        begin at once, because the engine that they get is away from training.
-        """
+        """Return how many rows of an evaluation begin for each training group that ends: few, so that
+        training loses little, but enough to finish before the next evaluation. 0: all at once, since their
+        engine is not training."""
         if not self.has_evaluator or self.config.evaluation is None:
             return 0.0
         groups = self.config.evaluation.every * self.config.queue.batch_size
@@ -220,8 +214,7 @@ class Assembly:
 
 
 def decided(composed: Composed) -> Composed:
-    """Return a run with the values that depend on the machine and the day on which it begins, or begins to
-    have them."""
+    """Return a run with the values that depend on the machine and the day of its start."""
     config = composed.config
     if config.evaluation is not None and config.evaluation.own_engine is None:
         composed = composed.with_value("evaluation.own_engine", _has_room(config))

@@ -1,8 +1,4 @@
-"""Turn a run into typed structs, and check every key of every section.
-
-The result is a `RunConfig` whose sections are the structs of the chosen components. `run_file.py` reads the
-YAML and merges the overrides.
-"""
+"""Turn a run into a `RunConfig` with the structs of the chosen components, and check every key."""
 
 from __future__ import annotations
 
@@ -39,7 +35,7 @@ from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, V
 from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
 
 _PARTS = "parts"
-"""The key of a section whose type may be `ComponentParts`."""
+"""Key of a section whose type may be `ComponentParts`."""
 _LOGIN = re.compile(r"://[^/\s@]*@")
 """A login in a URL, which no message shows."""
 
@@ -51,20 +47,19 @@ class Composed:
     config: RunConfig
     plugins: Plugins
     components: Mapping[str, Component[Any]]
-    """The chosen components, by the dotted key of their section; `trackers.0` and so on in a list."""
+    """Dotted key of the section -> its component; `trackers.0` and so on in a list."""
     document: Mapping[str, Any]
-    """The whole run with all defaults, as `config.yaml` gets it: secrets from the environment appear as the
-    interpolations that read them, not as values."""
+    """The run with all defaults, for `config.yaml`; secrets stay interpolations."""
     written: tuple[str, ...] = ()
     """Dotted keys that the run file or an override has."""
     notices: tuple[str, ...] = ()
     """Decisions made for the user, as text to show."""
     place: Callable[[str], str] = str
-    """Return where a key was written, for messages: `run.yaml:14: training.lr`, or `override training.lr`."""
+    """Returns where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
-    """Dotted keys whose value is a reference to another key, with its text, such as `${steps}`."""
+    """(dotted key, the reference that is its value, such as `${steps}`)."""
     redact: Callable[[str], str] = str
-    """Return a text in which interpolations stand for the values that they read from the environment."""
+    """Replaces values from the environment by their interpolations."""
 
     def section(self, path: str) -> Any:
         """Return the struct at a dotted key."""
@@ -94,8 +89,7 @@ class Composed:
         return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """Make the object of the component that the section at `path` chose, from that section or another
-        one. Raise ContractError if the object does not keep the contract of its kind."""
+        """Make the component of a section. Raise ContractError if it does not keep its contract."""
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
             parts = getattr(section, _PARTS, None)
@@ -131,8 +125,7 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path | str) -> str:
-        """Return an error as text for readers without its traceback: the plugin that raised it, and the line.
-        `log` has the traceback, for an error that is not a `StrettoError`."""
+        """Return an error as text, with plugin and line. `log` has the traceback unless stretto raised it."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -145,8 +138,7 @@ def compose(
     *,
     document: Mapping[str, Any] | None = None,
 ) -> Composed:
-    """Read a run file, merge `key=value` overrides, and convert every section to its struct. A `document` is
-    used instead of the file's content; errors still name the file."""
+    """Read a run file, or `document` in its place, merge `key=value` overrides, and convert every section."""
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it
 
     try:
@@ -172,7 +164,6 @@ def compose(
 
 @contextmanager
 def _redacted_errors(redact: Callable[[str], str]) -> Generator[None]:
-    """Take the values from the environment out of the text of an error that the block raises."""
     try:
         yield
     except StrettoError as error:
@@ -185,11 +176,7 @@ def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
     return _Composer(KeySource(Path("config")), Plugins(), dict(mapping)).run()
 
 
-# ----------------------------------------------------------------------------------------- composing
-
-
 def _inherit_sampling(data: dict[str, Any]) -> None:
-    """Copy the keys of `sampling` that `evaluation.sampling` does not set."""
     sampling, evaluation = data.get("sampling"), data.get("evaluation")
     if isinstance(sampling, dict) and isinstance(evaluation, dict):
         evaluation = cast("dict[str, Any]", evaluation)
@@ -198,7 +185,6 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
 
 
 def _inherit_sections(data: dict[str, Any]) -> None:
-    """Copy the keys of the run's own sections that the sections of variants do not set."""
     variants = data.get("variants")
     for variant in cast("dict[str, Any]", variants).values() if isinstance(variants, dict) else ():
         if not isinstance(variant, dict):
@@ -219,8 +205,6 @@ def _as_mapping(section: Any) -> dict[str, Any] | None:
 
 
 class _Composer:
-    """Converts a plain mapping to a `RunConfig` whose sections are the structs of the chosen components."""
-
     def __init__(self, source: KeySource, plugins: Plugins, data: dict[str, Any]) -> None:
         self.source = source
         self.plugins = plugins
@@ -300,8 +284,7 @@ class _Composer:
                 yield f"{path}.{name}"
 
     def _variant_sections(self) -> list[str]:
-        """Give the sections of variants the keys of the run's own sections. Return those that choose a
-        component, such as `variants.short.workflow`."""
+        """Complete the sections of variants, and return those with a component: `variants.short.workflow`."""
         paths: list[str] = []
         for name, variant in self._mapping("variants").items():
             path = f"variants.{name}"
@@ -318,8 +301,7 @@ class _Composer:
         return paths
 
     def _section(self, path: str) -> dict[str, Any] | None:
-        """Return the mapping at `path`, and create it if its kind has a default component. Return None if the
-        run file does not have the section and the kind has no default."""
+        """Return the mapping at `path`, made if its kind has a default component; None without both."""
         owner, _, key = path.rpartition(".")
         parent = _at(self.data, owner)
         if not isinstance(parent, dict):
@@ -408,7 +390,6 @@ class _Composer:
         lists: Mapping[str, list[type[msgspec.Struct]]],
         variants: Iterable[str],
     ) -> type[msgspec.Struct]:
-        """Return `RunConfig` with its sections narrowed to the structs of the chosen components."""
         fields: list[tuple[str, Any]] = [item for item in sections.items() if "." not in item[0]]
         if groups := _below("groups", sections):
             fields.append(("groups", _narrowed(Groups, groups)))
@@ -491,7 +472,6 @@ class _Composer:
         return (self._reference_at(match[1]) or match[1]) if match else ""
 
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
-        """Return the struct with every path to a local file made absolute, also in nested structs."""
         changes: dict[str, Any] = {}
         for field in _fields(type(struct)):
             value = getattr(struct, field.name)
@@ -544,14 +524,12 @@ class _Composer:
 
 
 def _below(path: str, sections: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
-    """Return the sections directly below a path, by their last key."""
     return [
         (key.rpartition(".")[2], each) for key, each in sections.items() if key.rpartition(".")[0] == path
     ]
 
 
 def _narrowed(struct: type[msgspec.Struct], fields: list[tuple[str, Any]]) -> type[msgspec.Struct]:
-    """Return a struct of the same name with other types of these fields, or with these fields added."""
     return msgspec.defstruct(struct.__name__, fields, bases=(struct,), kw_only=True, frozen=True)
 
 
@@ -560,7 +538,6 @@ def _keys_of(component: Component[Any]) -> set[str]:
 
 
 def _default_use(kind: Kind) -> str | None:
-    """Return the component of a section that names none; None if the kind has no default."""
     use = next(field for field in _fields(BASES[kind]) if field.name == "use")
     return None if use.required else use.default
 
@@ -571,8 +548,7 @@ def is_utf8(text: str) -> bool:
 
 
 def find_path(path: str, run_file: Path) -> Path | None:
-    """Return the absolute path for a path in a run file. Search the working directory, then the run file's
-    folder; return None if neither has it."""
+    """Return an absolute path, from the working directory or the run file's folder; None if in neither."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
             # Do not resolve links: the interpreter of a virtual environment is one.
@@ -583,7 +559,7 @@ def find_path(path: str, run_file: Path) -> Path | None:
 def _structs_in(
     annotation: Any, value: Any, path: str
 ) -> Iterator[tuple[type[msgspec.Struct], tuple[str, Any]]]:
-    """Yield the struct types that a field's value has to match, each with the path and the value."""
+    """Yield the struct types that a value has to match, each with (path, value)."""
     info = _type_info(annotation)
     for part in getattr(info, "types", (info,)):
         if isinstance(part, msgspec.inspect.StructType):
@@ -600,7 +576,7 @@ def _structs_in(
 
 
 _fields = cache(msgspec.structs.fields)
-"""The fields of a struct. msgspec evaluates their annotations in each call."""
+"""msgspec evaluates the annotations in each call."""
 _known_type_info = cache(msgspec.inspect.type_info)
 
 
@@ -654,8 +630,7 @@ def _keys_in(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
 
 
 def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
-    """Expand a name to a mapping, such as `correction: none` to `correction: {use: none}`, for every field
-    whose struct has the key `use`."""
+    """Expand `correction: none` to `correction: {use: none}` for every field whose struct has `use`."""
     if not isinstance(data, dict):
         return
     section, known = cast("dict[str, Any]", data), _fields(struct)
@@ -680,7 +655,6 @@ def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
 
 
 def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
-    """Return what to write instead of a value of another type, if that is known."""
     if message.startswith("Expected `str") and isinstance(value, (bool, int, float)):
         read = ", because YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
         return f"; write the text in quotes{read}"
@@ -696,7 +670,6 @@ def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
 
 
 def _plain_message(message: str, value: Any, annotation: Any) -> str:
-    """Return msgspec's message in the words of YAML."""
     if "matching regex" in message:
         return f"expected {_description(annotation) or 'text of another form'}"
     info = _type_info(annotation)
@@ -710,7 +683,6 @@ def _plain_message(message: str, value: Any, annotation: Any) -> str:
 
 
 def _description(annotation: Any) -> str:
-    """Return the description in `msgspec.Meta` of a field, or of the items of a list; empty if none."""
     info = _type_info(annotation)
     parts = (info, *getattr(info, "types", ()), getattr(info, "item_type", None))
     metadata = [part for part in parts if isinstance(part, msgspec.inspect.Metadata)]
@@ -718,8 +690,7 @@ def _description(annotation: Any) -> str:
 
 
 def _annotation_at(struct: Any, path: str) -> Any:
-    """Return the annotation of the field at a dotted path; Any if there is no field. A list's items have the
-    annotation of the list."""
+    """Return the annotation at a dotted path, of the list for its items; Any if there is no field."""
     annotation: Any = struct
     for part in path.split("."):
         if part.isdigit():

@@ -1,8 +1,6 @@
-"""Check that an object keeps the contract of its kind: it has the members, and they accept the arguments.
+"""Check that an object keeps the contract of its kind, a protocol such as `stretto.engine.InferenceEngine`.
 
-A contract is a protocol such as `stretto.engine.InferenceEngine`. The core calls each method with the
-arguments that the protocol names: by position, and those after `*` by name. Private to the core; plugin
-authors need only the protocols.
+The core calls methods with the protocol's arguments: by position, and after `*` by name. Private to the core.
 """
 
 from __future__ import annotations

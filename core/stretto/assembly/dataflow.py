@@ -12,8 +12,7 @@ from stretto.errors import ConfigError, nearest, offer
 
 # Keys that a call may read although no call writes them.
 INPUT_KEYS = ("prompt",)
-# Calls of these kinds are complete before a batch is formed: the rollout worker runs them for a ticket, or
-# they read rows. All other calls run on a worker group.
+# These calls are complete before a batch is formed: rollout workers run them, or they read rows.
 SOURCE_OPS = ("generate", "score", "read")
 
 
@@ -65,8 +64,7 @@ class Graph:
         return sorted(earlier for earlier, later in self.edges if later == call.name)
 
     def levels(self) -> list[list[Call]]:
-        """Return the calls by the length of the longest path to them. Calls of one level do not wait for each
-        other."""
+        """Return the calls by the longest path to them: calls of one level do not wait for each other."""
         depth: dict[str, int] = {}
         for call in self.calls:
             depth[call.name] = max((depth[earlier] for earlier in self.before(call)), default=-1) + 1
@@ -167,8 +165,7 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Yield edges that put every other call on a model before its training: those calls read the weights of
-    the step's start."""
+    """Yield edges from other calls on a model to its training: they read the weights of the step's start."""
     for train_call in calls:
         if train_call.op == "train":
             for call in calls:

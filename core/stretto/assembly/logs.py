@@ -1,7 +1,6 @@
 """Structured logs: JSON lines in a file for every process, readable lines in the kernel's terminal.
 
-Code that logs calls `structlog.get_logger()`. `log_to` binds the fields that identify the process (run, role,
-worker) once; `bound` adds fields that identify the work (ticket, version).
+`log_to` binds the process's fields (run, role, worker), and `bound` those of the work (ticket, version).
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _HIDDEN = ("run", "role")
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Send this process's log to a file of JSON lines, and to stderr as printable text if `console`. A
-    traceback goes to the file alone; the text names the file."""
+    """Write this process's log as JSON lines, and as text to stderr if `console`, without tracebacks."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -38,7 +36,6 @@ def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None
     )
     structlog.contextvars.clear_contextvars()
     structlog.contextvars.bind_contextvars(**identity)
-    # Log the warnings and errors of libraries that use the standard module.
     logging.basicConfig(level=logging.WARNING, handlers=[_Standard()], force=True)
 
 
@@ -64,8 +61,6 @@ def printable_fields(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Tee:
-    """The last processor: writes the line to the file, and to the terminal if `console`."""
-
     def __init__(self, file: TextIO | None, console: bool) -> None:
         self._file = file
         self._json = structlog.processors.JSONRenderer()

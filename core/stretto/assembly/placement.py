@@ -1,7 +1,6 @@
 """Which model lives in which worker group, and which process of a group works on which rows.
 
-Private to the core. The kernel and the trainers compute the same placement from the run file and the
-dataflow, so no message carries it: a rank knows the owner of a row and asks it by name.
+Private to the core. Kernel and trainers compute the same placement, so no message carries it.
 """
 
 from __future__ import annotations
@@ -79,7 +78,6 @@ class Placement:
                 hint = offer(model.group, known, "groups")
                 raise ConfigError(f"no worker group {model.group!r}{hint}", path=f"models.{name}.group")
         self.groups: dict[str, WorkerGroup] = {}
-        """The worker groups that host a model, by name."""
         for name, section in known.items():
             if models := tuple(model for model in graph.models if self._group_name(model) == name):
                 self.groups[name] = WorkerGroup(name, section, models)
@@ -100,8 +98,7 @@ class Placement:
         return self.lead if call.model is None else self.groups[self._group_name(call.model)]
 
     def owners(self, key: str, lengths: Sequence[int], groups: Sequence[int]) -> list[str]:
-        """Return, for each row, the worker that holds what a call of this step wrote to the column `key`.
-        Rows have `lengths` in tokens, and are in `groups`."""
+        """Return for each row the worker that holds what a call of this step wrote to `key`."""
         call = self.graph.writers[key]
         group = self.group_of(call)
         owners = [group.workers[0]] * len(lengths)
@@ -135,9 +132,9 @@ def model_folder(checkpoint: Path, model: str, graph: Graph) -> Path:
 def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None = None) -> list[list[int]]:
     """Split indices 0 .. len(weights) - 1 into `parts` lists of about equal weight, each in ascending order.
 
-    Take the units from the heaviest to the lightest, and add each to the part that is lightest so far. The
-    result depends only on the arguments, so every process computes the same one. `units` has the number of
-    each index's unit, which stays in one part; by default each index is a unit."""
+    Units, from the heaviest on, go to the lightest part so far: every process computes the same result.
+    `units` has the number of each index's unit, which stays in one part; by default each index is a unit.
+    """
     if parts == 1:
         return [list(range(len(weights)))]
     members: dict[int, list[int]] = {}
@@ -155,8 +152,7 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
 
 
 def split_groups(weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:
-    """Split like `split_rows`, with each group in one part: its prompt is then computed in one rank only. If
-    that would make the parts uneven, split without regard to groups."""
+    """Split like `split_rows`, with each group and its prompt in one part, if parts stay even."""
     whole = split_rows(weights, parts, groups)
     heaviest = max(sum(weights[index] for index in indices) for indices in whole)
     even = all(whole) and heaviest * parts <= _UNEVEN * sum(weights)

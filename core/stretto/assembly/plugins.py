@@ -76,11 +76,11 @@ class Origin:
     """The plugin that a component comes from, for messages."""
 
     label: str
-    """`reward 'brevity' of acme 1.2`; `reward 'brevity' of my_reward.py` if it was loaded by path."""
+    """`reward 'brevity' of acme 1.2`, or `… of my_reward.py` if it was loaded by path."""
     files: str
     """Prefix of the paths of its source files: its package's folder, or its module's file."""
     distribution: str
-    """The installed package it is in; the name of the module if it was loaded by path."""
+    """The installed package; the module if it was loaded by path."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,6 @@ class _PluginSource:
     name: str
     provider: EntryPoint | ModuleType
     path: Path | None = None
-    """The file of a module loaded by path."""
 
     @property
     def distribution(self) -> str:
@@ -125,8 +124,7 @@ class Plugins:
         self._origins: dict[tuple[Kind, str], Origin] = {}
 
     def add_path(self, path: Path) -> None:
-        """Load a plugin module by path, whose components are then available. Raise PluginError if it cannot
-        be imported or is not a plugin."""
+        """Load a plugin module by path. Raise PluginError if it cannot be imported or is not a plugin."""
         if path in self._paths:
             return
         name = f"stretto_path_{path.stem}"
@@ -183,8 +181,7 @@ class Plugins:
         return self._origins[kind, name]
 
     def listing(self) -> list[Listing]:
-        """Return every component, installed or loaded by path. Import all plugins; if one does not load, its
-        lines have the reason."""
+        """Return all components. Import all plugins; the lines of one that does not load have the reason."""
         lines: list[Listing] = []
         for kind in KINDS:
             sources = sorted(self._sources(kind), key=lambda source: (source.name, source.distribution))
@@ -197,8 +194,6 @@ class Plugins:
                     error = str(reason)
                 lines.append(Listing(kind, source.name, source.distribution, source.version, summary, error))
         return lines
-
-    # ------------------------------------------------------------------------------------ private
 
     def _sources(self, kind: Kind) -> Iterator[_PluginSource]:
         for entry in _installed_of(f"stretto.{kind}", tuple(sys.path)):
@@ -318,7 +313,6 @@ def _components_of_hook(hook: Callable[[], Any], kind: Kind, module: ModuleType)
 
 
 def _files_of(module: ModuleType) -> str:
-    """Return the prefix of the paths of a plugin's source files."""
     top = sys.modules.get(module.__name__.partition(".")[0], module)
     file = Path(top.__file__ or module.__file__ or "")
     return f"{file.parent}{os.sep}" if file.name == "__init__.py" else str(file)

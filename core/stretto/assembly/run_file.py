@@ -1,7 +1,4 @@
-"""Read a run file, and merge the overrides into it.
-
-OmegaConf reads, merges and interpolates; no OmegaConf object leaves this module.
-"""
+"""Read a run file, and merge overrides into it. No OmegaConf object leaves this module."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from stretto.errors import ConfigError
 _OTHER_BASE = re.compile(r"[-+]?0\d|.*:")
 """Numbers that YAML 1.1 reads with base 8 or 60."""
 _LONG_VALUE = 6
-"""`RunFile.redact` replaces values of this many characters also inside longer words."""
+"""`RunFile.redact` replaces values of this length also inside longer words."""
 
 
 class RunFile(KeySource):
@@ -35,7 +32,7 @@ class RunFile(KeySource):
     ) -> None:
         super().__init__(file)
         self.plain: Mapping[str, Any] = {}
-        """The same as `raw`, with all interpolations resolved."""
+        """`raw` with all interpolations resolved."""
         self._document = document
         self.items = [self._item(item) for item in overrides]
         self.overrides = _overrides(self.items)
@@ -82,8 +79,7 @@ class RunFile(KeySource):
         return f"{self.file}:{line}: {path}" if line else f"{self.file}: {path}"
 
     def redact(self, text: str) -> str:
-        """Return a text in which the interpolations stand for the values that they read from the
-        environment."""
+        """Replace values from the environment by the interpolations that read them."""
         values = {
             form: written
             for value, written in _environment_values(self.raw, self.plain)
@@ -123,8 +119,7 @@ class RunFile(KeySource):
 
 
 def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged run file twice: with all interpolations resolved, and with environment variables left
-    as interpolations."""
+    """Return the merged run file twice: with everything resolved, and with the environment unresolved."""
     try:
         loaded = source.load()
         source.refuse_unusual_numbers()
@@ -167,8 +162,7 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _misfits(tree: Any, overrides: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys at which a file has a list and an override a mapping, or the other way round, which
-    OmegaConf cannot merge; each with what is wrong."""
+    """Yield (key, fault) where a file has a list and an override a mapping, or the other way round."""
     if isinstance(tree, dict) and isinstance(overrides, dict):
         own, others = cast("dict[str, Any]", tree), cast("dict[str, Any]", overrides)
         for key in own.keys() & others.keys():
@@ -205,8 +199,7 @@ def _hint(item: str) -> str:
 
 
 def _unusual_number(text: str) -> tuple[int, str] | None:
-    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line, and how it reads
-    it."""
+    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line and its reading."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -241,9 +234,8 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 
 def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
-    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`, but not `${…}`, which stands for a
-    whole section. Also expand a name below which an override sets a key, so that `algorithm.correction.cap=3`
-    adds to `correction: token_tis` and does not replace it."""
+    """Expand `workflow: single_turn` to `workflow: {use: single_turn}`, but not `${…}`, a whole section.
+    Expand a name also under an override: `algorithm.correction.cap=3` adds to `correction: token_tis`."""
     tree = _to_plain(config)
     named = {path: tree[path] for path in NAMED_SECTIONS if isinstance(tree.get(path), dict)}
     named_sections = [f"{path}.{name}" for path, entries in named.items() for name in entries]
@@ -262,8 +254,7 @@ def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = No
 
 
 def _environment_values(raw: Any, plain: Any) -> Iterator[tuple[str, str]]:
-    """Yield each value that a run file reads from the environment, with the interpolation that reads it.
-    `raw` is the tree before interpolations are resolved, `plain` the one after; it may lack keys."""
+    """Yield (value from the environment, its interpolation). `plain` is `raw` resolved, and may lack keys."""
     if isinstance(raw, dict):
         resolved = cast("dict[str, Any]", plain) if isinstance(plain, dict) else {}
         for key, value in cast("dict[str, Any]", raw).items():

@@ -127,13 +127,12 @@ def instead_of_list(path: str) -> str:
 
 
 class KeySource:
-    """Where a run's keys were written, for messages. Runs that were composed before, such as the one that a
-    worker gets from the kernel, have this class."""
+    """Where a run's keys were written, for messages; this class is for runs that were composed before."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.raw: Mapping[str, Any] = {}
-        """The run file with the overrides merged in, before interpolations are resolved."""
+        """The run file with overrides, before interpolations are resolved."""
 
     def is_overridden(self, path: str) -> bool:
         """Return whether an override set this key, or a section around it."""

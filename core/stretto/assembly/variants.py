@@ -13,7 +13,7 @@ from stretto.assembly.sections import VARIANT_SECTIONS
 from stretto.config import RunConfig, VariantConfig, Variants
 
 BASE = ""
-"""Stands for the run's own sections where the name of a variant is expected. Evaluations have them."""
+"""Name that stands for the run's own sections. Evaluations have them."""
 
 
 def variants_of(config: RunConfig) -> dict[str, VariantConfig]:

@@ -1,9 +1,7 @@
 """The numbers of a run's workers, and the place that set each.
 
-A number of the run file counts, whether it stands there, in a variant of the file's values or in an override.
-A number that `stretto scale` has changed replaces it until the run ends, through restarts of its kernel and
-through `stretto resume`. If a resume changes the number of the run file, that one counts again:
-`stretto resume RUN rollout.processes=4` starts 4.
+A number that `stretto scale` has changed replaces that of the run file, also after restarts and resumes. A
+resume that changes the run file's number, such as `stretto resume RUN rollout.processes=4`, wins.
 """
 
 from __future__ import annotations
@@ -22,11 +20,10 @@ NUMBER_KEYS: dict[Role, str] = {
     "inference": "inference.replicas",
     "verifier": "verifier.processes",
 }
-"""Role -> key of the run file that has its number of workers."""
 
 
 EVALUATOR = "inference-evaluation"
-"""Id of the inference worker that serves evaluations alone, if the run has one."""
+"""Id of the inference worker that serves evaluations alone."""
 
 
 class _ChangedNumber(msgspec.Struct, frozen=True):
@@ -45,8 +42,7 @@ class WorkerNumbers:
         self._numbers = self._read()
 
     def in_force(self) -> dict[str, tuple[int, str]]:
-        """Return the numbers that differ from the run file's, by dotted key, each with the place that set
-        it."""
+        """Return dotted key -> (number, place that set it) where it differs from the run file."""
         return {
             key: (number.now, f"{self._file}: {key}")
             for key, number in self._numbers.items()

@@ -1,7 +1,4 @@
-"""Certificates for the bus: an authority, and the certificates of servers and clients that it signs.
-
-The bundled server gets new ones at each start, from an authority whose key is never written anywhere.
-"""
+"""Certificates for the bus. The key of the authority that signs them is never written anywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from stretto.machine import clock
 from stretto.machine.private_file import write_private
 
 _EARLIER = datetime.timedelta(hours=1)
-"""Certificates are valid from so much before they are made, because the clocks of machines differ."""
+"""How long before its creation a certificate becomes valid, because the clocks of machines differ."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +57,7 @@ class Authority:
         return _text(self._certificate)
 
     def server(self, hosts: Iterable[str], days: int) -> Certificate:
-        """Make the certificate of a server with these names and addresses. A server of a cluster, or a leaf,
-        is the client of other servers, so it may be used as both."""
+        """Make a server's certificate. Servers of a cluster, and leaves, also connect to others with it."""
         names = list(dict.fromkeys(_host(host) for host in hosts))
         return self._issue("nats-server", names, [_SERVER, _CLIENT], days)
 

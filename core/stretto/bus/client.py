@@ -46,17 +46,15 @@ Handler = Callable[[M], Awaitable[None] | None]
 log = structlog.get_logger()
 
 _RESEND_S = 2.0
-"""After so long a request or its answer is taken for lost, and repeated."""
+"""Seconds after which the bus repeats a request without an answer."""
 _FLUSH_S = 10
-"""Seconds until the bus asks again whether the server has a subscription. Unanswered pings break the
-connection before."""
+"""Seconds until the bus asks again whether the server has a subscription."""
 _KEEP_ANSWERS = 1024
 
 
 @asynccontextmanager
 async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
-    """Open a bus for the duration of the block. The end of the block removes all subscriptions and closes the
-    connections. Raise NoAnswer with the last reason if no server lets it in."""
+    """Open a bus for the block. Raise NoAnswer with the last reason if no server lets it in."""
     client = NatsClient()
     has_store = bool(bootstrap.store_user)
     store = NatsClient() if has_store else client
@@ -90,8 +88,7 @@ class Bus:
         self.inbox = secrets.token_hex(11)
         """The part of this process's inbox subjects that no other process has."""
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
-        """Reply subject of a request -> its answer. The subject names the answering role, so no other role
-        can answer."""
+        """Reply subject of a request -> its answer. The subject names the role that may answer."""
         self._requests = 0
         self.unanswered = Unanswered()
         self.refusals = Refusals()
@@ -102,7 +99,7 @@ class Bus:
         self._tasks: TaskGroup | None = None
         """None before the bus is open, and after its end."""
         self._complaints: set[str] = set()
-        """Errors of the connection that are logged already."""
+        """Errors that are logged already."""
         self._up = asyncio.Event()
         self._confirming: list[anyio.CancelScope] = []
         """Waits for the server to confirm a subscription. They begin again when the connection breaks."""
@@ -149,8 +146,7 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler`, a plain function or a coroutine function, which costs more, with each message that
-        is published after this call returns: one at a time, until the bus closes."""
+        """Call `handler` with each later message, one at a time. A coroutine function costs more."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:
@@ -183,17 +179,13 @@ class Bus:
         else:
             await self._receive(subject, future=_AtOnce(deliver))
 
-    # -------------------------------------------------------------------------- request and serve
-
     async def request(
         self, subject: str, message: Message, answer: type[R], *, who: str, deadline_s: float
     ) -> R:
-        """Send a request to one process and wait for its answer. The bus repeats the request until the answer
-        arrives; the process serves it once.
+        """Send a request to one process, repeat it until the answer arrives, and return the answer. The
+        process serves the request once.
 
-        Raises:
-            NoAnswer: if no answer arrives within `deadline_s` seconds of a connected bus.
-            Refused: if the process refuses the request.
+        Raises NoAnswer after `deadline_s` seconds of a connected bus, and Refused if the process refuses.
         """
         self._requests += 1
         _, answerer = self._names.parties(subject)
@@ -232,10 +224,9 @@ class Bus:
     ) -> None:
         """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 
-        The bus refuses requests with another reply subject than an inbox of a party that may ask for this
-        (see `messages.WORKER_VERBS`): their sender would make this process publish there. With `forget` it
-        keeps no answers for repeated requests, and calls the handler again: for large answers of handlers
-        that change nothing.
+        A request whose reply subject is not an inbox of a party in `messages.WORKER_VERBS` is refused: its
+        sender would make this process publish there. `forget` keeps no answers and calls the handler again
+        for a repeated request: for large answers without side effects.
         """
         decode = decoder(kind)
         askers, answerer = self._names.parties(subject)
@@ -294,8 +285,6 @@ class Bus:
         """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
         askers turn to another process when they hear that it has left, and would take a refusal for final."""
         self._serving = False
-
-    # ------------------------------------------------------------------------------------ private
 
     async def _receive(self, subject: str, **how: Any) -> None:
         """Subscribe, and return when the server has the subscription, even if the connection breaks."""

@@ -20,17 +20,15 @@ from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
 _CONNECT_S = 20.0
-"""A process that starts gives up after so long: the bundled server may start at the same time."""
+"""Limit for the first connection: the bundled server may start at the same time."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
-"""Seconds between two pings of the server."""
 _UNANSWERED_PINGS = 5
-"""After more pings than this without an answer, the client gives up the connection and reconnects."""
+"""The client reconnects after more unanswered pings than this."""
 _TRY_S = 5
-"""Seconds in which a server must answer a client that connects."""
 _TRY_OF_SEVERAL_S = 2
-"""The same with several servers: one that stands still must not keep a client from the others for long."""
+"""The same with several servers, so that one that stands still does not delay the client."""
 
 _expect_valid = lru_cache(maxsize=4096)(_validate_subject)
 """Raises BadSubjectError for a subject that would let its sender write other commands."""
@@ -78,8 +76,7 @@ class NatsClient(Client):
         await super()._process_info(info, initial_connection)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # nats-py writes a ping before what still waits to be sent. Its answer would not say that the server
-        # has a subscription made before.
+        # nats-py writes a ping before what waits to be sent, so its answer would not confirm a subscription.
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         await self._send_command(PING_PROTO)
         await self._flush_pending()
@@ -98,12 +95,11 @@ async def open_once(
     timeout_s: float,
     on_error: Callable[[Exception], Awaitable[None]] | None = None,
 ) -> Client:
-    """Open a plain client of one server, which does not reconnect and which the caller closes. `on_error`
-    hears each error that the server reports. Raise BusError if it does not accept the client in time."""
+    """Open a client that does not reconnect and that the caller closes. Raise BusError after `timeout_s`."""
     client = NatsClient()
 
     async def ignore(error: Exception) -> None:
-        """Leave the error to the exception."""
+        pass
 
     tls = {"tls": client_context(bootstrap.tls)} if address.startswith("tls://") else {}
     try:

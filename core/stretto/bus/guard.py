@@ -1,11 +1,9 @@
 """A small process between the kernel and the nats-server. It stops the server when the kernel is gone.
 
-It runs as a file and uses only the standard library:
-`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...`.
-When no kernel has held the lock on the file LOCK for GRACE_S seconds, and no supervisor, which will start the
-next kernel, its own lock, the guard stops the server. Then it runs the command CLEANER, which removes what a
-killed kernel and killed workers could not remove. The guard restarts a server that ends unexpectedly, with
-the same store, and the kernel such a guard.
+`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...` uses only the standard library. It stops the
+server when neither a kernel nor a supervisor, which will start the next kernel, has held its lock for GRACE_S
+seconds. Then CLEANER removes what killed processes left. The guard restarts a server that ends unexpectedly,
+with the same store; the kernel restarts the guard.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 SUPERVISOR_LOCK = "supervisor.lock"
-"""File beside the kernel's lock."""
 _POLL_S = 0.25
-"""Short beside the grace time, and long enough to leave the processor alone."""
 _CLEANER_S = 120.0
 """A cleaner that hangs must not keep the guard for ever."""
 _PR_SET_PDEATHSIG = 1
@@ -75,7 +71,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _end_former(pid_file: Path, configuration: str) -> None:
-    """End the server of a guard that was killed. On Linux it has died with that guard."""
+    """End the server of a killed guard. On Linux it has died with that guard."""
     try:
         pid = int(pid_file.read_text())
     except (OSError, ValueError):  # it has ended in order, or has never written the file
@@ -87,8 +83,7 @@ def _end_former(pid_file: Path, configuration: str) -> None:
 
 
 def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: list[str]) -> None:
-    """Run the server until a signal asks the guard to stop, or until the kernel has been gone for
-    `grace_s` seconds. In the second case, run `cleaner` afterwards."""
+    """Run the server until a signal, or until no kernel was there for `grace_s`; only then run `cleaner`."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

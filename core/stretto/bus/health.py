@@ -62,10 +62,10 @@ class Refusals:
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:
-    """Sleep, and return the number of seconds by which this process woke up too late.
+    """Sleep, and return the seconds by which this process woke up late; 0 if at most `seconds`, as on a busy
+    machine.
 
-    In that time the process was stopped, swapped out or blocked, so the silence of its peers says nothing
-    about them. A delay of at most `seconds` returns 0, because a busy machine can cause it.
+    In that time the process was stopped or blocked, so the silence of its peers says nothing about them.
     """
     start = clock.now()
     await anyio.sleep(seconds)

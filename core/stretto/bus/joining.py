@@ -43,9 +43,7 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
 
 
 def reserve_worker(folder: Path, role: str) -> Path:
-    """Write the bootstrap file of a worker that a user starts by hand, under the next free id of its own
-    kind: `rollout-h0`, `rollout-h1`, …. Return its path. The file reserves the id.
-    """
+    """Write the bootstrap file of a worker started by hand. It reserves the next id, such as `rollout-h0`."""
     Bootstrap.read(folder / f"{role}.json")  # before the first file is made
     for number in count():
         path = folder / f"{role}-h{number}.json"

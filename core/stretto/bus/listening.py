@@ -23,9 +23,9 @@ class Listening:
     port: int
     """0 for a free port."""
     near: str
-    """Host by which processes on this machine reach it."""
+    """Host for processes on this machine."""
     far: str
-    """Host by which processes on other machines reach it; the same as `near` on loopback."""
+    """Host for other machines; the same as `near` on loopback."""
 
     @property
     def public(self) -> bool:

@@ -1,5 +1,4 @@
-"""The run's lock as other processes see it. It distinguishes a dead kernel from a dead or silent bus: the
-system releases it however the kernel ends, and a kernel that stands still keeps it."""
+"""The run's lock. It tells a dead kernel (free) from a dead bus or a kernel that stands still (held)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def await_lock(path: Path, limit_s: float = 1.0) -> IO[str]:
-    """Lock a file until the returned file is closed or the process ends. Others hold the lock for an instant,
-    to see whether it is free; raise BlockingIOError if one holds it for longer than `limit_s`."""
+    """Lock a file until it is closed. Raise BlockingIOError if another process holds it beyond `limit_s`."""
     file = path.open("a+")
     deadline = clock.now() + limit_s
     while True:
@@ -40,11 +38,10 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
     """The lock of one kernel."""
 
     path: str
-    """The lock file."""
     owner: str
-    """The text that the kernel wrote into the lock file. A later kernel of the run writes another one."""
+    """The text in the lock file; a later kernel of the run writes another one."""
     machine: str
-    """The machine of the kernel. Locks of other machines do not always show on a shared folder."""
+    """The kernel's machine. On a shared folder, locks of other machines do not always show."""
 
     @classmethod
     def of(cls, folder: Path) -> KernelLock:

@@ -17,7 +17,6 @@ from stretto.errors import BusError
 _PART = 0xC1
 """First byte of a part of a larger payload, and of a list of its parts. msgpack never uses this byte."""
 _MAX_PAYLOAD = 48 * 2**20
-"""Largest payload, in bytes, that is sent or stored."""
 _MAX_PARTS = 4096
 _PartNumbers = Annotated[list[Annotated[int, msgspec.Meta(ge=1)]], msgspec.Meta(max_length=_MAX_PARTS)]
 _HEAD = struct.Struct(">B16sII")  # mark, id of the whole payload, index, count
@@ -66,16 +65,14 @@ def split(data: bytes, limit: int) -> list[bytes]:
 
 
 class Parts:
-    """Payloads of which some parts have not arrived yet. Any process may send parts, so their memory is
-    bounded: above `_UNFINISHED_BYTES` the oldest payload is dropped."""
+    """Incomplete payloads. Any process may send parts: over `_UNFINISHED_BYTES` the oldest is dropped."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()
         self._bytes = 0
 
     def add(self, data: bytes) -> bytes | None:
-        """Add one part. Return the payload if it is complete now, else None. Raise ValueError if the data is
-        no part, does not fit the other parts, or makes the payload too large."""
+        """Add a part, and return the payload if it is complete. Raise ValueError if the part does not fit."""
         if len(data) < _HEAD.size or not is_split(data):
             raise ValueError("a part without a head")
         _, key, index, count = _HEAD.unpack_from(data)
@@ -104,11 +101,8 @@ class Parts:
 @dataclass
 class _Unfinished:
     count: int
-    """Number of its parts."""
     pieces: dict[int, bytes] = field(default_factory=dict)
-    """Index -> content, of the parts that have arrived."""
     bytes: int = 0
-    """Memory of the pieces."""
 
 
 # A stream keeps the parts of a payload under a subject of their own, and then a message that lists them.

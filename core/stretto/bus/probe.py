@@ -24,21 +24,18 @@ from stretto.errors import BusError, ConfigError
 from stretto.machine import clock
 
 _CONNECT_S = 3.0
-"""Time limit of the connection to a nats-server at `bus.url`."""
 
 _ANSWER_S = 4.0
-"""Time limit of one question to the store. A server of a cluster without a leader answers nothing."""
+"""Limit of one question to the store. A cluster without a leader answers nothing."""
 _SILENT_S = 15.0
-"""Seconds for which the store may be silent. A cluster that has just started elects its leader first."""
+"""A cluster that has just started elects its leader in this time."""
 _NO_LEADER, _TOO_FEW_SERVERS, _NO_CLUSTER = 10008, 10005, 10074
-"""Error codes of the server."""
 _PASSING = {_NO_LEADER: _SILENT_S, _TOO_FEW_SERVERS: 5.0}
-"""Error code -> seconds after which it is a fault. The servers of a new cluster have to find each other."""
+"""Error code -> seconds after which it is a fault: servers of a new cluster have to find each other."""
 
 
 def bus_problems(bus: BusConfig) -> Iterator[Problem]:
-    """Check that the run's nats-servers answer and can store what the run needs, or that there is one to
-    start. Warn of connections that others can read."""
+    """Check that the servers answer and store, or that one can start. Warn of connections without TLS."""
     if bus.servers:
         try:
             yield from anyio.run(faults_of_bus, bus, _CONNECT_S)
@@ -114,7 +111,6 @@ async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
 
 
 async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float) -> str:
-    """Return why the run cannot use the server at an address; empty if it can."""
     parts = urlsplit(address)
     host, port = parts.hostname or "", parts.port or 4222
     if fault := await anyio.to_thread.run_sync(_fault_of_address, host, port, timeout_s):

@@ -50,11 +50,10 @@ _PARTIES: tuple[Party, ...] = ("kernel", *ROLES, "samples", VIEWER, OPERATOR)
 _NEAR: tuple[Party, ...] = ("kernel", "samples")
 """Processes that always run on the kernel's machine."""
 STORE = "store"
-"""Name of the user, and of the account, that own the streams."""
+"""User and account that own the streams."""
 _GUARD_POLL_S = 0.5
 """A server whose guard was killed is back within a few of these."""
 _INFO_S = 2.0
-"""A nats-server sends its name to a new connection within this many seconds."""
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
 """A guard ends its server and itself within this many seconds; otherwise it hangs."""
@@ -74,7 +73,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     user: str = ""
     password: str = ""
     credentials_file: str = ""
-    """A NATS `.creds` file, if the run uses a server of the user's own with such a file."""
+    """A NATS `.creds` file for a server of the user's own."""
     tls: TlsIdentity | None = None
     """Authority and certificate for servers with `tls://`; None for the authorities of the system."""
     replicas: int = 1
@@ -87,7 +86,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     outage_s: float = 300.0
     """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
     grace_s: float = 10.0
-    """Seconds without a kernel after which a worker that has not joined yet leaves (`bus.grace_s`)."""
+    """A worker that has not joined yet leaves after this time without a kernel (`bus.grace_s`)."""
     worker: str = ""
     """Id of the worker. Empty in the files of the kernel and of whole roles."""
     token: str = ""
@@ -138,8 +137,7 @@ def run_id(folder: Path) -> str:
 
 
 def lock_run(folder: Path) -> IO[str]:
-    """Own the run whose bus folder is `folder`, until the returned file is closed or the process ends. Raise
-    ConfigError if another process owns it."""
+    """Own a run until the returned file is closed. Raise ConfigError if another process owns it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = await_lock(folder / "kernel.lock")
@@ -164,8 +162,7 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for a server of the user's own. All roles have the same credentials; a viewer
-    has none, because it could do everything with them."""
+    """Write the bootstrap files for the user's server. Roles share its credentials; viewers get none."""
     assert config.servers
     shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -216,9 +213,7 @@ class NatsServer:
     url: str
     folder: Path
     command: list[str]
-    """Starts the guard."""
     process: subprocess.Popen[bytes] | FormerProcess
-    """The guard."""
     as_before: bool = False
     """Whether it is the server of a former kernel, whose workers are connected to it."""
 
@@ -261,8 +256,7 @@ class NatsServer:
         return server
 
     async def look_after_guard(self) -> None:
-        """Start the guard again when it has ended, until cancelled. Its command is the same, so the server
-        comes back at the same address, with the same store and credentials."""
+        """Start the guard again whenever it ends; the server keeps its address, store and credentials."""
         while True:
             await anyio.sleep(_GUARD_POLL_S)
             if (status := self.process.poll()) is not None:
@@ -301,8 +295,7 @@ class NatsServer:
 
 
 async def _server_name(host: str, port: int) -> str | None:
-    """Return the name of the nats-server at an address; empty if it does not say its name yet or something
-    else listens there, None if nothing does."""
+    """Return the name of the nats-server at an address; empty if it says none, None if nothing listens."""
     try:
         async with await anyio.connect_tcp(host, port) as stream:
             with anyio.fail_after(_INFO_S):
@@ -332,8 +325,7 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:
-    """Return the guard of a former kernel, if it runs. Another run's guard may have the id that a killed one
-    has left in its file, or that a copy of a folder has brought along."""
+    """Return the guard of a former kernel, if it runs. The id in the file may now be another run's guard."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         pid, folder = pid_file.read_text().split()
         former = FormerProcess(int(pid))
@@ -346,7 +338,6 @@ def _former_guard(pid_file: Path) -> FormerProcess | None:
 
 
 def _names(command: Sequence[str], folder: Path) -> bool:
-    """Return whether an argument is the path of a file in a folder, however it is written."""
     for argument in command:
         with suppress(OSError):
             if Path(argument).is_absolute() and Path(argument).parent.samefile(folder):
@@ -481,9 +472,8 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """The streams belong to the account `store`, and the workers to the account `run`. The server answers a
-    JetStream request on any subject that the request names. Because of the two accounts, such an answer stays
-    in the account `run`: no worker can make the server write to a stream."""
+    """Streams belong to the account `store`, workers to `run`. The server answers a JetStream request on any
+    subject that it names; with two accounts no worker can make it write to a stream."""
     names = Subjects(run)
     heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
     permissions: dict[Party, Mapping[str, Any]] = {
@@ -539,8 +529,7 @@ def configuration_text(configuration: Mapping[str, Any]) -> str:
 
 
 def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
-    """Return the subjects that each party may publish and subscribe to. A worker can ask for what the table
-    of verbs allows to its role, and answer only those who may ask it."""
+    """Return the subjects that each party may publish and subscribe to, from the table of verbs."""
     asking: tuple[Party, ...] = (*ROLES, "samples", OPERATOR)
     permissions: dict[Party, dict[str, list[str]]] = {
         party: {"publish": [f"{names.root}.kernel.{party}.>"], "subscribe": [f"{names.inbox(party)}.>"]}
@@ -583,6 +572,5 @@ def _take_tickets(names: Subjects) -> list[str]:
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """Return the subjects with which a trainer reads messages of the log by their sequence numbers: from any
-    server that has them, and one alone from the leader."""
+    """Return the subjects to read the log by number: of any server that has it, and of the leader."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

@@ -43,7 +43,7 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 _ANSWER_S = 10.0
-"""Seconds for one attempt of an operation."""
+"""Limit of one attempt."""
 _CLUSTER_ANSWER_S = 4.0
 """The same for a store with replicas. A killed server answers nothing, and another one may answer soon."""
 _HEARTBEAT_S = 2
@@ -51,9 +51,8 @@ _HEARTBEAT_S = 2
 _SILENT_S = 7.0
 """After this many seconds without one, the process creates another consumer, or asks again."""
 _FOLLOW_S, _FOLLOW_AT_ONCE = 15.0, 256
-"""Seconds and messages for which a process that follows a stream asks at once."""
+"""Seconds and messages of one question to a followed stream."""
 _READ_AT_ONCE = 32
-"""Most messages that a process reads at once by their numbers."""
 _TAKE_S = 5.0
 """The seconds for which a process asks a work queue at once."""
 
@@ -67,7 +66,7 @@ here, a stream or a consumer whose server is away, and a message whose first cop
 _OTHER_END = 10071
 """Error code for a message with another last sequence number than the stream's."""
 _COPYING = (10023,)
-"""A consumer has more replicas than its stream, which is copied first when it gets more."""
+"""A stream is copied before its consumer gets more replicas."""
 
 
 @dataclass
@@ -93,9 +92,9 @@ class Extent:
 
     first: int
     last: int
-    """Highest sequence number that the stream has ever given; `first - 1` if the stream is empty."""
+    """Highest number ever given; `first - 1` if the stream is empty."""
     missing: frozenset[int] = frozenset()
-    """Sequence numbers between `first` and `last` without a message, such as those of damaged messages."""
+    """Numbers between `first` and `last` without a message."""
 
     def __contains__(self, sequence: int) -> bool:
         return self.first <= sequence <= self.last and sequence not in self.missing
@@ -109,7 +108,7 @@ class StreamEnd:
     sequence: int
     """Sequence number of the last message. `append` moves it."""
     unsure: set[str] = field(default_factory=set[str])
-    """Ids of messages that may be stored or not: that under way, and those of cancelled appends."""
+    """Ids of the message under way and of cancelled appends, which may be stored or not."""
 
 
 class Store:
@@ -140,8 +139,6 @@ class Store:
         for pull in self._pulls:
             pull.messages.put_nowait(None)  # the server has forgotten its question
 
-    # ---------------------------------------------------------------------------------- streams
-
     async def make_log(self, stream: str, subjects: list[str]) -> None:
         """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
         config = StreamConfig(name=stream, subjects=with_parts(*subjects), allow_direct=True)
@@ -164,15 +161,11 @@ class Store:
             await self._storing(lambda c=consumer: self._jetstream.add_consumer(stream, c), stream)
 
     async def append(self, subject: str, message: Message, *, id: str, after: StreamEnd | None = None) -> int:
-        """Store a message in the stream of its subject, once for each `id`, and return its sequence number.
+        """Store a message once for each `id`, and return its sequence number.
 
-        With `after`, the end of the stream as this writer knows it, the server stores it there or not at all.
-        One append at a time may have it.
-
-        Raises:
-            NoAnswer: if the server does not confirm in time.
-            Superseded: if another writer has stored something after `after`.
-            BusError: if the server cannot store the message, for example because the disk is full.
+        With `after`, it is stored there or not at all; one append at a time may have it. Raises NoAnswer
+        without a confirmation in time, Superseded if another writer has stored something after `after`, and
+        BusError if the server cannot store, for example because the disk is full.
         """
         whole, *more = parts = split(encode(message), payload_limit(self._client))
         if not more:
@@ -185,12 +178,7 @@ class Store:
         return await self._store(subject, list_parts(numbers), id, after)
 
     async def read(self, stream: str, sequence: int, kind: type[M]) -> M:
-        """Return the message at a sequence number.
-
-        Raises:
-            MessageGone: if the message, or a part of it, is not in the stream.
-            Malformed: if the message is not of this kind.
-        """
+        """Return a message. Raise MessageGone if a part of it is missing, or Malformed for another kind."""
         return await self._decode_stored(stream, await self._read_message(stream, sequence), kind)
 
     async def read_some(
@@ -243,8 +231,7 @@ class Store:
             yield item
 
     async def make_consumer(self, stream: str, subjects: list[str], *, start: int) -> str:
-        """Create a consumer of a stream's messages from `start` on, and return its name. The server removes
-        it when nobody has pulled from it for two minutes."""
+        """Create a consumer, and return its name. The server removes it after two minutes without a pull."""
         one = len(subjects) == 1
         consumer = ConsumerConfig(
             filter_subject=subjects[0] if one else None,
@@ -268,8 +255,7 @@ class Store:
         *,
         start: int,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) as `follow` does, of several subjects. `consumer_at` returns the name of
-        a new consumer from a sequence number on, also when the server has lost the former."""
+        """Like `follow`, of several subjects. `consumer_at` makes consumers, again if one is lost."""
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
@@ -356,11 +342,8 @@ class Store:
     ) -> AsyncIterator[Delivery[M]]:
         """Yield messages of a work queue, each to one process at a time.
 
-        Args:
-            room: waits until the caller can use a message, and returns how many it can use. The bus asks the
-                server for that number, and calls it again when they have come or the server has no more.
-            until: when it is set, the bus gives back what the server has already sent, until it answers no
-                earlier question any more, `_TAKE_S` later at most.
+        `room` waits until the caller can use a message, and returns how many. When `until` is set, the bus
+        gives back what the server still sends, for `_TAKE_S` at most.
         """
         decode = decoder(kind)
         async with self._pulling(stream, _consumer(subject), expires_s=_TAKE_S) as pull:
@@ -386,8 +369,6 @@ class Store:
                 except msgspec.DecodeError as error:
                     self._refuse(subject, kind, error)
                     await msg.term()
-
-    # ---------------------------------------------------------------------------------- private
 
     async def _make_stream(self, config: StreamConfig) -> None:
         """Create a stream, or give an existing one this configuration: a resume may have other replicas."""
@@ -451,9 +432,8 @@ class Store:
         return sequence
 
     async def _stored_before(self, after: StreamEnd, id: str) -> int:
-        """Return the sequence number of a message that an earlier attempt has stored after `after`, where the
-        acknowledgement was lost. The server compares the end of the stream before it looks for the id.
-        """
+        """Return the number of a message that an earlier attempt stored after `after`: its acknowledgement
+        was lost, and the server compares the end of the stream before it looks for the id."""
         following = after.sequence + 1
         try:
             message = await self._jetstream.get_msg(after.stream, following)  # of the leader
@@ -471,7 +451,6 @@ class Store:
         raise TimeoutError
 
     async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
-        """Return the messages that the server has of several, by their numbers."""
         messages: dict[int, RawStreamMsg] = {}
         over = asyncio.Event()
 
@@ -497,8 +476,7 @@ class Store:
         return messages
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
-        """Return a stored message: the one with this number, or the newest one of a subject. What one server
-        of a cluster does not have yet is asked of the leader."""
+        """Return a message by number, or a subject's newest; from the leader if others lack it."""
 
         async def get() -> RawStreamMsg:
             try:
@@ -508,8 +486,8 @@ class Store:
                     raise
                 return await self._jetstream.get_msg(stream, sequence, subject)
 
-        # With a number, also 0, the client puts the subject into the question and not into the question's own
-        # subject: workers may ask at one subject alone.
+        # With any number, also 0, the client puts the subject into the question: workers may ask at one
+        # subject alone.
         name = subject or f"message {sequence}"
         try:
             return await self._storing(get, f"{stream} {name}")
@@ -547,16 +525,15 @@ class Store:
 
 
 class _Pull:
-    """The messages that one consumer of a stream sends to `inbox`: this process asks for some at a time, and
-    the server ends its answer after `expires_s`."""
+    """The messages of one consumer, asked for in batches; the server ends its answer after `expires_s`."""
 
     def __init__(self, client: Client, subject: str, inbox: str, expires_s: float) -> None:
         self._client, self._subject, self._inbox = client, subject, inbox
         self._expires_s = expires_s
         self.messages: asyncio.Queue[Msg | None] = asyncio.Queue()
-        """None means that the client has lost the connection and reconnected."""
+        """None after a reconnection."""
         self.asked = 0
-        """Number of messages that the server may still send."""
+        """Messages that the server may still send."""
 
     async def ask(self, number: int) -> None:
         self.asked = number

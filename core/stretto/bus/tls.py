@@ -1,7 +1,4 @@
-"""TLS of the clients of the bus: what a process shows and whom it believes, as text in its bootstrap file.
-
-The text makes the file complete: a worker on a machine without the run's folder needs no other file.
-"""
+"""TLS of the bus's clients, as PEM texts in the bootstrap file: a worker needs no other file."""
 
 from __future__ import annotations
 

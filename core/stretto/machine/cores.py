@@ -1,5 +1,4 @@
-"""The processor cores and the memory that this process and its children may use, and how much of the cores
-they use."""
+"""The processor cores and the memory that this process and its children may use."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import psutil
 __all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
 
 _LIST_S = 5.0
-"""Look for new processes after this many seconds: a machine may have thousands."""
+"""Look for new processes this often: a machine may have thousands."""
 
 
 def available_cores() -> float:
@@ -95,7 +94,6 @@ class CoreMeter:
 
 
 def _idle_s() -> float:
-    """Return the idle seconds so far of all cores that this process may use, added up."""
     cores = psutil.cpu_times(percpu=True)
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
     return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))

@@ -8,8 +8,7 @@ __all__ = ["address_towards", "interface_with"]
 
 
 def address_towards(host: str) -> str:
-    """Return the address of this machine from which it reaches a host. Nothing is sent. Raise OSError if the
-    host's name cannot be resolved, or there is no route to it."""
+    """Return this machine's address towards a host. Nothing is sent. Raise OSError if it is unreachable."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of a datagram socket: it only chooses the route

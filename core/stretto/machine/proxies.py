@@ -13,8 +13,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 
 
 def spare_this_machine() -> None:
-    """Add this machine to NO_PROXY, for this process and those that it starts. Clients of MCP servers and the
-    health checks of inference servers would otherwise ask the proxy for it."""
+    """Add this machine to NO_PROXY, for MCP servers and health checks, here and in child processes."""
     listed = getproxies_environment().get("no", "")
     hosts = [host.strip() for host in listed.split(",") if host.strip()]
     if "*" in hosts:  # no proxy at all; beside other names, it would be one of them

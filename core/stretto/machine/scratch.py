@@ -18,9 +18,8 @@ _REMOVE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], igno
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Generator[tuple[Path, int]]:
-    """Make a folder for the duration of the block, which a process of its own removes if the block does not
-    come to its end. Yield it with a file descriptor: the folder stays as long as any process has this one:
-    forks of this process have it too."""
+    """Make a folder for the block; another process removes it, even if this one is killed. Yield it with a
+    file descriptor: the folder stays while any process has it open, as forks do."""
     folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]

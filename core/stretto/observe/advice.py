@@ -1,10 +1,7 @@
 """Advice: rules over a run's metrics. A rule says what goes wrong, since which step, and which key to change.
 
-`Adviser` reads every line of `metrics.jsonl` and every evaluation, in order, and keeps the advice. It reads
-no other figures, so a resumed run gives it the kept lines again. `RULES` lists the rules; docs/advice.md
-defines them.
-
-Rules compare means over steps. For the spread of the rewards see `stretto.kernel.schedule.health`.
+`Adviser` reads all lines of `metrics.jsonl` and evaluations, in order, and nothing else: a resumed run
+replays them. docs/advice.md defines the `RULES`, which compare means over steps.
 """
 
 from __future__ import annotations
@@ -33,19 +30,17 @@ class Advice(msgspec.Struct, kw_only=True):
 
     rule: str
     since: int
-    """First of the steps that show the problem."""
+    """First step with the problem."""
     said: int
-    """Step after which the adviser gave the advice."""
+    """Step at whose end it was given."""
     until: int | None = None
-    """Step after which the adviser withdrew the advice; null while it is open."""
+    """Step at whose end it was withdrawn; null while it is open."""
     message: str
-    """The problem and the suggested changes, with the figures of the last step at which the condition
-    held."""
+    """Problem and suggested changes, with the figures of the last step at which the condition held."""
 
 
 class Adviser:
-    """Applies the rules to one run. Messages name keys and values of its composed `document`. `quiet`: give
-    no advice, because nothing of it could be followed."""
+    """Applies the rules to one run. With `quiet` it gives no advice: none could be followed."""
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
@@ -53,7 +48,7 @@ class Adviser:
         self._knobs = _Knobs(document)
         self._evaluations: list[Evaluation] = []
         self._true: Counter[str] = Counter()
-        """Rule -> number of steps in a row at which its condition has held."""
+        """Rule -> steps in a row at which its condition has held."""
         self._false: Counter[str] = Counter()
         self._since: dict[str, int] = {}
         self.given: list[Advice] = []
@@ -101,9 +96,6 @@ class Adviser:
 
     def _explained(self, rule: Rule) -> bool:
         return any(advice.rule in rule.unless for advice in self.open)
-
-
-# ------------------------------------------------------------------------------------- what rules see
 
 
 class _Knobs:
@@ -157,14 +149,12 @@ class _Knobs:
 @dataclass(frozen=True)
 class _Finding:
     since: int
-    """First of the steps that show the problem."""
     message: str
 
 
 _Judge = Callable[[History, _Knobs], _Finding | None]
 _Lines = Sequence[Mapping[str, Any]]
 _Said = tuple[str, *tuple[str, ...]]
-"""The problem, and the suggestions."""
 
 
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
@@ -263,8 +253,7 @@ def _evaluations_rise(history: History, since: int) -> bool:
 
 
 def _near_limit(history: History, now: Window) -> bool:
-    """Whether the run has learnt most of what the reward can show: held-out accuracy or mean reward has gone
-    0.8 of the way from its first value to the largest reward of an answer."""
+    """Whether held-out accuracy or mean reward has gone 0.8 of the way to the largest reward of an answer."""
     start = history.rewards.start
     pairs = [(start.mean, now.mean)] if start else []
     if history.evaluations:
@@ -425,7 +414,7 @@ _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_
 
 _SPEED_STEPS = 20
 _FEWEST_READINGS = 5
-"""Minimum number of steps with heartbeat figures. Short steps may have none."""
+"""Short steps may have no heartbeat figures."""
 
 
 def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
@@ -604,14 +593,10 @@ def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
-    """Whether a run without GPUs would not be faster with more work at once: no core is idle, whoever uses
-    it."""
+    """Whether a run without GPUs has no idle core, so that more work at once would not help."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
     idle = _mean(lines, "cores_idle")
     return not gpus and idle is not None and idle < 0.15
-
-
-# ------------------------------------------------------------------------------------------ the table
 
 
 @dataclass(frozen=True)
@@ -620,12 +605,11 @@ class Rule:
 
     name: str
     judge: _Judge
-    """Returns the finding if the condition holds now, or None."""
+    """Returns the finding if the condition holds."""
     holds: int
-    """Number of steps in a row at which the condition must hold before the adviser gives the advice."""
+    """Steps in a row at which the condition must hold."""
     unless: tuple[str, ...] = ()
-    """Rules above this one that explain its condition. The adviser does not give this rule's advice while the
-    advice of one of them is open."""
+    """Rules above that explain this condition: while their advice is open, this rule gives none."""
 
 
 RULES = (
@@ -659,9 +643,6 @@ RULES = (
     ),
     Rule("generation_waits", _of_speed(_generation_waits), holds=10),
 )
-
-
-# -------------------------------------------------------------------------------------------- helpers
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:

@@ -39,18 +39,12 @@ _SATURATED = 0.85
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the other parts wait for most.
+    """Return the part of a run that the others wait for most, and the share of the time that this takes.
 
-    The part is training if it worked for more than half of the time. Otherwise it is what training waited for
-    longest. A wait for groups is a wait for that with which tickets spend most time: the engine
-    (`ticket_generate_s`), the verifier (`ticket_score_s`), or the workflow's own work (`ticket_own_s`). If
-    all verifiers work nearly all the time, the waits for groups and for evaluations are both for them.
-
-    Args:
-        lines: lines of `metrics.jsonl`, at least one.
-
-    Returns:
-        The part, and a share of the time: in which training worked, or in which it waited for the part.
+    The part is training if it worked for more than half of the time, else what training waited for longest.
+    For groups, that is where tickets spend most time: the engine (`ticket_generate_s`), the verifier
+    (`ticket_score_s`) or the workflow (`ticket_own_s`). If all verifiers work nearly all the time, the waits
+    for groups and for evaluations are both for them. `lines` has at least one line.
     """
     share = works(lines)
     if share > 0.5:

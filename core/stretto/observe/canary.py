@@ -13,8 +13,7 @@ log = structlog.get_logger()
 
 
 class CanaryRecord:
-    """The canary drifts of all engines. `bound` is None for a run without a canary. The first drift beyond it
-    becomes one of the summary's `problems`."""
+    """The canary drifts of all engines. The first beyond `bound`, None without canary, becomes a problem."""
 
     def __init__(self, bound: float | None, problems: list[str]) -> None:
         self._bound = bound

@@ -1,8 +1,7 @@
 """The writer of the folder `events`: the journal's messages as files (see `stretto.records.events.files`).
 
-A message that the server has just stored is written at once. What former kernels stored and did not write,
-and what a full disk has kept from being written, is read from the journal's stream. The kernel waits for no
-disk: a thread flushes the files every few seconds, and only then may the stream lose what they have.
+New messages are written at once. Those that former kernels or a full disk left out are read from the
+journal's stream. A thread flushes the files every few seconds; only then may the stream lose what they have.
 """
 
 from __future__ import annotations
@@ -37,14 +36,13 @@ log = structlog.get_logger()
 _SYNC_S = 5.0  # a power cut takes this much of the files, and the stream still has it
 _RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
-"""At the end of the run, the last messages are written in this time."""
+"""Limit for the last messages at the end of the run."""
 _FILE_BYTES = 2**26
-"""A file that is longer is followed by another one."""
+"""A longer file is followed by another one."""
 
 
 class EventLog:
-    """Writes the files of one kernel. `facts` get the place in the stream up to which they are on disk, and a
-    problem if they stay behind."""
+    """Writes one kernel's files. `facts` get the place up to which they are on disk, and problems."""
 
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._folder = folder
@@ -54,11 +52,11 @@ class EventLog:
         self._file: FileIO | None = None
         self._size = 0
         self._written: set[Path] = set()
-        """Files that have been written since they were flushed to the disk."""
+        """Files not flushed to the disk since they were written."""
         self._last: int | None = None
-        """Sequence number of the last message in the files; None while it is unknown."""
+        """Sequence number of the last message in the files; None while unknown."""
         self._newest = 0
-        """Sequence number of the newest message that the server has stored."""
+        """Sequence number of the newest stored message."""
         self._is_behind = True
         """Whether messages have to be read from the stream."""
         self._reading = anyio.Lock()
@@ -78,8 +76,7 @@ class EventLog:
             await anyio.sleep(_RETRY_S if self._is_behind else _SYNC_S)
 
     async def complete(self, bus: Bus, names: Subjects, ending: Ending) -> None:
-        """Write the last messages. If that takes too long, or the user is in a hurry, note a problem:
-        `stretto audit` reads the rest from the store."""
+        """Write the last messages. If time runs out, note a problem: `stretto audit` reads the rest."""
         with anyio.move_on_after(_COMPLETE_S):
             while self._is_behind and bus.connected and not ending.forced:
                 await self._catch_up(bus, names)

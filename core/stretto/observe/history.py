@@ -16,7 +16,6 @@ from stretto.records.figures import recent
 from stretto.records.metrics import MAIN_FIGURES
 
 KEPT = 200
-"""Number of newest lines."""
 _POINTS = 64
 
 
@@ -26,7 +25,7 @@ class History:
     def __init__(self) -> None:
         self.lines: deque[Mapping[str, Any]] = deque(maxlen=KEPT)
         self._figures: dict[str, deque[tuple[int, float]]] = {}
-        """Name -> the newest (step, figure) pairs of the lines in which the figure is finite."""
+        """Name -> the newest (step, figure) pairs; only finite figures."""
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         self.evaluations: list[HeldOutScore] = []
         """Those with a result, in order; see `held_out`."""
@@ -77,8 +76,7 @@ class History:
         return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the mean of the newest `count` steps is two standard errors above that of those before
-        them."""
+        """Whether the newest `count` steps are two standard errors above those before."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False
@@ -114,14 +112,14 @@ class History:
 
 
 class Curve:
-    """The means of a figure over equal numbers of steps. When there are 64 means, each two become one."""
+    """Means of a figure over equal numbers of steps. From 64 on, each two become one."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
         self._width = 1
-        """Number of figures in one mean."""
+        """Figures in one mean."""
         self._begun: list[float] = []
-        """The newest figures, which are not in a mean yet."""
+        """Newest figures, not yet in a mean."""
 
     def add(self, value: float) -> None:
         """Take in the figure of the next step."""

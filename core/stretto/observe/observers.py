@@ -1,8 +1,4 @@
-"""All observers of one kernel: they get its events, and show the run to people.
-
-The kernel knows none of them. What they write and say follows from the events, and from the state of
-scheduler and fleet at this moment.
-"""
+"""All observers of one kernel: they follow its events and the state of scheduler and fleet."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ class Observers:
 
     @asynccontextmanager
     async def beside(self, bus: Bus) -> AsyncGenerator[None]:
-        """Write, serve and publish for the duration of the block, from the kernel's first event on."""
+        """Write, serve and publish during the block, from the kernel's first event on."""
         setup, ending = self._setup, self._setup.facts.ending
         async with anyio.create_task_group() as tasks:
             if setup.config.metrics is not None:

@@ -1,8 +1,7 @@
 """Serves the figures of a run to Prometheus: `/metrics` over HTTP, in the kernel's event loop.
 
-The figures are read from the kernel's objects when they are asked for. There is no await in between, so they
-all belong to the same moment. An answer waits until the newest step is stored and reported. A run without the
-section `metrics` does not import this module.
+Figures are read without an await, so they belong to one moment, after the newest step is stored and reported.
+Only a run with the section `metrics` imports this module.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from stretto.records.figures import FIGURES
 log = structlog.get_logger()
 
 _REPORT_S = 1.0
-"""An answer waits for the report of a step for at most this many seconds."""
+"""An answer waits this long for the report of a step."""
 _ENGINE = {
     "version": ("version", "Version that the engine serves"),
     "running": ("running_samples", "Samples that the engine decodes"),
@@ -49,7 +48,7 @@ _ENGINE = {
     "slots": ("slots", "Samples that the engine can decode at once"),
     "kv_used": ("kv_used_ratio", "Share of the memory for the KV cache in use"),
 }
-"""Field of `Load` -> name after `stretto_engine_`, and meaning."""
+"""Field of `Load` -> (name after `stretto_engine_`, meaning)."""
 
 
 async def serve_metrics(
@@ -89,11 +88,8 @@ async def serve_metrics(
 
 
 def _host_check(hosts: tuple[str, ...]) -> Middleware:
-    """Refuse requests for a name that is not this machine's.
-
-    A page in a browser may give its own name this machine's address, to read the answers. It cannot do so
-    with an address or with a name that it does not own.
-    """
+    """Refuse requests for a name that is not this machine's: a page in a browser may give its own name this
+    machine's address, but not an address or a name that it does not own."""
     known = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
 
     @web.middleware
@@ -117,7 +113,7 @@ def gauge_of(key: str) -> str:
 
 
 class RunCollector(Collector):
-    """Reads the figures of a run from the kernel's objects. Each has the label `run`, the run's id."""
+    """Reads figures from the kernel's objects. Each has the label `run`, the run's id."""
 
     def __init__(self, setup: RunSetup, report: Report, bus: Bus) -> None:
         self._setup = setup
@@ -257,8 +253,6 @@ class RunCollector(Collector):
         metrics = {key.removeprefix("reward/"): line[key] for key in line if key.startswith("reward/")}
         text = "Mean of each of the reward's metrics over the newest batch"
         yield self._gauges("last_step_reward_metric", text, "metric", metrics)
-
-    # ------------------------------------------------------------------------------------ families
 
     def _gauge(self, name: str, text: str, value: float | None) -> Metric:
         return self._gauges(name, text, "", {"": value})

@@ -51,11 +51,11 @@ _SHOWN = (
 
 _MOST_ROWS = 1000
 _RECENT = 20
-"""Number of newest steps from which the remaining time is estimated."""
+"""The remaining time is estimated from this many newest steps."""
 
 
 class Report:
-    """Makes the figures of a run from its kernel's events, and writes them. It has the kernel's lifetime."""
+    """Makes and writes the figures of a run from its kernel's events."""
 
     def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
         self._folder = setup.folder
@@ -72,7 +72,7 @@ class Report:
         self._kernel_began = 0.0
         """Unix time."""
         self._began = 0.0
-        """Unix time at which the run would have begun, had it run without a break."""
+        """Unix time at which a run without a break would have begun."""
         self._written: set[tuple[int, bool]] = set()
         """(step or version, whether it is an evaluation) of each line."""
         self._newest = 0
@@ -80,7 +80,7 @@ class Report:
         self._first_ticket = 0.0
         """Unix time; 0 before the first ticket."""
         self._steady: list[tuple[float, float, float]] = []
-        """(Unix time, busy seconds of generation, busy seconds of training) at the end of each step."""
+        """(Unix time, busy seconds of generation, of training) at the end of each step."""
         self._last_step = clock.now()
         self.train_busy_s = 0.0
         self.swaps = 0
@@ -95,7 +95,7 @@ class Report:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
-        """Whether the newest step did not change some model, because its gradient was not finite."""
+        """Whether a non-finite gradient left some model unchanged in the newest step."""
         self._replaced: list[Replaced] = []
         self._lost: list[dict[str, str]] = []
         """Workers that were lost since the newest step, without trainers, and how."""
@@ -142,8 +142,6 @@ class Report:
             case _:
                 pass
 
-    # -------------------------------------------------------------------------------------- lines
-
     def _continue_to(self, version: int) -> None:
         if version <= self.version:
             return
@@ -155,8 +153,7 @@ class Report:
         self.version = version
 
     def _begin(self) -> None:
-        """Begin to change the run's files: a broken last line goes aside, and the former kernel's summary
-        goes."""
+        """Put a broken last line aside, and remove the former kernel's summary."""
         self._metrics.cut_after(sys.maxsize)
         self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
         self._newest = max((version for version, _ in self._written), default=0)
@@ -259,7 +256,7 @@ class Report:
         self.adviser.evaluated(evaluation)
 
     def _recall(self, time: float) -> None:
-        """Write the missing lines of evaluations, after the journal was repeated, which may end the run."""
+        """Write missing lines after the journal was repeated, which may end the run."""
         for evaluation in self._scheduler.evaluation.results:
             self._evaluation(time, evaluation)
 
@@ -293,8 +290,6 @@ class Report:
             self._facts.problems.append(
                 f"step {step}: the gradient {whose}was not finite, and changed nothing"
             )
-
-    # ------------------------------------------------------------------------------------ the end
 
     def left_s(self) -> float | None:
         """Estimate the seconds until the last step, from the recent steps; None before the first of them."""

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 _WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
-"""Log a wait after this many seconds, and again each time its length has doubled."""
+"""Log a wait after this time, and each time its length has doubled."""
 _SPEED_S = 5.0
 """Seconds over which the speed of generation is measured."""
 _NEWEST = (
@@ -119,8 +119,7 @@ class StatusWriter:
         )
 
     async def publish(self, bus: Bus, names: Subjects) -> None:
-        """Write the status into the run's folder and send it to viewers, every few seconds and when the end
-        of the run is decided. Log long waits. Runs until it is cancelled."""
+        """Write and send the status every few seconds and when the end is decided. Log long waits."""
         next_log_s: dict[tuple[str, str, str], float] = {}
         over = self._facts.ending.over
         while True:

@@ -22,9 +22,8 @@ _LONGEST_TEXT = 20_000
 def settled_samples(
     folder: Path, purpose: Purpose, due: Sequence[int], number: int, *, complete: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield each settled step of `due` with its rows, up to the first that is not settled. A step of which no
-    samples are kept has no rows. With `complete`, nothing will be added to the kept samples: all are settled.
-    """
+    """Yield settled steps of `due` with their rows, up to the first unsettled one. A step without kept
+    samples has no rows. With `complete`, all are settled."""
     store = SampleStore(folder)
     later = SampleFilter(purpose=purpose, step=(due[0], None))
     newest = next(iter(store.find(later, order="-step", limit=1, texts=False)), None)

@@ -51,9 +51,9 @@ _LOOK_S = 2.0
 _LOOK_SHARE = 0.2
 """Most part of a thread's time that it spends with looks for samples."""
 _BLOCK = 100
-"""Number of lines that are sent between two writes of the cursor, if as many are there."""
+"""Most lines between two writes of the cursor."""
 _PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-"""Pauses after failures in a row in which nothing was sent. One more failure, and the tracker is given up."""
+"""Pauses after successive failures in which nothing was sent. One more gives the tracker up."""
 _NICENESS = 10
 """Priority of the process: it yields to the run's own processes."""
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
@@ -74,12 +74,10 @@ class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
     fault: str = ""
     """Why it failed; empty if it has received everything."""
     again: bool = False
-    """Whether it starts again. If not, it receives nothing more."""
+    """Whether it starts again; otherwise it receives nothing more."""
 
 
 class _Sender(threading.Thread):
-    """The thread of one tracker."""
-
     def __init__(
         self, assembly: Assembly, index: int, gone: threading.Event, reports: SimpleQueue[TrackerReport]
     ) -> None:
@@ -95,7 +93,7 @@ class _Sender(threading.Thread):
         self._next_look = 0.0
         self._cursor = Sent()
         self._call: tuple[str, float] | None = None
-        """The call in which the tracker is, and when it began."""
+        """The tracker's call, and when it began."""
         self._dropped = False
         self.is_made = False
         """Whether the next tracker may be made: two threads that import may see half of a module."""
@@ -133,7 +131,7 @@ class _Sender(threading.Thread):
         return self._gone.is_set() or (self._run.folder / "summary.json").exists()
 
     def _live(self) -> str:
-        """Make the tracker and send everything. Return why that failed; empty if it did not."""
+        """Make the tracker and send everything. Return why that failed, or an empty text."""
         try:
             self._tracker: Tracker = self._timed("factory", self._assembly.make, self._path)
             self._begin()
@@ -175,7 +173,7 @@ class _Sender(threading.Thread):
             self._move(**msgspec.structs.asdict(has))
 
     def _send_news(self) -> bool:
-        """Send what is new, and the summary if the run has one. Return whether it has one."""
+        """Send what is new, and the summary. Return whether the run has one."""
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -233,14 +231,11 @@ class _Sender(threading.Thread):
 
 
 _SAMPLES_SENT: dict[Purpose, str] = {"train": "samples", "eval": "evaluation_samples"}
-"""Field of the cursor for the samples of each purpose."""
+"""Field of the cursor for each purpose."""
 
 
 def _step(line: Mapping[str, Any]) -> int:
     return line["step"]
-
-
-# ----------------------------------------------------------------------------------------- process
 
 
 def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -> str:
@@ -254,8 +249,7 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
 
 
 def _send(folder: Path, answers: FileIO) -> None:
-    """Send to all trackers of the run, until none is left. When the kernel is gone, the system ends this
-    process's standard input, and the trackers have their time for what is left."""
+    """Send to all trackers. When the kernel is gone, standard input ends, and they may finish."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
     sections, gone, reports = assembly.config.trackers, threading.Event(), SimpleQueue[TrackerReport]()
     running: dict[str, _Sender] = {}

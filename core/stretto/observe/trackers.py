@@ -1,8 +1,5 @@
-"""The process of the run's trackers: its start, what it reports, and its end.
-
-The process reads the run's files by itself (see `stretto.observe.tracker_process`), so the kernel never waits
-for a tracker. The kernel imports nothing of a tracker.
-"""
+"""The process of the run's trackers (`tracker_process`): its start, reports and end. The kernel waits for
+none."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _KILLED_S = 5.0
 
 
 class Trackers:
-    """The trackers of one kernel. The summary's `problems` get a line when one has failed."""
+    """The trackers of one kernel. A failed one is a problem in the summary."""
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
         self._run = run
@@ -107,8 +104,7 @@ class Trackers:
             self._left.discard(name)
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Start the process in a session of its own, without the terminal's signals. Its input ends with the
-        kernel."""
+        """Start the process in a session without the terminal's signals. Its input ends with the kernel."""
         for name in self._finish_s:
             (self._output.parent / name).mkdir(parents=True, exist_ok=True)
         with self._output.open("ab") as output:

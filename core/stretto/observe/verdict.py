@@ -1,7 +1,6 @@
 """The verdict: one line that says whether a run learns, and what it waits for.
 
-Every view shows this line: the kernel makes it, and writes it into `status.json` and `summary.json`.
-docs/seeing.md defines its words.
+The kernel writes it into `status.json` and `summary.json` for every view. docs/seeing.md defines its words.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
 _FEWEST = 10
-"""No trend is claimed of fewer steps."""
+"""Fewer steps show no trend."""
 _APART = 30
 """With this many steps, the first 10 are none of the newest 20."""
 _ERRORS = 2.3
@@ -42,7 +41,7 @@ _SAID = frozenset(
         *("training_waits", "generation_waits", "verifier_bound", "failure_bias"),
     }
 )
-"""Rules whose problem the other clauses name."""
+"""Rules whose problem other clauses name."""
 _WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
@@ -69,12 +68,12 @@ class RunState:
     trains: bool = True
     """Whether the run has steps to train, and is no evaluation."""
     restarts: int = 0
-    """Number of workers that were lost and started again."""
+    """Lost workers that were started again."""
     rows_change: bool = False
-    """Whether a curriculum chooses the rows, so that the rewards of two steps cannot be compared."""
+    """Whether a curriculum chooses the rows: rewards of steps are then not comparable."""
     wall_s: float = 0.0
     after_s: float = 0.0
-    """The part of them after the newest step."""
+    """Part of `wall_s` after the newest step."""
 
 
 def verdict(adviser: Adviser, state: RunState) -> Verdict:
@@ -94,9 +93,6 @@ def verdict(adviser: Adviser, state: RunState) -> Verdict:
     after = f"it went on for {duration_text(state.after_s)} after its last step" if late else ""
     text = "; ".join(filter(None, [head, lost, *_clauses(adviser), after]))
     return Verdict(found if history.lines else "waiting", text)
-
-
-# ------------------------------------------------------------------------------------- does it learn
 
 
 def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
@@ -135,12 +131,10 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
 def trend(known: Sequence[tuple[int, float]]) -> int:
     """Return whether a figure rises (1), falls (-1) or neither (0).
 
-    The slope of least squares counts if it is more than 2.3 standard errors from 0. The error is that of
-    independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation from step to step (Bayley and
-    Hammersley 1946); few steps need more errors, about as Student's distribution does.
-
-    Args:
-        known: at least 3 (step, figure) pairs, in order.
+    `known` has at least 3 (step, figure) pairs, in order. The least-squares slope counts from 2.3 standard
+    errors on. The error is that of independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation
+    from step to step (Bayley and Hammersley 1946); few steps need more errors, about as Student's
+    distribution does.
     """
     steps, values = np.array(known, np.float64).T
     count, away = len(steps), steps - steps.mean()
@@ -197,9 +191,6 @@ def _error(evaluated: HeldOutScore) -> float:
     share, count = min(1.0, max(0.0, evaluated.score)), evaluated.samples
     middle = (share * count + 2) / (count + 4)
     return math.sqrt(middle * (1 - middle) / (count + 4))
-
-
-# ----------------------------------------------------------------------------------- what goes with it
 
 
 def _clauses(adviser: Adviser) -> Iterator[str]:

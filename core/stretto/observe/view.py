@@ -25,18 +25,18 @@ from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_tex
 from stretto.records.status import Status
 
 _MOST_ROWS = 8
-"""Maximum number of pieces of advice, evaluations and waits that the view shows."""
+"""Most pieces of advice, evaluations and waits."""
 _MOST_CHARACTERS = 2000
-"""The view shows at most this much of one text."""
+"""The view cuts a longer text."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVES = ("reward", "loss", "zero_variance_groups", "entropy", "grad_norm")
-"""Keys of the figures that have a sparkline."""
+"""Figures with a sparkline."""
 _OF_STEP = ("length", "staleness", "staleness_max", "staleness_limit", "step_s", "train_s")
-"""Keys of the newest step's other figures."""
+"""Other figures of the newest step."""
 
 
 class View:
-    """The live view of a run, from a source of its state, if that is known. It draws only in a terminal."""
+    """The live view of a run. It draws only in a terminal."""
 
     def __init__(self, source: Callable[[], Status | None]) -> None:
         self._source = source
@@ -76,8 +76,7 @@ class View:
 
 
 def drawing(status: Status, *, stopped: bool) -> Group:
-    """Return what the view shows of a state, perhaps of a foreign process. If `stopped`, nothing of now
-    counts."""
+    """Draw a state, perhaps of a foreign process. If `stopped`, leave out what is only true now."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")

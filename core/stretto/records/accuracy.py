@@ -23,9 +23,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def estimate_score(score: float, count: int, deviation: float | None = None) -> Estimate:
-    """Return the mean score of `count` answers with its interval, as if they were independent. Without a
-    `deviation` it is a share of the answers: the interval is the normal approximation of the binomial
-    distribution, and a mean outside 0 to 1 has none."""
+    """Return the mean score of `count` answers, as if independent. Without a `deviation` it is a share: the
+    interval is the normal approximation of the binomial distribution, and none outside 0 to 1."""
     if deviation is None and 0 <= score <= 1:
         deviation = math.sqrt(score * (1 - score))
     if deviation is None or count < 2:

@@ -1,6 +1,4 @@
-"""Charts of runs: how every view shows figures. One place has names, units, digits, colours and the curves,
-reduced to what a picture can show.
-"""
+"""Charts of runs: names, units, digits, colours and reduced curves, the same in every view."""
 
 from __future__ import annotations
 
@@ -66,11 +64,9 @@ class Colour:
     """A colour that tells runs apart."""
 
     light: str
-    """On a light ground."""
     dark: str
-    """On a dark ground."""
     terminal: int
-    """Number of the terminal's 256 colours."""
+    """One of the terminal's 256 colours."""
 
 
 COLOURS = (
@@ -95,12 +91,10 @@ class RunCurve:
 
     label: str
     run: int
-    """Number of the run."""
     line: Points
     points: Points
     """Held-out scores."""
     measure: str
-    """What these are."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +106,10 @@ class Panel:
 
 
 def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, window: int = 1) -> list[Panel]:
-    """Return a panel for each key of which some run has figures. Held-out scores are points in the panel
-    of the reward; where no run has a reward, they have a panel of their own in its place.
+    """Return a panel for each key with figures in some run. Held-out scores are points in the panel of the
+    reward, or a panel in its place if no run has a reward.
 
-    Args:
-        keys: keys of `metrics.jsonl`.
-        window: number of steps over which lines are smoothed.
-
-    Raises:
-        ConfigError: if a run's metrics are damaged.
+    Lines are smoothed over `window` steps. Raises ConfigError if metrics are damaged.
     """
     known = {key for run in runs for key in run.figures()}
     if "reward" in keys and "reward" not in known:
@@ -187,11 +176,11 @@ class StepTimes:
     """Where the time of a run's steps went. The first step is left out: it waits for the first groups."""
 
     steps: int
-    """Number of newest steps that `parts` is about: those of the verdict."""
+    """Number of newest steps in `parts`: those of the verdict."""
     parts: tuple[tuple[str, float], ...]
-    """Each part that took some time in any step: its key, and its mean seconds in the newest steps."""
+    """(key, mean seconds in the newest steps) of parts that took time in any step."""
     columns: tuple[tuple[int, int, dict[str, float]], ...]
-    """Equal numbers of steps: the first and the last, and the mean seconds of each part that took some."""
+    """Equal numbers of steps: the first, the last, and mean seconds of each part that took some."""
 
     @property
     def head(self) -> str:
@@ -201,11 +190,7 @@ class StepTimes:
 
 
 def part_texts(parts: Sequence[tuple[str, float]]) -> list[tuple[str, str, float]]:
-    """Return parts of the time of steps, each with its words and share: key, text, seconds.
-
-    Args:
-        parts: keys of `STEP_PARTS`, with seconds.
-    """
+    """Return (key, text with share, seconds) for parts of `STEP_PARTS` with seconds."""
     all_s = math.fsum(seconds for _, seconds in parts) or 1.0
     return [
         (part, f"{FIGURES[part].label} {duration_text(seconds)} · {100 * seconds / all_s:.0f} %", seconds)
@@ -214,11 +199,7 @@ def part_texts(parts: Sequence[tuple[str, float]]) -> list[tuple[str, str, float
 
 
 def step_times(run: RunFolder) -> StepTimes | None:
-    """Return where the time of a run's steps went; None before the second step.
-
-    Raises:
-        ConfigError: if the run's metrics are damaged.
-    """
+    """Return where the time went; None before the second step. Raise ConfigError for damaged metrics."""
     lines = [line for line in run.steps if line["step"] > 1]
     if not lines:
         return None

@@ -1,8 +1,7 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
-Runs that differ only in their seed are a group, with mean and spread over the seeds. The interval of an
-score is over rows if the run has kept all answers of the evaluation as samples, and otherwise that of
-independent answers. Where two runs have kept the answers to the same rows, the difference of their last
+Runs that differ only in their seed are a group. Intervals of scores are over rows if all answers are kept,
+otherwise over independent answers. If two runs kept answers to the same rows, the difference of their last
 common evaluation is paired by row.
 """
 
@@ -50,7 +49,7 @@ _MEASURES = (
     "evaluation.rows",
     "evaluation.sampling",
 )
-"""Beginnings of keys that say what a score measures."""
+"""Prefixes of keys that say what a score measures."""
 _LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
 """Of these, keys that change no score by themselves."""
 MIXED = "held-out score"
@@ -66,7 +65,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     measure: str
     """`held-out accuracy` or `held-out reward`; see `RunFolder.held_out`."""
     by_row: bool
-    """Whether the interval is over rows. Otherwise the answers count as independent."""
+    """Whether the interval is over rows, not over independent answers."""
 
     def __str__(self) -> str:
         return f"{self.score} (version {self.version})"
@@ -82,19 +81,19 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     steps: int
     reward: float | None
-    """Mean reward of the last 10 steps; so are the other figures of steps."""
+    """Mean of the last 10 steps, as the other figures of steps."""
     length: float | None
     staleness: float | None
     step_s: float | None
     tokens_per_s: float | None
     wall_s: float | None
-    """The run's duration (see `RunFolder.wall_s`)."""
+    """See `RunFolder.wall_s`."""
     last: Evaluated | None
     best: Evaluated | None
     """The evaluation with the highest score."""
     trained: int
     not_trained: int
-    """Tickets that were filtered, expired or failed."""
+    """Tickets filtered, expired or failed."""
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,17 +111,15 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[str]
     score: float | None
-    """Mean of the last scores over the runs; None if the measures of runs differ."""
+    """Mean of the last scores; None for different measures."""
     score_sd: float | None
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
     reward_sd: float | None
     difference: Estimate | None = None
-    """Score less that of the first group; None for the first group, without scores, and if the measures of
-    runs differ."""
+    """Score less that of the first group; None for that group, without scores, or for different measures."""
     paired: int = 0
-    """Number of seeds by which the difference is paired; 0 if the groups have fewer than two seeds in common,
-    and their runs count as independent."""
+    """Number of seeds that pair the difference; 0 if fewer than two are common: runs count as independent."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,19 +127,18 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[RunFigures]
     differences: dict[str, list[str | None]]
-    """Dotted key -> the value in each run, as JSON; None where a run does not have the key."""
+    """Dotted key -> JSON value in each run, or None."""
     curves: dict[str, list[tuple[int, list[float]]]]
     """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
     measure: str
-    """What the scores are: `held-out accuracy`, `held-out reward`, or `held-out score` if runs differ in it.
-    Scores that are not the same measure are not subtracted."""
+    """As in `Evaluated`, or `held-out score` if runs differ: such scores are not subtracted."""
     scores: list[tuple[int, list[float | None]]]
-    """Versions that some run has evaluated, with the score in each run."""
+    """(version, score in each run)."""
     caution: str
-    """Why the scores of the runs are not the same measure; empty if they are."""
+    """Why the scores are not the same measure; empty if they are."""
     paired: list[Paired]
     groups: list[SeedGroup]
-    """Groups of several runs; empty if no two runs differ only in their seed."""
+    """Only groups of several runs."""
 
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
@@ -155,7 +151,6 @@ def labels_of(runs: Sequence[RunFolder]) -> list[str]:
 
 
 def _common(runs: Sequence[RunFolder]) -> Path:
-    """Return the innermost folder that has all runs, each below it."""
     first, *others = (run.folder for run in runs)
     return next(path for path in first.parents if all(path in other.parents for other in others))
 
@@ -227,8 +222,7 @@ def _measure(run: RunFolder) -> Measure:
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return the keys whose values (see `RunFolder.values`) differ between runs, each with the value in every
-    run; None where a run does not have the key."""
+    """Return each key whose value differs between runs, with its values (see `RunFolder.values`) or None."""
     keys = dict.fromkeys(key for each in values for key in each)
     return {
         key: row
@@ -238,8 +232,8 @@ def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | Non
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why the scores of runs with these values are not the same measure; empty if they are.
-    `comparable`: all are accuracies, or all are rewards."""
+    """Return why the scores are not the same measure; empty if they are. `comparable`: all are accuracies, or
+    all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]

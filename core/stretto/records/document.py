@@ -34,10 +34,9 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def _fault(events: Iterable[yaml.Event]) -> str:
-    """Return why a document is too large to show; an empty text if it is not. An alias counts as what it
-    repeats: ten short lines of aliases can stand for thousands of millions of values."""
+    """Return why a document is too large, or an empty text. Ten lines of aliases can stand for 10⁹ values."""
     known: dict[str, tuple[int, int]] = {}
-    """Anchor -> number of its values, and how deep they are nested."""
+    """Anchor -> number of its values, and their depth."""
     open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
     for event in events:
         match event:

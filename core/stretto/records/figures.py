@@ -11,7 +11,7 @@ from stretto.bus.messages.events import CAUSES
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, is_figure
 
 RECENT_STEPS = 10
-"""A figure of a run, such as its reward, is the mean over this many newest steps: one step is noise."""
+"""A run's figure is a mean over this many newest steps: one step is noise."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -19,11 +19,11 @@ class Figure(msgspec.Struct, frozen=True):
 
     label: str
     meaning: str = ""
-    """One phrase, as plain text; empty for a figure that is not in the table."""
+    """One phrase; empty for a figure that is not in the table."""
     unit: str = ""
-    """The text of a value has the units `s` and `share` (of 1) in it, and no other unit."""
+    """Values as text have the units `s` and `share` (of 1) in them, and no other."""
     form: str = ".4g"
-    """Digits as a format specification: `.3f`, `.1%` or `.4g`. Durations choose their own digits."""
+    """A format specification: `.3f`, `.1%` or `.4g`. Durations choose their own digits."""
 
     @property
     def name(self) -> str:
@@ -37,8 +37,7 @@ class Figure(msgspec.Struct, frozen=True):
         return text[:1].upper() + text[1:] if self.meaning else text
 
     def text(self, value: Any) -> str:
-        """Return a value with its digits; a dash for no finite number. The page's `figureText` has the same
-        rule."""
+        """Return a value with its digits; a dash for no finite number. Like the page's `figureText`."""
         if not is_figure(value):
             return "-"
         if self.unit == "s":
@@ -49,13 +48,12 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 def figure(key: str) -> Figure:
-    """Return how views show the figure with this key of `metrics.jsonl`. A key that is not in the table, such
-    as that of a reward's own number, is its own label."""
+    """Return how views show a key of `metrics.jsonl`; an unknown key is its own label."""
     return FIGURES.get(key) or Figure(key)
 
 
 VERDICT_STEPS = 60
-"""The verdict, and where the time of a step goes, are about this many newest steps."""
+"""Newest steps of the verdict and of the times of a step."""
 
 
 def recent(values: Sequence[float]) -> float | None:
@@ -94,8 +92,7 @@ def duration_text(seconds: float | None) -> str:
 
 
 def describe_waits(line: Mapping[str, Any]) -> str:
-    """Return what training waited for since the step before, the longest wait first, such as
-    `evaluation 25 s, groups 1.2 s`. Causes below a twentieth of the step's time are left out."""
+    """Return waits of at least a twentieth of the step, longest first: `evaluation 25 s, groups 1.2 s`."""
     seconds = {kind: line.get(f"wait/{kind}_s") or 0.0 for kind in CAUSES}
     known = [kind for kind in CAUSES if seconds[kind] >= 0.05 * (line.get("step_s") or 0.0) and seconds[kind]]
     known.sort(key=lambda kind: -seconds[kind])
@@ -295,6 +292,5 @@ FIGURES: Mapping[str, Figure] = {
         "recovery", "Time from the loss of a trainer or the kernel to the end of this step"
     ),
 }
-"""Every figure of `metrics.jsonl` that stretto itself writes, by its key."""
 SCORE = FIGURES[ACCURACY]
 """The digits of held-out scores, be they accuracies or rewards."""

@@ -13,8 +13,7 @@ REPLAY = "replay.json"
 
 
 def open_record(file: Path, *, links: bool = True) -> BinaryIO:
-    """Open a regular file to read it, with `links` also one to which a link leads. Another kind is an
-    OSError: a reader of a pipe waits for a writer."""
+    """Open a regular file, or with `links` a link to one. Others are an OSError: a pipe would block."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

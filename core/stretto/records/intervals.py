@@ -1,8 +1,7 @@
-"""Means with 95 % intervals, from figures that are counted one after the other.
+"""Means with 95 % intervals of independent values, counted one after the other.
 
-The intervals are Student's: mean ± t s / √n. The interval of a difference is Welch's, which does not expect
-the two standard deviations to be equal (Welch 1947, doi 10.1093/biomet/34.1-2.28). Both expect the values to
-be independent.
+Student's interval is mean ± t s / √n; that of a difference is Welch's, without equal variances (Welch 1947,
+doi 10.1093/biomet/34.1-2.28).
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import msgspec
 Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 _FEW_DEGREES = {1: 12.7062, 2: 4.3027}
-"""97.5 % quantiles of Student's distribution for which the expansion is not exact enough."""
+"""97.5 % quantiles of Student's distribution where the expansion is too inexact."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -23,7 +22,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     mean: float
     ci95: float | None
-    """Half the width of the 95 % interval; None for a single value."""
+    """Half the width; None for a single value."""
 
     def __str__(self) -> str:
         return f"{self.mean:.4f}" + ("" if self.ci95 is None else f" ± {self.ci95:.4f}")
@@ -81,8 +80,7 @@ def difference_of(first: Moments, second: Moments) -> Estimate:
 def t_quantile(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's distribution, to 0.2 %.
 
-    From three degrees of freedom on, this is the expansion of Abramowitz and Stegun (1964), 26.7.5. Below,
-    the degrees are rounded down, which makes the interval wider.
+    From 3 degrees on: Abramowitz and Stegun (1964), 26.7.5. Fewer are rounded down: the interval is wider.
     """
     if degrees < 3:
         return _FEW_DEGREES[max(1, int(degrees))]

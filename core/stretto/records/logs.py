@@ -46,8 +46,7 @@ def whole_lines(log: IO[str]) -> Iterator[str]:
 
 
 def log_text(line: str, *, problems: bool = False) -> str:
-    """Return a line of a log as people read it; with `problems` an empty text for what is neither a warning
-    nor an error. A line that is not JSON stays as it is."""
+    """Return a line as people read it, or as it is without JSON; with `problems`, empty unless it is one."""
     try:
         event = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

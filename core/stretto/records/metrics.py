@@ -15,11 +15,10 @@ from stretto.records.files import open_record
 
 METRICS = "metrics.jsonl"
 ACCURACY = "evaluation/accuracy"
-"""Key of the accuracy in the line of an evaluation; null if some answer had none, or no row had a result."""
+"""Null if some answer had none, or no row had a result."""
 HELD_OUT_REWARD = "evaluation/reward"
-"""Key of the mean reward in the line of an evaluation."""
 HELD_OUT = (ACCURACY, HELD_OUT_REWARD)
-"""Keys of which a run is judged by one; see `held_out_key`."""
+"""A run is judged by one of them; see `held_out_key`."""
 MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
 """Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
@@ -28,7 +27,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class _KnownLine(msgspec.Struct, kw_only=True):
-    """What views use of a line besides its figures. Lines have more."""
+    """What views use of a line besides its figures."""
 
     step: _Count
     time_s: float = 0.0
@@ -37,7 +36,7 @@ class _KnownLine(msgspec.Struct, kw_only=True):
 
 
 _TAIL_BYTES = 256
-"""Length of the part before the reader's place that it compares, to notice that the file was cut."""
+"""Bytes before the reader's place that are compared to notice a cut file."""
 
 
 def parse_line(text: bytes) -> dict[str, Any] | str:
@@ -61,10 +60,8 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def held_out_key(evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """Return the key by which the evaluations of a run are judged: that of the accuracy, if all that have a
-    result have an accuracy; otherwise that of the reward. The kernel's rule is
-    `stretto.kernel.schedule.health.held_out`.
-    """
+    """Return the accuracy's key if all evaluations with a result have one, else the reward's; also the rule
+    of `stretto.kernel.schedule.health.held_out`."""
     known = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
     return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in known) else HELD_OUT_REWARD
 
@@ -87,15 +84,14 @@ class MetricsReader:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
         self.figures: dict[str, None] = {}
-        """The keys that have a finite number in some line, in the order in which they first came."""
+        """Keys with a finite number in some line, in order of appearance."""
         self._inode = 0
         self._offset = 0
         self._tail = b""
         self._lines = 0
 
     def read(self) -> None:
-        """Read the lines that were appended since the last call; everything again if the file was cut or
-        replaced. ConfigError if a line is not a line of metrics."""
+        """Read appended lines, or all if the file was cut or replaced. ConfigError for a wrong line."""
         try:
             with open_record(self._file) as file:
                 state = os.fstat(file.fileno())

@@ -1,7 +1,6 @@
 """Writes the file `metrics.jsonl` of a run (see `stretto.records.metrics`).
 
-A resumed run cuts the lines after its checkpoint, because it repeats their steps or has lost them. It first
-appends them to `metrics.cut.jsonl`, so that no figure is ever lost.
+A resumed run moves lines after its checkpoint to `metrics.cut.jsonl`: their steps are repeated or lost.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class MetricsFile:
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines without a broken last one, which a kill leaves. ConfigError if another one is
-        broken."""
+        """Return the lines, without a broken last one that a kill left. ConfigError if another is broken."""
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:

@@ -22,25 +22,25 @@ _PACKAGES = ("stretto", "torch", "transformers", "safetensors", "numpy", "nats-p
 _INHERITING = ("evaluation.sampling", "variants")
 """Sections whose keys have the values of other sections in place of defaults."""
 _GIT_S = 2.0
-"""Wait this many seconds for git, whose folder may be on a slow disk."""
+"""git's folder may be on a slow disk."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
-"""NVIDIA's driver describes each GPU in a folder here."""
+"""NVIDIA's driver has a folder for each GPU here."""
 
 
 class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
     """What a run was started with."""
 
     written: list[str]
-    """Dotted keys that somebody has set, in the run file or on the command line. Other keys have defaults."""
+    """Dotted keys set in the run file or on the command line."""
     defaults: dict[str, str] = {}
-    """Default of each dotted key that has one, as JSON."""
+    """Dotted key -> default as JSON."""
     host: str = ""
     python: str = ""
     packages: dict[str, str] = {}
-    """Versions of the installed packages that matter most to a run."""
+    """Versions of the packages that matter most."""
     gpus: list[str] = []
     commit: str = ""
-    """The commit of the working directory, with `+` if files differed from it; empty outside of git."""
+    """Commit of the working directory, with `+` if files differed; empty outside of git."""
 
 
 def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -> None:

@@ -1,7 +1,6 @@
 """A folder at an fsspec URL, such as `s3://bucket/checkpoints`: write files into it, read and remove them.
 
-The file system of the URL brings the credentials: from the environment, or from its own settings. stretto
-knows none, and refuses a URL that contains a login.
+Credentials come from the environment or fsspec's settings; a URL with a login is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 __all__ = ["RemoteFolder", "file_hash", "missing_file_system"]
 
 _EXTRAS = {"s3": "stretto[s3]", "s3a": "stretto[s3]", "gs": "stretto[gcs]", "gcs": "stretto[gcs]"}
-"""Protocol -> what to install for it."""
 
 
 def missing_file_system(url: str) -> str:
@@ -49,7 +47,6 @@ class RemoteFolder:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        """The URL, without a slash at its end."""
 
     @property
     def name(self) -> str:

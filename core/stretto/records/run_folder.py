@@ -93,7 +93,7 @@ _SUMMARY = "summary.json"
 
 
 class _KnownSummary(msgspec.Struct, kw_only=True):
-    """What views use of a summary. Summaries have more."""
+    """What views use of a summary."""
 
     status: str
     reason: str = ""
@@ -110,11 +110,8 @@ class _KnownSummary(msgspec.Struct, kw_only=True):
 class RunFolder:
     """The folder of one run. Each part is read when it is first asked for, and again after `refresh`.
 
-    Everything that reads raises ConfigError if a file is damaged; the text names the file. Not for several
+    Raises ConfigError, which names the file, if there is no run or a file is damaged. Not for several
     threads.
-
-    Raises:
-        ConfigError: if the folder holds no run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -130,11 +127,7 @@ class RunFolder:
             self.__dict__.pop(name, None)
 
     def require_trust(self, *, trusted: bool) -> None:
-        """Refuse to import what the run's config names if another user owns the folder, unless `trusted`.
-
-        Raises:
-            ConfigError: with the plugin files that would be imported.
-        """
+        """Raise ConfigError if another user owns the folder, unless `trusted`: its config names code."""
         require_trust(self.folder, trusted=trusted)
 
     @property
@@ -154,8 +147,7 @@ class RunFolder:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl` that belong to evaluations, in order. `step` is the version that was
-        evaluated."""
+        """Lines of evaluations in `metrics.jsonl`, in order. `step` is the evaluated version."""
         return self._metrics.evaluations
 
     @cached_property
@@ -186,8 +178,7 @@ class RunFolder:
 
     @property
     def standstill(self) -> str:
-        """A sentence that says that the kernel which owns the run does not work; empty if it does, and after
-        the end of the run."""
+        """Says that the owning kernel does not work; empty if it works or the run has ended."""
         if self.status is None or self.state != "running":
             return ""
         return standstill(self.folder, self.status)
@@ -207,9 +198,7 @@ class RunFolder:
 
     @property
     def wall_s(self) -> float | None:
-        """The run's duration: the seconds in which a kernel owned it, up to its end. If it has not ended, up
-        to its status, or up to its newest line of metrics if no status can be read. None before the first
-        of these."""
+        """Seconds in which a kernel owned the run, up to its newest status or metrics; None before."""
         if self.summary is not None and self.state != "running":
             return self.summary["wall_s"]
         with suppress(ConfigError):  # `status` itself says it to whoever shows the status
@@ -219,8 +208,7 @@ class RunFolder:
         return max((line["time_s"] for line in newest if "time_s" in line), default=None)
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) of each line in which a figure is a finite number. Keys that begin with
-        `evaluation/` are those of evaluations."""
+        """Return (step, value) where it is a finite number. `evaluation/…` are keys of evaluations."""
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
         return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
 
@@ -231,8 +219,7 @@ class RunFolder:
         return held_out_key(self.evaluations)
 
     def figures(self) -> list[str]:
-        """Return the keys of figures, in the order of their first line. Lines of one run differ in their
-        keys."""
+        """Return the keys of figures, in order of appearance. Lines of one run differ in keys."""
         return [key for key in self._metrics.figures if key not in ("step", "time")]
 
     def values(self) -> dict[str, str]:
@@ -249,13 +236,7 @@ class RunFolder:
         return RunHistory.of(self.events())
 
     def events(self, since: float | None = None, until: float | None = None) -> Iterator[TimedEvent]:
-        """Yield the events of the run's journal in order, each with its Unix time. docs/events.md describes
-        them.
-
-        Args:
-            since: Unix seconds; None for the beginning.
-            until: Unix seconds; None for the end. What is over later is not among the events.
-        """
+        """Yield (Unix time, event) in order, without what is over later (see docs/events.md)."""
         return self._events.between(since, until)
 
     def time_range(self) -> tuple[float, float] | None:
@@ -282,14 +263,8 @@ class RunFolder:
     def log(self, name: str, newest: int, *, containing: str = "", problems: bool = False) -> list[str]:
         """Return the newest lines of a log as text, in order. A traceback belongs to its line.
 
-        Args:
-            name: one of `logs`.
-            newest: at most this many lines.
-            containing: only lines that contain this text, in any case.
-            problems: only warnings and errors.
-
-        Raises:
-            ConfigError: if there is no such log.
+        `containing` ignores case; `problems` keeps warnings and errors. Raises ConfigError for a name that is
+        not in `logs`.
         """
         wanted = containing.casefold()
         with open_log(self.folder, name) as log:
@@ -317,11 +292,9 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Return the run in `folder`, or all runs below it, in the order of their paths. Hidden folders, links
-    and folders that this user cannot read are left out.
+    """Return the run in `folder`, or the runs below it by path, without hidden, linked or unreadable folders.
 
-    Raises:
-        ConfigError: if there is no such folder.
+    Raises ConfigError without such a folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"no folder {str(folder)!r}")

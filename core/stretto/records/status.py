@@ -1,8 +1,4 @@
-"""The state of a run in its file `status.json`: what it does now, and who waits for whom since when.
-
-The kernel writes the file every few seconds. The file can be read while the kernel hangs: its age then says
-since when.
-"""
+"""The file `status.json`: what a run does, and who waits for whom. A kernel that hangs leaves an old one."""
 
 from __future__ import annotations
 
@@ -18,8 +14,7 @@ from stretto.records.files import read_record
 
 STATUS = "status.json"
 LATE_S = 15.0
-"""A living kernel writes and sends its status every 2 s. After this many seconds without one, it hangs, is
-stopped or is gone."""
+"""The kernel writes every 2 s; it hangs, is stopped or is gone after this many seconds without one."""
 
 State = Literal["running", "completed", "interrupted", "failed", "repeated"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -67,7 +62,7 @@ class EvaluationProgress(msgspec.Struct, frozen=True):
 
     version: Count
     rows: Count
-    """Rows that are finished."""
+    """Finished rows."""
     of: Count
     waiting: Count | None
     """Version of the evaluation that waits for this one."""
@@ -78,7 +73,7 @@ class AdviceStatus(msgspec.Struct, frozen=True):
 
     rule: str
     since: Count
-    """First of the steps that show the problem."""
+    """First step with the problem."""
     message: str
 
 
@@ -87,7 +82,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
     state: Literal["waiting", "unknown", "learning", "flat", "falling", "collapsing", "broken"]
     text: str
-    """One line."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,11 +109,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     sampled: bool = True
     """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
     newest: dict[str, float | None] = {}
-    """The main figures of the newest step, by their keys in `metrics.jsonl`."""
+    """Key in `metrics.jsonl` -> main figure of the newest step."""
     recent: dict[str, float] = {}
-    """The figures that have curves, each as its mean over the newest 10 steps."""
+    """Means over the newest 10 steps, of figures with curves."""
     curves: dict[str, list[float]] = {}
-    """A few figures over the whole run, each as at most 64 means over equal numbers of steps."""
+    """Figures over the whole run, as at most 64 means over equal numbers of steps."""
     evaluations: list[EvaluationStatus] = []
     best: EvaluationStatus | None = None
     evaluating: EvaluationProgress | None = None
@@ -127,7 +121,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     finished: Count = 0
     """Tickets in flight whose group is complete."""
     reasons: dict[str, Count] = {}
-    """The most frequent reasons for which tickets or evaluation rows gave no result."""
+    """Most frequent reasons why tickets or evaluation rows gave no result."""
     generate_tokens_per_s: float = 0.0
     """Speed of generation during the last seconds."""
     advice: list[AdviceStatus] = []

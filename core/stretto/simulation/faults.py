@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 _CALM_S = 4.0
 """How long bad weather lasts."""
 _LONGEST_S = 8.0
-"""Longest time for which the server is away, which is less than what workers wait for it."""
+"""Longest absence of the server, shorter than what workers wait for it."""
 _REPLACED_S = 25.0
-"""After this time without a sign of life, a worker has been killed and another one takes its place."""
+"""A silent worker has been killed and replaced after this time."""
 _AFTER_S = 0.3
 """Longest time between a named point and its fault."""
 
@@ -38,7 +38,7 @@ POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "before a checkpoint is renamed": lambda subject, data: subject.startswith("file.rename.step-"),
     "before a file is renamed": lambda subject, data: subject.startswith("file.rename."),
 }
-"""Moments at which a kill hurts: name -> whether a message shows it, or a file's new name."""
+"""Name of a moment at which a kill hurts -> whether a message, or a file's new name, shows it."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,7 +48,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: float
     """Virtual seconds after the start of the universe, or after the named point."""
     point: str = ""
-    """A moment of `POINTS`; empty for a moment in time."""
+    """Key of `POINTS`; empty for a moment in time."""
     nth: int = 1
     """Which of these moments it is."""
     who: str = ""
@@ -57,7 +57,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Which process of the role: a share of their number. For `scale`, the new number."""
     seconds: float = 0.0
     share: float = 0.0
-    """How many messages it hits."""
+    """Share of messages that it hits."""
 
     @property
     def changes_model(self) -> bool:
@@ -77,9 +77,9 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     """Virtual seconds within which the journal gets a batch, a version or an evaluation, from the last one or
     from the end of the last fault on."""
     model: str = ""
-    """Digest of the version that the run ends with, whatever goes wrong; empty if that is not known."""
+    """Digest of the version that the run must end with; empty if unknown."""
     may_fail: bool = False
-    """Tickets may fail, as they do without faults."""
+    """Whether tickets may fail even without faults."""
 
 
 KINDS = {
@@ -108,7 +108,7 @@ KINDS = {
     "tear": 1,
     "full disk": 1,
 }
-"""Kind -> how often it is drawn if no kinds are named."""
+"""Kind -> weight of its draw if no kinds are named."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 2, "kernel": 4}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
@@ -119,8 +119,7 @@ _TAKEN_OVER_S = 3.0
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Draw faults, half of them at named points, the others before `until_s`; of all kinds if `kinds` is
-    empty."""
+    """Draw faults of `kinds`, or all: half at named points, the others before `until_s`."""
     weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
@@ -255,7 +254,7 @@ _SHARES = {
     "busy store": ("store_fails",),
     "fail": ("failing",),
 }
-"""Kind -> the shares of the `Weather` that it sets."""
+"""Kind -> shares of the `Weather`."""
 _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "kill": lambda universe, victim, fault: victim.end(-signal.SIGKILL),
     "term": lambda universe, victim, fault: victim.signal(signal.SIGTERM),
@@ -268,4 +267,4 @@ _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),
     "cut": lambda universe, victim, fault: universe.server.cut_off(victim, fault.seconds),
 }
-"""Kind -> what it does to the process that it hits."""
+"""Kind -> effect on a process."""

@@ -1,5 +1,4 @@
-"""What goes wrong with files, which are real: a process ends in the middle of a write or before a rename, or
-the disk is full."""
+"""Faults of files, which are real: a process ends in a write or before a rename, or the disk is full."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class SimulatedFiles:
 
     def __init__(self) -> None:
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Called with the process and `file.rename.NAME` before a file or folder gets its final name."""
+        """Called with process and `file.rename.NAME` before a final name is given."""
         self.full_until = 0.0
         self._tearing: SimulatedProcess | None = None
 

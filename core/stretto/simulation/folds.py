@@ -1,8 +1,5 @@
-"""An oracle: the state of each scheduler is the fold of the events that all kernels of its run have stored,
-and what the journal says was decided is what the fold decides.
-
-A kernel that continues a run begins in the state that this fold has, however it was recovered.
-"""
+"""An oracle: each scheduler is the fold of the stored events of all kernels of its run, however it was
+recovered, and the journal's decisions are the fold's."""
 
 from __future__ import annotations
 
@@ -30,11 +27,11 @@ from stretto.kernel.schedule.outcomes import Outcome, admit
 from stretto.kernel.schedule.scheduler import Scheduler
 
 _EVERY = 64
-"""The comparison is at each event with a number that this divides."""
+"""Compare at each event with a number that this divides."""
 
 
 Kernel = tuple[str, int]
-"""Subject of a run's events, and lease epoch."""
+"""(subject of a run's events, lease epoch)."""
 
 
 class FoldOracle:
@@ -43,23 +40,21 @@ class FoldOracle:
     def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []
         self.samples = True
-        """Whether the policy samples the sequences of the run."""
+        """Whether the run samples its sequences."""
         self._read = read
         self._folds: dict[str, tuple[tuple[int, int, int], Scheduler]] = {}
-        """Subject of a run's events -> incarnation, values and number of rows, and the fold."""
+        """Subject of a run's events -> (incarnation, values, number of rows) and the fold."""
         self._decided: dict[str, list[Decision]] = {}
-        """Subject of a run's events -> what its fold has decided last, and the events do not record yet."""
+        """Subject -> decisions of its fold that events do not record yet."""
         self._owner: dict[str, int] = {}
-        """Subject of a run's events -> lease epoch of the kernel that owns the run."""
+        """Subject -> lease epoch of the owning kernel."""
         self._heard: Counter[Kernel] = Counter()
         self._begun: dict[Kernel, Scheduler] = {}
         """Copies of the schedulers of kernels that begin to own a run."""
         self._digests: dict[tuple[Kernel, int], bytes] = {}
-        """Kernel and number of an event -> digest of the living scheduler after it, until the fold has come
-        there."""
+        """(kernel, number of an event) -> digest of the living scheduler, until the fold has come there."""
         self._latest: tuple[Scheduler, list[Any], Scheduler | None] | None = None
-        """The scheduler that has taken in an event, the commands that it gave, and for `RunOwned` a copy from
-        before that."""
+        """(scheduler that has taken an event, its commands, for `RunOwned` a copy from before)."""
 
     def apply(self, scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
         """Take the place of `apply` in the kernel."""
@@ -137,12 +132,12 @@ class FoldOracle:
 
 
 _COMMANDS = "_commands"
-"""Attribute of a scheduler and its parts with the commands that the kernel has not taken yet."""
+"""Attribute of a scheduler and its parts: commands that the kernel has not taken yet."""
 _hear = JournalWriter.hear  # before the oracle takes its place
 
 
 def _apply(scheduler: Scheduler, event: Input, outcome: Outcome | None) -> list[Any]:
-    """Let a scheduler take in an event, and return the commands that it gives. They stay in the scheduler."""
+    """Let a scheduler take an event. Return its commands, which also stay in it."""
     commands = vars(scheduler)[_COMMANDS]
     before = len(commands)
     apply(scheduler, event, outcome)

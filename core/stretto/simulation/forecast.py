@@ -1,7 +1,6 @@
-"""How fast a run will be: its kernel and its workers on virtual time, with measured service times.
+"""How fast a run will be: a universe without faults, with measured service times.
 
-The run is a universe in which nothing goes wrong. Its engines are those of `mock`, as slow as measured; its
-processes share the cores of a host.
+Engines are `mock`, as slow as measured; processes share the cores of a host.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from stretto.simulation.server import SimulatedServer
 from stretto.simulation.universe import Universe
 
 _SKIPPED = 3
-"""The first third of the steps does not count, because the queue fills."""
+"""The queue fills in the first third of the steps, which does not count."""
 _ON_ITS_WAY_S = 0.0001
-"""What a message needs within a machine, and a thread until it runs."""
+"""Time of a message within a machine, and of a thread until it runs."""
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the work of a run costs: in processor seconds of one core, and on GPUs in seconds of the clock."""
+    """Costs of a run's work, in processor seconds of one core, or with GPUs in seconds of the clock."""
 
     callback_s: dict[str, float]
     """Role -> a callback of the event loop of its processes."""
@@ -52,7 +51,7 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     swap_s: float = 0.0
     lengths: tuple[int, ...] = ()
     knows_slots: bool = True
-    """Whether the times of a decode step hold for other slots, too."""
+    """Whether the times of a decode step hold for other slots."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,11 +63,11 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     mean_staleness: float
     max_staleness: float
     cores: dict[str, float]
-    """Role or `nats-server` -> cores in use, on average over the run."""
+    """Role or `nats-server` -> mean cores in use."""
     callbacks: dict[str, float]
     """Role -> callbacks in a step; for `nats-server`, messages."""
     engine_s: float
-    """Processor seconds in a step in which the engines compute."""
+    """Processor seconds of the engines in a step."""
     sampled_tokens: float
     """In a step."""
     engine_busy: float
@@ -78,11 +77,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a run file with all its keys and absolute paths, as `forecast` takes it. If it leaves the number
-    of slots to the engine, it has the engine's number.
+    """Return a run file with all keys, absolute paths and the engine's slots, for `forecast`.
 
-    Raises:
-        ConfigError: if it cannot be composed, or if its policy does not sample what it trains on.
+    Raises ConfigError if it cannot be composed, or does not sample what it trains on.
     """
     run = compose(file, overrides)
     assembly = Assembly(run, folder="")
@@ -100,17 +97,11 @@ def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, computes: bool) -> Forecast:
-    """Run a run file on virtual time, and return how fast it is.
+    """Run a run file, with absolute paths and a few steps, on virtual time, and return how fast it is.
 
-    Args:
-        run: as a mapping, with absolute paths and a few steps.
-        cores: of the host.
-        computes: whether the engines compute on these cores. Those of `mock` sleep instead, and so do those
-            on GPUs, where several processes of a trainer are as many times as fast.
-
-    Raises:
-        ConfigError: if the run cannot be simulated.
-        RunError: if it does not complete.
+    `computes`: whether the engines compute on the host's `cores`. Those of `mock` and on GPUs sleep; on GPUs,
+    several processes of a trainer are as many times as fast. Raises ConfigError if the run cannot be
+    simulated, and RunError if it does not complete.
     """
     document = _with_measured_engines(run, times, computes=computes) if times.lengths else dict(run)
     simulated(document, Path())  # raises here, and not in a fork
@@ -152,7 +143,7 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, compu
 
 
 class _FaultlessUniverse(Universe):
-    """A universe with a host, in which nothing goes wrong and no oracle looks."""
+    """A universe with a host, without faults and oracles."""
 
     def __init__(
         self, run: Mapping[str, Any], folder: Path, times: ServiceTimes, cores: int, *, computes: bool

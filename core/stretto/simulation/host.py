@@ -1,8 +1,7 @@
 """The processor cores that the processes of a simulated machine share.
 
-Without a host, what processes do takes no processor time. With one, each callback of a process and each
-message of the server takes its time, engines compute, and all of them share the cores: if more want to run
-than there are, each is slower.
+With a host, callbacks, messages and computations take processor time, and each is slower if more want to run
+than there are cores. Without one, they take none.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ import anyio
 from stretto.simulation.loop import SimulatedLoop, SimulatedThread
 
 _QUANTUM_S = 0.0005
-"""A thread takes the time for its work at once, when it has so much behind it."""
+"""A thread pays for its work in portions of this."""
 _SLICE_S = 0.004
-"""After so much work of a computation, look again how many others want to run."""
+"""A computation looks how many others want to run after this much work."""
 
 
 class Host:
-    """The cores of one machine. `callback_s`: role -> processor seconds of a callback of its processes;
-    `message_s`: those of the server for a message. With `sleep_is_work`, an engine that sleeps stands for one
-    that computes."""
+    """The cores of one machine. `callback_s`: processor seconds of a callback, by role; `message_s`: of the
+    server for a message. With `sleep_is_work`, an engine that sleeps stands for one that computes."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Host:
         self.used: defaultdict[str, float] = defaultdict(float)
         """Role or `nats-server` -> processor seconds so far."""
         self.computed_s: defaultdict[str, float] = defaultdict(float)
-        """Role -> those of computations."""
+        """Role -> processor seconds of computations."""
         self.callbacks: Counter[str] = Counter()
         """Role -> callbacks so far; for the server, messages."""
         self._context = contextvars.Context()

@@ -1,10 +1,9 @@
 """The event loop of a simulated world: many processes in one thread, and a time of its own.
 
-Time hardly moves while callbacks run, and jumps to the next timer when none is ready. Each simulated thread
-has its own queue of ready callbacks, first in, first out, as asyncio promises. A seed draws the thread that
-runs next. Nothing else is reordered, so every order that is found here can happen between real processes.
-
-Whatever would leave the simulation, such as a thread or a socket, raises `Escaped`.
+Time jumps to the next timer when no callback is ready. Each simulated thread has a first-in, first-out queue
+of callbacks, as asyncio promises, and a seed draws the thread that runs next. Nothing else is reordered, so
+every order can happen between real processes. Whatever would leave the simulation, such as a socket, raises
+`Escaped`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from random import Random
 from typing import Any
 
 TICK_S = 1e-6
-"""Time that each callback takes. Code that waits until a deadline has passed would otherwise wait for ever,
-because a timer wakes it at exactly that time."""
+"""Time of a callback: a timer wakes code exactly at its deadline, which it would otherwise await for ever."""
 STANDSTILL = 20_000
-"""After this many callbacks without a jump of the time, the world is a livelock."""
+"""The world is a livelock after this many callbacks without a jump of the time."""
 _NAMED = 40
-"""Number of callbacks that a `Livelock` names."""
+"""Callbacks that a `Livelock` names."""
 _CANCEL_AGAIN_S = 1e-3  # see `SimulatedLoop.call_soon`
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -41,7 +39,7 @@ class Livelock(Exception):
 
 
 class ProcessEnded(BaseException):
-    """Ends the code of a process that was killed in the middle of it. A `finally` then changes no file."""
+    """Ends the code of a killed process. A `finally` then changes no file."""
 
 
 class Escaped(Exception):
@@ -84,7 +82,7 @@ class SimulatedProcess:
         """Exit status; negative for a signal; None while it runs."""
         self.stopped_until = 0.0
         self.joined = False
-        """Whether the kernel has answered that it joins the run."""
+        """Whether the kernel has let it join."""
         self.ended = loop.create_future()
         self.on_end: list[Callable[[], None]] = []
         """Called when the process ends: what the system does then, such as to close sockets."""
@@ -164,7 +162,6 @@ class _NumberedTask(asyncio.Task[Any]):
     """A task whose hash is a number, so that sets of tasks have the same order in each run."""
 
     count = 0
-    """Tasks of the newest loop."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         _NumberedTask.count += 1
@@ -213,15 +210,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._last: deque[str] = deque(maxlen=_NAMED)
         self.processes: list[SimulatedProcess] = []
         self.graves: list[Any] = []
-        """What ended processes have left. Nothing in it runs any more, and nothing may be collected."""
+        """Remains of ended processes, kept from collection: nothing in them runs any more."""
         self.callbacks = 0
         self.errors: list[str] = []
         self.on_ran: Callable[[SimulatedThread], object] | None = None
         """Called after each callback, with its thread."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
-
-    # ------------------------------------------------------------------------------------ the trace
 
     def note(self, kind: str, *facts: object) -> None:
         """Add a line to the trace."""
@@ -298,8 +293,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     getaddrinfo = _escape
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom: each living thread, and its functions of stretto, the innermost one
-        last."""
+        """Return who waits for whom: each living thread, and its functions of stretto, innermost last."""
         tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
         places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
         return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]
@@ -321,7 +315,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.wake(thread)
 
     def _run_once(self) -> None:
-        """Run callbacks until the loop is stopped. BaseEventLoop calls it."""
+        """Run until the loop is stopped. BaseEventLoop calls it."""
         while not self._stopping:  # type: ignore[attr-defined]
             if self._timers and self._timers[0][0] <= self._now:
                 self._fire()

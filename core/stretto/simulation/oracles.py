@@ -31,19 +31,19 @@ class Oracle:
         self._bound = bound
         self.violations: list[str] = []
         self._ages: dict[str, int] = {}
-        """Id of each stored trajectory -> version of its oldest token."""
+        """Id of a trajectory -> version of its oldest token."""
         self._trained: dict[int, int] = {}
-        """Ticket -> version of the batch that trains it."""
+        """Ticket -> version of its batch."""
         self._digests: dict[int, str] = {}
         self._published: dict[tuple[int, int], tuple[int, int]] = {}
-        """Incarnation and version -> lease and number of the event. The same message may be stored again."""
+        """(incarnation, version) -> (lease, number of the event): the same message may be stored again."""
         self._evaluated = set[int]()
-        """Versions whose evaluation is in the journal."""
+        """Versions with an evaluation in the journal."""
         self._lease = 0
         self._values = 1
         self.steps = 0
         self.batches_left: int | None = None
-        """Number of batches that a kernel may still begin: one, in a race, after a signal."""
+        """Batches that a kernel may still begin: one, in a race, after a signal."""
 
     def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
         """Take a message that was published or stored."""

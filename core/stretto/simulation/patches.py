@@ -1,8 +1,4 @@
-"""What the simulation puts in the place of the real world, library by library.
-
-stretto itself has few seams for it: nearly everything that touches time, threads, randomness and the network
-is replaced here, where a library or the standard library does it.
-"""
+"""What the simulation puts in the place of time, threads, randomness and network, library by library."""
 
 from __future__ import annotations
 
@@ -41,16 +37,15 @@ from stretto.simulation.transport import SimulatedTransport
 T = TypeVar("T")
 
 _EPOCH = 1_800_000_000.0
-"""Wall time at the virtual time 0, in seconds since 1970."""
+"""Unix time at the virtual time 0."""
 _THREAD_S = 1e-3
-"""Mean virtual time that a function in a thread takes."""
+"""Mean virtual time of a function in a thread."""
 _UNSEEDED = Random()
-"""What code gets that asks the system for randomness. There is one, because a module that is imported while
-it is in place may keep it."""
+"""The system's randomness. There is one, because a module imported meanwhile may keep it."""
 
 
 class World:
-    """What the patches share: loop, clocks, randomness. The seed draws how long threads take, too."""
+    """What the patches share: loop, clocks, randomness. The seed also draws how long threads take."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -80,8 +75,7 @@ class World:
         self._slept_s += seconds
 
     def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-        """Call what a thread runs; return its result, or the exception that it raises, and its virtual
-        seconds."""
+        """Call what a thread runs. Return its result or exception, and its virtual seconds."""
         before, self._slept_s = self._slept_s, 0.0
         try:
             result = function(*args)
@@ -92,8 +86,7 @@ class World:
         return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Take the place of `asyncio.run` in a thread: the time of a loop of its own is added to the
-        thread's."""
+        """Take the place of `asyncio.run` in a thread, and add its loop's time to the thread's."""
         loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)
@@ -236,8 +229,8 @@ def patched(world: World) -> Generator[None]:
     def hex_of(stream: Random) -> Callable[..., str]:
         return lambda *number: bytes_of(stream)(*number).hex()
 
-    # Each library has a stream of its own: what one of them draws only once for many universes, such as while
-    # it is imported, moves none of the others.
+    # A stream for each library: draws that happen once for many universes, as at an import, move no other
+    # stream.
     tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
     places: list[tuple[Any, str, Any]] = [
         *_clocks(world),

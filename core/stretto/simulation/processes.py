@@ -80,9 +80,6 @@ class SimulatedMachine:
         return [each for each in self.loop.processes if each.status is None and each.name.startswith(role)]
 
 
-# --------------------------------------------------------------------------------------- the launcher
-
-
 class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the launcher `simulated`."""
 
@@ -146,9 +143,6 @@ class SimulatedLauncher:
         return next(map(SimulatedHandle, found), None)
 
 
-# ------------------------------------------------------------------------- what a worker uses of its process
-
-
 class _InlineExecutor(Executor):
     """Takes the place of a thread pool with one thread: jobs run in order, and take virtual time."""
 
@@ -167,7 +161,7 @@ class _InlineExecutor(Executor):
         if self._busy or not self._jobs:
             return
         if needed := [each for each in _futures(self._jobs[0][2]) if not each.done()]:
-            # A job may wait for one of another thread. In one thread, it has to come after it.
+            # In one thread, a job has to come after those that it waits for.
             needed[0].add_done_callback(lambda _: self.world.loop.call_soon(self._next))
             return
         self._busy = True

@@ -20,16 +20,11 @@ _KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
 
 
 def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a run file for a universe. Engines are those of `mock`, with the keys that these know, unless
-    the run's plugin files have engines whose config extends the config of `mock`. Launcher, bus and weights
-    are the simulation's; trackers, metrics and kept samples are not there.
+    """Return a run file for a universe in `folder`, from one with absolute paths. Engines are `mock`, or
+    extend it in the run's plugin files. Launcher, bus and weights are simulated; trackers, metrics and kept
+    samples are off.
 
-    Args:
-        document: a run file as a mapping, with absolute paths.
-        folder: of the universe.
-
-    Raises:
-        ConfigError: if the workflow cannot be simulated.
+    Raises ConfigError if the workflow cannot be simulated.
     """
     sections = {key: value for key, value in document.items() if key not in _NOWHERE and value is not None}
     workflow = _section(sections, "workflow")

@@ -30,7 +30,7 @@ from stretto.simulation.universe import Outcome, Universe
 from stretto.user_code.guard import end_with_parent
 
 _CPU_S = 60
-"""Processor seconds after which a universe is killed."""
+"""A universe is killed after these processor seconds."""
 _FOLDER = 900
 """File descriptor of a universe's folder in its fork. By it the folder has the same name in each universe,
 whose files then are the same, also where they have digests of files that name it."""
@@ -53,18 +53,12 @@ def tapes_of(
     num_faults: int = 6,
     kinds: Collection[str] = (),
 ) -> list[Tape]:
-    """Return a tape of a run file for each seed. Its faults are drawn over the time that the run needs
-    without any. A run without staleness has to end with the model that it has without faults, if that is
-    sure.
+    """Return a tape of a run file for each seed. Its faults, of `kinds` or of all, are drawn over the time
+    that the run needs without them. A run without staleness has to end with the same model as without faults,
+    if that is sure.
 
-    Args:
-        overrides: values such as `steps=20`.
-        num_faults: number of faults of each universe.
-        kinds: kinds of faults, of `KINDS`; all if empty.
-
-    Raises:
-        ConfigError: if the run file cannot be composed or simulated.
-        CalmRunFails: if the run does not complete without faults.
+    Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails if it fails without
+    faults.
     """
     composed = compose(file, overrides)
     calm = Tape(seed=0, run=dict(composed.document), faults=())
@@ -92,12 +86,10 @@ def tapes_of(
 def search(
     tapes: Iterable[Tape], jobs: int = 1, record: Path | None = None
 ) -> Iterator[tuple[Tape, Outcome]]:
-    """Yield each tape with what became of its universe, in order.
+    """Yield each tape with what became of its universe, in order; `jobs` run at the same time.
 
-    Args:
-        jobs: number of universes at the same time.
-        record: file with the tapes that have not failed: seed, digest of the tape, digest of what happened.
-            It grows, and tapes that it names are left out: a search that was interrupted continues.
+    The file `record` collects the tapes that have not failed (seed, digests of tape and events), and those in
+    it are left out, so that an interrupted search continues.
     """
     done = set[str]()
     if record is not None and record.exists():
@@ -133,8 +125,7 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return the failing tape with as few faults as possible, of which each is needed; ValueError if none
-    fails."""
+    """Return the failing tape with the fewest faults, each of which is needed; ValueError if none fails."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
@@ -189,9 +180,8 @@ def enter_fork() -> None:
 
 
 def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
-    """Run a universe in a forked process: call `work` there, and return what it returns and the exit status
-    of the process. There are no bytes if the process ended before. It does not come to its own end: what is
-    left of the universe's coroutines never runs."""
+    """Return what `work` returns in a fork, or no bytes if that ended before, and the exit status. The fork
+    ends abruptly: what is left of the universe's coroutines never runs."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

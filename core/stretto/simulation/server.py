@@ -31,7 +31,7 @@ _CREATED = "2026-01-01T00:00:00Z"
 
 @dataclass
 class Weather:
-    """What network and server do wrong at the moment. Shares are probabilities."""
+    """Faults of network and server at the moment. Shares are probabilities."""
 
     loop: SimulatedLoop
     context: contextvars.Context
@@ -105,7 +105,7 @@ class SimulatedConnection:
         self._held: list[tuple[Any, ...]] = []
         self._data = b""
         self.subscriptions: dict[bytes, tuple[str, str]] = {}
-        """Number of each subscription -> subject, queue group."""
+        """Number of a subscription -> (subject, queue group)."""
 
     def drop(self) -> None:
         """Forget the client, and what is under way in both directions."""
@@ -163,23 +163,22 @@ class SimulatedServer:
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather(loop, self.context)
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Called with sender, subject, payload and headers of each core message that is published, and of
-        each message that is stored."""
+        """Called with sender, subject, payload and headers of each published core or stored message."""
         self.messages = 0
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")
         self._connections: dict[int, SimulatedConnection] = {}
         self._asked: dict[str, float] = {}
-        """Where a worker sends its answer to a request -> when it was asked first."""
+        """Reply subject of a request to a worker -> when it was asked first."""
         self._joining: dict[str, SimulatedProcess] = {}
-        """Where the kernel sends its answer to a process that wants to join -> the process."""
+        """Reply subject of a request to join -> the process."""
         self.strangers: list[str] = []
         """Processes that have answered what somebody else was asked."""
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
         self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, re.Pattern[str]]] = {}
         self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
-        """Subject -> the patterns' subscribers, as long as no pattern comes or goes."""
+        """Subject -> subscribers of matching patterns; a cache until a pattern comes or goes."""
         self._homes: dict[str, Stream | None] = {}
         SimulatedTransport.server = self
 

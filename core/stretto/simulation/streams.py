@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from stretto.simulation.server import SimulatedServer
 
 _SAME_ID_S = 120.0
-"""For this long a stream recognises a message id."""
+"""A stream recognises a message id for this long."""
 _TIME = "1000000000"
 
 
@@ -70,8 +70,7 @@ class Stream:
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
-        """Store a message, once for each id, and return the acknowledgement; StreamRefusal if the newest
-        message is not the one that the sender expects."""
+        """Store a message once for each id; StreamRefusal if the newest message is not the expected one."""
         now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
         expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
@@ -197,7 +196,7 @@ class _Consumer:
         self._start = config.get("opt_start_seq", 1)
         self._to_send = deque(each.sequence for each in stream.messages.values() if self._wants(each))
         self._taken: dict[int, asyncio.TimerHandle] = {}
-        """Sequence number of a message that is not acknowledged -> timer of its next delivery."""
+        """Sequence number of an unacknowledged message -> timer of its next delivery."""
         self._deliveries: dict[int, int] = {}
         self._sent = 0
         self._questions: deque[Asked] = deque()

@@ -1,4 +1,4 @@
-"""The transport of a simulated connection: it takes the place of the one of nats-py, which stays as it is."""
+"""The transport of a simulated connection, in place of nats-py's."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ class SimulatedTransport(Transport):
     """A client's end of a connection to the simulated server. It belongs to the process that opens it."""
 
     server: SimulatedServer
-    """The server that every client of the simulation reaches."""
 
     def __init__(self) -> None:
         self._reader: asyncio.StreamReader | None = None

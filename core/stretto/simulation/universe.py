@@ -76,7 +76,6 @@ class Outcome(msgspec.Struct):
     callbacks: int = 0
     messages: int = 0
     kernels: int = 0
-    """Number of kernels that have owned the run."""
     log: list[str] = []
     waiting: list[str] = []
     """Who waits for whom, if the run stands still."""
@@ -256,9 +255,8 @@ class Universe:
     def start_kernel(
         self, kernels: Callable[[], life.Kernels] | None = None, *, accept_dataset: bool = False
     ) -> SimulatedProcess:
-        """Do what `stretto run` or `stretto resume` does, as a process of the simulation. `summary` has the
-        summary of its last kernel when it has ended by itself. By default, `kernels` continue from the newest
-        checkpoint."""
+        """Do what `stretto run` or `stretto resume` does, in a simulated process. `summary` gets that of the
+        last kernel that ends by itself. By default, `kernels` continue from the newest checkpoint."""
         out, self.summary = self.folder / "run", None
         kernel = self._owner = SimulatedProcess(self.loop, "kernel")
         self._lock, self._replaced = lock_run(out / "bus"), self.loop.create_future()
@@ -305,8 +303,7 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Let a kernel stand still, and another one resume the run, as on a machine where its lock does not
-        show."""
+        """Let a kernel stand still while another resumes the run, as where its lock does not show."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()
@@ -403,8 +400,6 @@ def _logged(report: Callable[..., None]) -> Generator[None]:
 
 
 class _NoView:
-    """A live view that shows nothing."""
-
     def __init__(self, *args: object) -> None:
         del args
 
@@ -416,7 +411,5 @@ class _NoView:
 
 
 class _NoMeter:
-    """A meter of cores that nobody uses."""
-
     def read(self) -> CoreUse:
         return CoreUse(0.5, 0.5)

@@ -17,8 +17,7 @@ def run_child(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.CompletedProcess[bytes]:
-    """Start a process, write `stdin` to its standard input, and wait until it ends, with any exit status.
-    Raise TimeoutError if it has not ended after `timeout_s`; it is killed."""
+    """Run a process with this input until it ends. At `timeout_s` kill it and raise TimeoutError."""
     try:
         return subprocess.run(
             argv, input=stdin, capture_output=True, timeout=timeout_s, check=False, env=env, cwd=folder

@@ -1,7 +1,4 @@
-"""The environment process: one environment, called for one answer at a time. Child of a verifier worker.
-
-The first frame names it. The process answers each `Question` with a `Reaction` (see `protocol`).
-"""
+"""The environment process, child of a verifier worker. Each call answers one `Question` (see `protocol`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A port in a sandbox without the machine's network that leads to a server in this process.
 
-The sandbox has a loopback of its own. Before the command starts, a script in the sandbox (`open_port.py`)
-listens there and hands the listening socket over to this process. So clients in the sandbox reach this
-process at an ordinary address, and reach nothing else.
+Before the command, `open_port.py` in the sandbox listens on the sandbox's loopback, and hands the listening
+socket to this process. Clients in the sandbox reach nothing else.
 """
 
 from __future__ import annotations
@@ -26,14 +25,10 @@ _FIRST_DESCRIPTOR = 10
 
 
 class ForwardedPort:
-    """One port of one sandbox, for one start of a command. A context manager: its end closes the channel, and
-    the listening socket if nobody received it.
+    """One port in one sandbox, for one start of a command.
 
-    Args:
-        port: number of the port in the sandbox.
-
-    Raises:
-        OSError: if this process has too many open files.
+    A context manager: its end closes the channel, and a listening socket that nobody received. Raises OSError
+    if this process has too many open files.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,14 +1,12 @@
 """A small process between a worker and a child process: nothing that the child starts outlives the child.
 
-`guarded` returns the command that runs this file, which imports only the standard library: `guard.py PARENT
-GRACE_S COMMAND…`. The guard leads a session of its own, and starts the child. On Linux it is the subreaper of
-the child: it adopts every process that the child leaves behind, one with a session of its own too. It kills
-all of them when the child has ended, when it gets SIGTERM, and when the worker has ended, in whatever way. It
-first sends SIGTERM to a child that still runs, and waits for GRACE_S seconds. The guard ends as the child
-ended: with the same exit status, or by the same signal.
+`guard.py PARENT GRACE_S COMMAND…` imports only the standard library. On Linux the guard is the child's
+subreaper, which adopts processes that the child leaves, even those with a session of their own. It kills all
+of them when the child or the worker has ended, or at SIGTERM; a running child first gets SIGTERM and GRACE_S
+seconds. The guard ends as the child ended: same exit status or signal.
 
-If the guard itself is killed, Linux kills the child; processes that the child has started are left. On other
-systems the guard kills the child's process group, which processes can leave.
+If the guard is killed, Linux kills the child, but not the child's own children. On other systems the guard
+kills the child's process group, which processes can leave.
 """
 
 from __future__ import annotations
@@ -39,11 +37,9 @@ _POLL_S = 0.005
 
 
 def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
-    """Return the command that runs `argv` under a guard. Start it from the main thread of this process: the
-    guard ends with the thread that started it.
+    """Return the command that runs `argv` under a guard, with `grace_s` seconds from SIGTERM to SIGKILL.
 
-    Args:
-        grace_s: seconds that the child has to end after SIGTERM; 0 kills it at once.
+    Start it from the main thread: the guard ends with the thread that started it.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(grace_s), *argv]
 
@@ -56,9 +52,6 @@ def end_with_parent(number: int) -> None:
 def adopt_orphans(is_on: bool) -> None:
     """Have the system make orphans below this process its children (a "subreaper"), or not. Linux only."""
     _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
-
-
-# ------------------------------------------------------------------------------------------- process
 
 
 def _main(parent: int, grace_s: float, argv: list[str]) -> None:
@@ -120,7 +113,7 @@ def _wait_for(child: int, parent: int, grace_s: float) -> int:
 
 
 def _collect(child: int) -> int | None:
-    """Collect the processes that have ended, adopted ones too. Return how the child ended, if it has."""
+    """Collect ended processes, adopted ones too. Return how the child ended, if it has."""
     pid = -1
     while pid:
         pid, status = os.waitpid(-1, os.WNOHANG)

@@ -24,7 +24,7 @@ from stretto.errors import nearest
 __all__ = ["FILES", "fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
 
 _loading = RLock()
-"""Held while a file is loaded: another thread gets a module only when it is whole."""
+"""Held while a file is loaded, so that threads get only whole modules."""
 
 
 def load_importable(reference: str) -> Any:
@@ -38,11 +38,10 @@ def load_importable(reference: str) -> Any:
 
 
 def load_module(path: str) -> ModuleType:
-    """Load a Python file as a module. The file runs only at the first call with this path.
+    """Load a Python file as a module, once for each path.
 
-    The module's name is the file's, with a digest of its path: two files of one name are two modules. A file
-    in a package is loaded as a module of it. The folder is put at the end of `sys.path`, so that the file may
-    import the files beside it, from wherever the run is started.
+    The module's name has a digest of its path; a file in a package is a module of it. The folder goes to the
+    end of `sys.path`, so that the file may import its neighbours.
     """
     file = Path(path).resolve()
     folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
@@ -57,7 +56,7 @@ def load_module(path: str) -> ModuleType:
 
 
 FILES: dict[str, Path] = {}
-"""Name of a module -> the file or the package that `load_module` was asked for."""
+"""Name of a module -> the file or package of `load_module`."""
 
 
 def _name_of(top: Path) -> str:

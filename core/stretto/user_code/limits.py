@@ -1,8 +1,7 @@
 """Limits of processor time and memory for one answer.
 
-A fork of the scoring process scores the answers of a group one after another. The operating system ends the
-fork when an answer exceeds a limit. That answer scores 0, and a new fork continues with the next answer. The
-fork shares the memory of the loaded reward, so a new fork costs milliseconds.
+A fork of the scoring process scores a group's answers one by one. The system ends it when an answer exceeds a
+limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next one.
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ class AnswerLimits:
     """Limits for scoring one answer; None for no limit."""
 
     cpu_s: float | None = None
-    """Processor time in seconds."""
     memory_mb: int | None = None
-    """Address space in MiB beyond what the scoring process already uses. Linux only."""
+    """Address space in MiB beyond the scoring process's. Linux only."""
 
     def __bool__(self) -> bool:
         return self.cpu_s is not None or self.memory_mb is not None

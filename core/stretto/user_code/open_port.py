@@ -1,8 +1,7 @@
 """open_port.py CHANNEL PORT COMMAND…: listen on a port, hand the listening socket over, run the command.
 
-This script runs in a sandbox with a network of its own. CHANNEL is the file descriptor of a Unix socket that
-leads to the process that started the sandbox (`stretto.user_code.forwarded_port`). The listening socket goes
-there. Then the script becomes the command, which gets neither of the two sockets.
+It runs in a sandbox. CHANNEL is a descriptor of a Unix socket to `stretto.user_code.forwarded_port`, which
+gets the listening socket. The command gets neither socket.
 """
 
 from __future__ import annotations

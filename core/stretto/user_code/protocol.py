@@ -1,9 +1,8 @@
 """The protocol between a verifier worker and its child processes, over the child's standard pipes.
 
-Each frame is a head and msgpack: 4 bytes of length and 8 bytes with the number of the question, both
-big-endian. The first frame sets the child up, and the child answers with `Started`. Then the child answers
-each question, one at a time, until its input ends. An answer has the number of its question. Numbers are
-random: code that runs in the child cannot write a frame that answers a later question.
+A frame is 4 bytes of length, 8 bytes with the question's number, both big-endian, and msgpack. The first one
+sets the child up, which answers with `Started`, and then answers one question at a time until its input ends.
+Numbers are random: code in the child cannot answer a later question.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     """Why the child failed to start; empty if it is ready."""
     data: bytes = b""
-    """What the child reports at its start, such as the schemas of the tools."""
+    """What the child reports, such as the schemas of the tools."""
 
 
 class Pipes:
@@ -76,10 +75,8 @@ def serve(
 ) -> None:
     """Run a child that holds one piece of the user's code until its input or its parent ends.
 
-    Args:
-        make: makes the user's code from the first frame.
-        failure: makes the answer if `answer` raised; `name` is that of the user's code in it.
-        cannot: start of the error text if `make` raises.
+    `make` gets the first frame; `cannot` begins the error if it raises. `failure` makes the answer if
+    `answer` raises, and `name` is then that of the user's code.
     """
     die_with_parent()
     pipes = Pipes()
@@ -138,9 +135,8 @@ def try_to_ask(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> tuple[Started, list[bytes]]:
-    """Start a child, send it the frame `setup` and some questions, and let it end. Return its `Started` and
-    its answers: none if the child failed to start, or did not answer all questions. Raise TimeoutError if it
-    takes longer than `timeout_s`; it is then killed."""
+    """Run a child with these frames. Return `Started` and all answers, or none if the child fails to start or
+    to answer them all. Raise TimeoutError, and kill it, after `timeout_s`."""
     contents = [setup, *map(msgspec.msgpack.encode, questions)]
     frames_in = b"".join(framed(number, content) for number, content in enumerate(contents))
     done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)

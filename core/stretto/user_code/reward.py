@@ -1,7 +1,4 @@
-"""The scoring process: one reward, called for one group at a time. Child of a verifier worker.
-
-The first frame holds the run. The process answers each `Task` with a `ScoringResult` (see `protocol`).
-"""
+"""The scoring process, child of a verifier worker. It makes one reward and scores a group for each `Task`."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     completions: tuple[str, ...]
     """The answers; empty to see only whether the reward can be called with these columns."""
     columns: bytes
-    """Columns with one value for each completion: a msgpack map of lists."""
+    """Columns with a value for each completion: a msgpack map of lists."""
     trial: bool = False
     """Whether `check` asks."""
 
@@ -42,7 +39,7 @@ class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
     scores: tuple[tuple[float, dict[str, float]], ...] = ()
     fault: SampleFault | None = None
     over: dict[int, str] = {}
-    """Completions that score 0, because of a limit or the end of their process: index -> reason."""
+    """Index -> reason, of completions that score 0 because of a limit or the end of their process."""
     unused: tuple[str, ...] = ()
     """For a trial: optional parameters of the reward that no column gives a value for."""
 

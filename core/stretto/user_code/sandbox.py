@@ -1,15 +1,14 @@
 """The sandbox for commands that are not part of stretto: tools, agents, MCP servers. Default: bubblewrap.
 
-A command in the sandbox sees the system's programs and libraries, this Python with its packages, and the
-paths that the caller lists, all read-only. It has a private `/tmp`, at most one folder to write to, and sees
-no other process. Unless the caller allows it the machine's network, it has only a loopback of its own, from
-which at most one port leads out, to this process (`stretto.user_code.forwarded_port`). A seccomp filter
-refuses system calls that lead out of sandboxes (`stretto.user_code.seccomp`). In both modes the environment
-is new: only PATH comes from the caller. Every started process ends with the process that started it.
+A command sees the system's programs and libraries, this Python with its packages, and the listed paths, all
+read-only. It has a private `/tmp`, at most one writable folder, and sees no other process. Without the
+machine's network it has its own loopback, from which at most one port leads to this process
+(`stretto.user_code.forwarded_port`). A seccomp filter refuses calls that lead out of sandboxes
+(`stretto.user_code.seccomp`). Even `unsafe`, only PATH comes from the caller's environment, and started
+processes end with their starter.
 
-Memory and processes are limited in total where systemd runs for this user, which is tried once. Elsewhere
-processes are limited by the system's limit for users, which does not hold for root, and memory is limited
-only for each process.
+Where systemd runs for this user, memory and processes are limited in total. Elsewhere memory is limited for
+each process, and processes by the system's limit for users, which does not hold for root.
 """
 
 from __future__ import annotations
@@ -82,11 +81,9 @@ class SandboxedCommand:
         stdout: int | IO[Any] | None = subprocess.PIPE,
         stderr: int | IO[Any] | None = None,
     ) -> Process:
-        """Start the command. It ends with this process, or by `kill`. Call this in the main thread: when a
-        thread ends, the processes that it started end too.
+        """Start the command. It ends with this process, or by `kill`. Raises OSError without the program.
 
-        Raises:
-            OSError: if the program does not exist.
+        Call this in the main thread: when a thread ends, the processes that it started end too.
         """
         return await anyio.open_process(
             self.argv,
@@ -216,9 +213,6 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
             "create them); if you trust all that is run, write `sandbox: unsafe`"
         )
     yield Problem("sandbox", f"{problem}. {remedy}", "environment")
-
-
-# ----------------------------------------------------------------------------------------- helpers
 
 
 def _bubblewrap() -> str:

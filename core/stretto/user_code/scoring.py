@@ -40,13 +40,8 @@ def score_group(
 ) -> list[tuple[float, dict[str, float]]]:
     """Call a reward in the form that its signature has (see `stretto.reward`), and return its scores.
 
-    Args:
-        completions: the answers; empty to see only whether the reward can be called with these columns.
-        each: columns with one value for each completion.
-
-    Raises:
-        RewardError: if the reward needs a column that the row does not have, or does not return a finite
-            number for every completion.
+    `each` has columns with a value for each completion; without completions, only the columns are checked.
+    Raises RewardError for a missing column, or without a finite number for every completion.
     """
     scores = optional_scores(reward, row, completions, each)
     if None in scores:
@@ -116,7 +111,6 @@ def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], co
 
 
 def _name_prompt_and_completion(first: str, second: str) -> bool:
-    """Whether the names of two parameters say that the first is the prompt and the second the completion."""
     other = _COMPLETION.search(first) or _PROMPT.search(second)
     if other or _EXPECTED.search(first) or _EXPECTED.search(second):
         return False
@@ -204,9 +198,8 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
-    """Return the reward and the metrics that a reward gave for a completion, which `of` names; None if it
-    gave None. Raise RewardError if one is no number that a trainer can use: the completion is then missing in
-    its group, because what gives no number says nothing of the policy."""
+    """Return reward and metrics of completion `of`; None if the reward is None. Raise RewardError for
+    unusable numbers: the completion is then missing in its group, since that says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

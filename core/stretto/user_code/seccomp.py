@@ -1,9 +1,8 @@
 """The system calls that the sandbox refuses, as a seccomp filter for bubblewrap.
 
-The sandbox drops all capabilities, so most privileged calls fail anyway. The filter also takes away calls
-that need no capability and have often led out of sandboxes: keys, tracing, bpf, perf, io_uring, userfaultfd,
-mounts and namespaces. It refuses sockets between virtual machines, which network namespaces do not hold. A
-refused call fails with EPERM. Threads, `fork` and `exec` work as usual.
+Besides the dropped capabilities it takes away calls that have often led out of sandboxes: keys, tracing, bpf,
+perf, io_uring, userfaultfd, mounts and namespaces, and sockets between virtual machines, which network
+namespaces do not hold. Refused calls fail with EPERM.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = [
 ]
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-"""Numbers of the supported architectures in the kernel's audit interface, by their names."""
+"""Number of each architecture in the kernel's audit interface."""
 REFUSED = {
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -68,7 +67,7 @@ REFUSED = {
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
 }
-"""Numbers of the refused calls, in the order of `ARCHITECTURES`."""
+"""Numbers of refused calls, in the order of `ARCHITECTURES`."""
 REFUSED_BY_FLAGS = {"clone": (56, 220), "unshare": (272, 97)}
 """Calls that are refused if their first argument has a flag of `_NAMESPACES`."""
 REFUSED_BY_VALUE = {"socket": (41, 198)}
@@ -98,13 +97,11 @@ _ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 
 
 def seccomp_filter(machine: str, *, supervised: bool = False) -> bytes:
-    """Return the filter for an architecture as `platform.machine` names it; empty if it is not supported.
+    """Return the filter for an architecture of `platform.machine`; empty if it is not supported. Processes
+    that make calls of another one, such as 32-bit programs, are killed.
 
-    A process that makes calls of another architecture, such as a 32-bit program, is killed.
-
-    Args:
-        supervised: also refuse `UNCOUNTED_MEMORY`, and let a supervisor decide on each new process and thread
-            (the kernel's "user notification"), who so can limit their number.
+    `supervised` also refuses `UNCOUNTED_MEMORY`, and lets a supervisor decide on each new process and thread
+    (the kernel's "user notification"), to limit their number.
     """
     if machine not in ARCHITECTURES:
         return b""

@@ -1,7 +1,6 @@
-"""The tool process: it runs the run's tools in the sandbox, one call at a time. Child of a verifier worker.
+"""The tool process, child of a verifier worker: it runs tools in the sandbox, one call at a time.
 
-The first frame names the tools; `Started` has their schemas. The process answers each `Invocation` with a
-`ToolAnswer`. MCP servers are children of it and end with it.
+The first frame names the tools; `Started` has their schemas. MCP servers are its children and end with it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 _TRY_S = 60.0
-"""Time limit for making the tools in a trial."""
+"""Limit for making the tools in a trial."""
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
 _TEXTS = {"description", "default", "title"}
@@ -52,7 +51,7 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
     arguments: bytes
     """JSON object."""
     images: bool = False
-    """Whether the answer may have images. If not, a text says how many there are."""
+    """Whether the answer may have images; otherwise a text counts them."""
 
 
 class _Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -130,9 +129,6 @@ def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
                 "it; write a docstring, and hints of the parameters",
                 "warning",
             )
-
-
-# ----------------------------------------------------------------------------------------- process
 
 
 async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:

@@ -1,8 +1,5 @@
-"""A process that makes the components that the kernel does not make. `stretto check` starts it.
-
-It reads the run from its standard input and reports the problems; output of plugins goes to stderr (see
-`protocol`). Rewards are tried in the process that runs them (see `reward`).
-"""
+"""The process of `stretto check` that makes the components which the kernel does not make (see
+`protocol`)."""
 
 from __future__ import annotations
 

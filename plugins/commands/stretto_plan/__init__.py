@@ -130,8 +130,7 @@ def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
-    """Return the numbers of processes and replicas with which a run uses so many GPUs. Processes are a power
-    of two, or three times one."""
+    """Return processes and replicas for so many GPUs. Processes are a power of two, or three times one."""
     of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
     if not of_trainer or not of_engine:
         raise ConfigError(
@@ -155,7 +154,7 @@ def _service_times(
     record: Path | None,
     cores: int,
 ) -> tuple[ServiceTimes, float | None]:
-    """Return the service times, and the seconds of a step if they are measured now."""
+    """Return service times, and the seconds of a step if they are measured now."""
     import msgspec
 
     from stretto.simulation import ServiceTimes

@@ -28,8 +28,8 @@ _FIRST, _FIRST_SLOW = 6, 3
 """Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
 _SLOW_S = 2.0  # seconds of a step of a slow run
 FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
-"""Steps that are measured at least, and at most; of a slow run, the second."""
-# Seconds of measurement that are enough, and after which the least number of steps of a slow run is.
+"""Least steps that are measured, the least of a slow run, and the most."""
+# Enough seconds of measurement, and those after which `_FEWEST_SLOW` steps are enough.
 _SHORT_S, _LONG_S = 15.0, 30.0
 _SAY_S = 10.0  # between two lines of progress
 _POLL_S = 0.05  # short beside a step, so that the readings are at its end
@@ -109,8 +109,7 @@ def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
 
 
 def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
-    """Return the lengths of the answers that a run kept, and the tokens of a batch, prompts included, for
-    each sampled one; no lengths and 1 if it kept none."""
+    """Return lengths of kept answers and the batch's tokens per sampled one; none and 1 without answers."""
     rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
     kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
     if not kept:

@@ -23,8 +23,7 @@ _Lines = Sequence[Mapping[str, Any]]
 def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTimes:
     """Return the service times of a run, from its steps without an evaluation.
 
-    One run does not tell how much of a decode step is for the step, and how much for the samples in it. A
-    guess: a step with all slots takes twice one without samples.
+    A guess, which one run cannot show: a step with all slots takes twice one without samples.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]
@@ -100,8 +99,7 @@ def _mean(lines: _Lines, key: str) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the intercept and the slope of a line through the means of all points. If their differences do
-    not show the slope, the line goes through 0."""
+    """Return intercept and slope of a line through the mean; through 0 if they do not show the slope."""
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     spread = math.fsum((u - x) ** 2 for u, _ in points)
     slope = math.fsum((u - x) * (v - y) for u, v in points) / spread if spread else 0.0

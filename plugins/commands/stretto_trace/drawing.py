@@ -1,9 +1,7 @@
 """The timeline of a run, drawn for Perfetto's viewer.
 
-The file has a track for each worker, with its life; below it are a rollout worker's tickets, or the versions
-that an inference worker serves. Further tracks have the steps with what each waited for, the calls of each
-worker group, the evaluations, the finished groups that wait for their step, and counters. Arrows lead from a
-ticket to the step that trained it.
+Workers have tracks, with tickets or served versions below. Other tracks have steps and their waits, calls of
+worker groups, evaluations, waiting groups, and counters. Arrows lead from tickets to steps.
 """
 
 from __future__ import annotations
@@ -35,9 +33,6 @@ def write_trace(folder: Path, file: Path) -> None:
         aside.replace(file)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
-
-
-# ------------------------------------------------------------------------------------- the picture
 
 
 class _Drawing:

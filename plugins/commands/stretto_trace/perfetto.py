@@ -1,8 +1,7 @@
 """A file in Perfetto's trace format: tracks with spans and counters. It knows nothing of runs.
 
-The format is protobuf, from the package `perfetto` (extra `trace`). Spans of one track do not overlap. A flow
-is a chain of arrows: it leads through the spans that name it in `flows`, in the order of their times, to the
-one that names it in `ends`.
+The format is protobuf, from the package `perfetto` (extra `trace`). Spans of a track do not overlap. A flow
+leads with arrows through the spans that name it in `flows`, by time, to the one that names it in `ends`.
 """
 
 from __future__ import annotations

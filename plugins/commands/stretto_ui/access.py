@@ -1,9 +1,8 @@
-"""Who may read the page: the token, the cookie that replaces it, the Host check, and the headers of answers.
+"""Who may read the page: token, cookie, Host check, and the headers of answers.
 
-The server only reads, and it answers only a browser that has had the token. A page of another site cannot
-use that browser's cookie: the cookie is `SameSite=Strict`, and the Host check refuses a foreign name that was
-made to point here (DNS rebinding). Text of models cannot run as a script: the content security policy admits
-only the server's own files.
+Only a browser that has had the token gets answers. A page of another site cannot use its cookie, which is
+`SameSite=Strict`; the Host check refuses foreign names that point here (DNS rebinding). The content security
+policy admits only the server's own files as scripts.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Access:
 
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
-        """The secret of the address that the command prints. It is valid until the server stops."""
+        """The secret of the printed address, until the server stops."""
         # Cookies do not distinguish the ports of one machine, so each server has a name of its own.
         self._cookie = f"stretto-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}

@@ -1,8 +1,4 @@
-"""Curves for the page: smoothed, and with as many points as the window has pixels.
-
-A curve of a long run has more points than a screen, which shows the extremes; a smaller window shows all
-points again.
-"""
+"""Curves for the page: smoothed, and with as many points as the window has pixels, extremes included."""
 
 from __future__ import annotations
 
@@ -26,11 +22,9 @@ class ShownCurve(msgspec.Struct):
     smooth_y: list[float]
     total: int
     ci95: list[float | None]
-    """For held-out scores of one run, half the width of each 95 % interval, as if answers were independent;
-    else empty."""
+    """For one run's held-out scores: half the 95 % intervals, as if answers were independent; else empty."""
     sd: list[float]
-    """Of several runs: the standard deviation between them at each point of `smooth_y`, or without smoothing
-    of `y`."""
+    """Of several runs: standard deviation at each point of `smooth_y`, or without smoothing of `y`."""
 
 
 def curve(
@@ -43,9 +37,8 @@ def curve(
     points: int,
     smoothing: float,
 ) -> ShownCurve:
-    """Return the figure `key` over the figure `x` in a window. Of several runs it is the mean of both at each
-    step that all have. The `smoothing` is the weight of the past, 0 to below 1; the mean at a window's start
-    includes the points before the window."""
+    """Return the figure `key` over `x` in a window; of several runs, the mean at common steps. `smoothing` is
+    the weight of the past, 0 to below 1, points before the window included."""
     tables = [{line["step"]: (line[x], line[key]) for line in lines if _has(line, x, key)} for lines in runs]
     steps = sorted(set.intersection(*map(set, tables)))
     known = np.array([[table[step] for step in steps] for table in tables], np.float64)
@@ -87,8 +80,7 @@ def _intervals(
 
 
 def smooth(values: Numbers, weight: float) -> Numbers:
-    """Return the exponential moving average (N,) of the values (N,). Like TensorBoard's, it is divided by the
-    sum of the weights so far, so that it does not start at 0."""
+    """Return the exponential moving average (N,), divided by the sum of weights so far, as TensorBoard's."""
     smoothed = np.empty_like(values)
     mean, total = 0.0, 0.0
     for index, value in enumerate(values.tolist()):

@@ -17,10 +17,9 @@ from stretto.records.charts import part_texts
 from stretto.records.run_folder import Attempt, RunFolder, RunHistory, StepSpan
 
 _MARGIN_S = 60.0
-"""Read this much before and beyond the window, or its length if that is more: a span is written down when it
-is over, and the waits before a step are written down with the step."""
+"""Read this much around the window, or its length if that is more: spans are written at their end."""
 _MOST_ROWS = 24
-"""Most rows of tickets that are drawn one by one for a worker; the others are counted."""
+"""Most drawn rows of tickets per worker; the others are counted."""
 _MOST_TICKETS = 1500
 """Most tickets in a window that are drawn one by one. Beyond, the lane shows how many are in flight."""
 _STEPS_SHOWN = 12
@@ -36,13 +35,13 @@ class LaneSpan(msgspec.Struct, omit_defaults=True):
     """Unix seconds, like `end`."""
     end: float
     kind: str
-    """What the page colours: `step`, `wait`, `evaluation`, `call`, `swap`, `train`, `eval`."""
+    """`step`, `wait`, `evaluation`, `call`, `swap`, `train` or `eval`: the page colours it."""
     text: str
     part: str = ""
-    """Of a step or a wait: the part of a step's time, a key of `STEP_PARTS`."""
+    """Key of `STEP_PARTS`, for a step or a wait."""
     count: int = 1
     busy_s: float = 0.0
-    """Seconds of the spans that this one stands for, if they are several."""
+    """Seconds of the spans that this one stands for."""
     row: int = 0
     ticket: int | None = None
     score: float = 0.0
@@ -71,15 +70,15 @@ class Lanes(msgspec.Struct):
     """The timeline in a window."""
 
     begun: float
-    """First and last moment of the whole timeline, in Unix seconds."""
+    """`begun` and `ended`: the whole timeline, in Unix seconds."""
     ended: float
     start: float
     end: float
     lanes: list[Lane]
     marks: list[Mark]
-    """Kernels that began or ended, and workers that were lost."""
+    """Kernels that began or ended, and lost workers."""
     parts: list[tuple[str, str, float]]
-    """Where the time of the steps in the window went, the longest part first: key, words, seconds."""
+    """(key, words, seconds) of the steps' time in the window, the longest part first."""
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
@@ -182,7 +181,7 @@ def _ticket(attempt: Attempt, open_until: float | None) -> LaneSpan | None:
 
 
 def _pack(spans: Sequence[LaneSpan]) -> int:
-    """Give each span the first row that is free; return the number of rows."""
+    """Give each span the first free row; return the number of rows."""
     ends: list[float] = []
     for span in spans:
         row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))

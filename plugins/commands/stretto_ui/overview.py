@@ -23,8 +23,7 @@ _MEANS = (
 
 
 def overview(record: RunFolder) -> dict[str, Any]:
-    """Return the content of the view as JSON values. A status that cannot be read, such as that of another
-    version of stretto, is a fault to show, and no reason to hide the run."""
+    """Return the view as JSON values. An unreadable status, as of another stretto, is shown as a fault."""
     steps, summary, fault = record.steps, record.summary, ""
     try:
         status = record.status

@@ -21,7 +21,7 @@ from stretto_ui.samples import Samples
 
 _SEARCH_S = 5.0  # search the folder for new runs at most this often
 _OPEN = 6
-"""Number of runs whose metrics stay in memory after a page has read them: a long run takes some 100 MB."""
+"""Runs whose metrics stay in memory: those of a long run take some 100 MB."""
 _CURVE = 48
 _MOST_KEYS = 40
 
@@ -80,9 +80,8 @@ class ListedRun:
 
 
 class Runs:
-    """All runs in and below some folders. Without a folder: the runs below `runs`, and those of this user on
-    this machine that live, or lived at an earlier search. Only these can be read; a request names them by
-    id."""
+    """All runs in and below some folders, or without folders those below `runs` and this user's living runs,
+    also of earlier searches. Requests can read only these, by id."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]

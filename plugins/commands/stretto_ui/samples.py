@@ -33,8 +33,7 @@ class Samples:
         self._lock = threading.Lock()
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return one page of rows that fit, with the number of all that fit. A search for a text counts
-        nothing: it stops at the end of the page."""
+        """Return a page of rows and the number of all. A search for a text counts none: it stops early."""
         wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -45,8 +44,7 @@ class Samples:
         return {"rows": [_preview(row) for row in rows[:limit]], "more": len(rows) > limit, "total": total}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return one page of tickets with a sample that fits, the newest first. Each has all its samples, the
-        highest reward first."""
+        """Return a page of tickets with a fitting sample, newest first, each with all samples by reward."""
         wanted, limit = filter_of(query), _count(query, "limit", 20, _MOST_GROUPS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -70,8 +68,7 @@ class Samples:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
-        """Return a small PNG of an image whose file this machine has: the one with the SHA-256 `sha256` in a
-        conversation of a ticket, or else number `number` of the ticket's row."""
+        """Return a small PNG: image `sha256` of a ticket's conversation, or `number` of its row."""
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
             file = self._file_of(digest, names)

@@ -1,8 +1,7 @@
 """`stretto report`: the page in one file, with answers about some runs in place of a server.
 
-A browser loads no module from a file, so the modules become one script: each is a function that returns what
-it exports. The policy of the file admits this script, uPlot and the style sheets by their hashes, and no
-address: text of a run that was taken for markup could neither run nor send anything.
+Browsers load no modules from a file, so each module becomes a function of one script. The policy admits
+script and style sheets by hash, and no address: text of a run can neither run nor send anything.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 _MOST_BYTES = 16 << 20
 """Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
 _POINTS, _FEWEST_POINTS = 1000, 200
-"""Most points of a curve of one run. Several runs share them."""
+"""Most points of a run's curve, which several runs share, and the fewest."""
 _PARTS = frozenset({"points", "keys", "width"})
-"""Parameters that choose a part of what the file holds whole. static/api.js leaves them out as well."""
+"""Parameters that select a part of what the file holds. static/api.js leaves them out."""
 _FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
 """What static/samples.js asks for."""
 _LINKED = re.compile(
@@ -103,8 +102,7 @@ class _SavedRun:
         self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
 
     def add_samples(self) -> None:
-        """Add the groups of the newest step and evaluation with samples: all texts, then images, then
-        tokens."""
+        """Add the newest groups of training and evaluation: all texts, then images, then tokens."""
         page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
         for query in self._newest():
             listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
@@ -131,8 +129,7 @@ class _SavedRun:
         return pages or [{}]
 
     def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
-        """Add an answer and return it; None if it is an error or too large. Of a kind of which one was too
-        large, no others are read."""
+        """Add an answer and return it; None after an error, or if one of its kind was too large."""
         if self.left_out[what]:
             self.left_out[what] += 1
             return None
@@ -147,7 +144,7 @@ class _SavedRun:
 
 
 def _asked(handler: Callable[[], Any], run: str) -> tuple[Any, Any]:
-    """Return an answer, and what the file holds of it. If it fails: None, and why, as the server says."""
+    """Return (answer, what the file holds); if it fails, None and the server's error."""
     try:
         answer = handler()
     except Exception as error:  # noqa: BLE001 - `fault_of` says why
@@ -162,9 +159,6 @@ def _images(rows: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, str]]:
     yield from ({"number": str(number)} for number, name in enumerate(names) if isinstance(name, str))
     digests = _SHA256.findall(_json([row["messages"] for row in rows]))
     yield from ({"sha256": digest} for digest in dict.fromkeys(digests))
-
-
-# ------------------------------------------------------------------------------------------ the file
 
 
 def _document(answers: Mapping[str, str], without: str) -> str:
@@ -213,7 +207,7 @@ def _source(name: str) -> str:
 
 
 def _add_module(name: str, modules: dict[str, str]) -> None:
-    """Add a module as a constant `NAME_js` with its exports, after the modules that it imports."""
+    """Add a module as a constant `NAME_js` with its exports, after those that it imports."""
     source = (STATIC / f"{name}.js").read_text()
     for _, imported in _IMPORT.findall(source):
         if imported not in modules:
@@ -224,7 +218,7 @@ def _add_module(name: str, modules: dict[str, str]) -> None:
 
 
 def _json(value: Any) -> str:
-    """Return JSON that a script element of HTML can hold: no text in it ends the element."""
+    """Return JSON in which no text ends a script element."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 

@@ -96,8 +96,7 @@ class Page:
             return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
-        """Curves in a window, of the run or as the mean with `others`. An evaluation's step is its
-        version."""
+        """Curves in a window, of the run or the mean with `others`. An evaluation's step is its version."""
         keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
         x = query.get("x", "step")
         if x not in ("step", "time_s"):
@@ -298,8 +297,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def fault_of(error: Exception, run: str) -> str:
-    """Return why a run cannot be shown. Its files can hold anything, so a view can fail in any way: that
-    is an error of the one run."""
+    """Return why a run cannot be shown. Its files can hold anything, so each error is one of the run."""
     if isinstance(error, ConfigError):
         return str(error)
     _log.error("cannot show a run", exc_info=error)

@@ -1,8 +1,4 @@
-"""`stretto plot`: curves of runs in the terminal.
-
-One panel for each key, all runs over each other. Held-out scores are points in the panel of the reward,
-and in a panel of their own where a run has no reward.
-"""
+"""`stretto plot`: curves in the terminal, a panel for each key (see `stretto.records.charts.panels_of`)."""
 
 from __future__ import annotations
 
@@ -30,9 +26,6 @@ def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -
     if not panels:
         raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")
     return panels
-
-
-# ---------------------------------------------------------------------------------------- drawing
 
 
 def draw_text(panels: Sequence[Panel], width: int, *, coloured: bool) -> str:

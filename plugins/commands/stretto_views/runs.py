@@ -21,7 +21,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     step: int | None = None
-    """Number of finished steps; None if the run has no status."""
+    """Finished steps; None without a status."""
     steps: int | None = None
     reward: float | None = None
     score: float | None = None

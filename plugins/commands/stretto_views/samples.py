@@ -116,9 +116,6 @@ def ticket_story(history: RunHistory, ticket: int, purpose: Purpose) -> Iterator
         yield f"{', '.join(parts)}; {each.outcome}{step}{f': {each.reason}' if each.reason else ''}"
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console) -> None:
     for title, body in sections:
         console.print(Text(f"  {title}", style="dim"))

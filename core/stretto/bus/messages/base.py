@@ -9,12 +9,11 @@ import msgspec
 from stretto.launcher import ROLES
 
 Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer", "operator"]
-"""Who may be at an end of the bus: the kernel, a worker of a role, the sample writer, a viewer, who only
-listens, or the operator, who gives commands to a run: its user."""
+"""A viewer only listens. The operator is the run's user, who gives it commands."""
 
 WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=WORKER_ID)]
-"""Id of a worker, such as `rollout-0`. The bus makes subjects from it, so it has no other characters."""
+"""Id of a worker, such as `rollout-0`. It is part of subjects, so it has no other characters."""
 NONCE = r"\A[A-Za-z0-9]{1,64}\Z"
 Nonce = Annotated[str, msgspec.Meta(pattern=NONCE)]
 """Random text that a worker draws at its start. It distinguishes a restarted worker from the previous
@@ -23,7 +22,6 @@ them."""
 VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
 """Name of a variant in the run file; empty for the run's own sections."""
 InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]
-"""The part of a process's inbox subjects that only this process has."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda name: f"{name}/1"):

@@ -17,13 +17,12 @@ class Generate(Message, frozen=True, tag="Generate/4"):
 
     request: GenerateRequest
     inbox: InboxToken
-    """The inference worker sends the chunks to `Subjects.chunks` of this inbox."""
+    """Chunks go to `Subjects.chunks` of this inbox."""
     exact_version: int | None = None
-    """The only version that may sample the request of an evaluation; None for training. A worker that is lent
-    to an evaluation answers only the requests of that evaluation. Any other worker answers only the requests
-    of training."""
+    """The version that an evaluation asks for; None for training. A worker lent to an evaluation answers only
+    that evaluation, any other worker only training."""
     sender: WorkerProcess | None = None
-    """The rollout worker. Only requests with images name it: it has their files."""
+    """Set only with images: the rollout worker has their files."""
 
 
 class AskImage(Message, frozen=True):
@@ -31,14 +30,12 @@ class AskImage(Message, frozen=True):
 
     digest: Digest
     offset: NonNegativeInt
-    """Index of the first byte to send."""
 
 
 class ImagePart(Message, frozen=True):
     """As much of an image's file as fits into a message."""
 
     size: NonNegativeInt
-    """Bytes of the whole file."""
     data: bytes
 
 
@@ -65,7 +62,7 @@ class ChunkBatch(Message, frozen=True):
     kept_counts: Array | None = None
     """(sum of counts,) uint16, number of tokens that each was drawn from; None if nobody wants them."""
     kept_ids: Array | None = None
-    """Their ids, int32, in the same order."""
+    """(sum of kept_counts,) int32, in the same order."""
 
 
 class Confirm(Message, frozen=True):
@@ -85,7 +82,7 @@ class Swap(Message, frozen=True, tag="Swap/2"):
 
     lease_epoch: int
     number: int
-    """Rises with every swap that a kernel asks for. The version may fall, to that of an evaluation."""
+    """Rises with every swap. The version may fall, to that of an evaluation."""
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
@@ -99,7 +96,6 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mean: float
     """Mean of |Δ| over the canary's tokens; infinite if either side returned a value that is not a number."""
     max: float
-    """Largest |Δ| over the canary's tokens."""
 
     def within(self, bound: float) -> bool:
         """Return whether the mean is at most `bound`."""
@@ -124,7 +120,7 @@ class SwapDone(Message, frozen=True):
     rows_unscored: str = ""
     """Why the worker cannot compare the rows; empty if there are no rows yet."""
     receive_s: float = 0.0
-    """Seconds in which the worker fetched the version, and put it together."""
+    """Seconds to fetch the version and to put it together."""
 
 
 class AskSharedRows(Message, frozen=True):

@@ -17,7 +17,7 @@ class Beacon(Message, frozen=True, tag="Beacon/3"):
     """Kernel to all workers, every second and at the end: the kernel is alive."""
 
     lease_epoch: int
-    """Fencing number of the kernel's lease. A worker obeys the highest number that it has seen."""
+    """Fencing number of the kernel's lease. Workers obey the highest that they have seen."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
 
@@ -26,14 +26,13 @@ class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What routing needs of an engine's `Load`, from its latest heartbeat."""
 
     version: int
-    """Policy version that the engine serves."""
     samples: int
-    """Number of samples that the engine is decoding or that wait."""
+    """Samples that are decoded or wait."""
     slots: int
-    """Number of samples that the engine can decode at once."""
+    """Samples that can be decoded at once."""
     generated_tokens: int
     lost_tokens: int = 0
-    """Total of tokens computed again, because its prefix cache had no room; 0 if the engine does not know."""
+    """Total of tokens computed again because the prefix cache was full; 0 if unknown."""
 
 
 class WorkerProcess(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,7 +48,7 @@ class Peer(WorkerProcess, frozen=True):
     figures: EngineFigures | None = None
     """None for a verifier, and for an engine before its first figures."""
     exact_version: int | None = None
-    """The only version that an inference worker serves while it is lent to an evaluation; else None."""
+    """The only version served while the worker is lent to an evaluation; else None."""
     closed: bool = False
     """Whether it may only finish its calls there: the worker leaves, or it has enough others now."""
 
@@ -78,11 +77,10 @@ class Join(Message, frozen=True, tag="Join/3"):
     token: str
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
     stretto: Annotated[str, msgspec.Meta(max_length=100)] = ""
-    """Version of stretto that the process has. The kernel accepts only its own."""
+    """Version of stretto. The kernel accepts only its own."""
     again: bool = False
     """Whether the process worked for a former kernel."""
     held: tuple[TicketStarted, ...] = ()
-    """The attempts that a rollout worker works on."""
 
 
 class Welcome(Message, frozen=True, tag="Welcome/3"):
@@ -133,23 +131,22 @@ class Heartbeat(Message, frozen=True):
     worker: WorkerId
     nonce: Nonce
     ready: bool
-    """Whether the worker can be called."""
     busy_s: float = 0.0
-    """Seconds of work since the worker's start, as the worker measures them."""
+    """Seconds of work since the worker's start."""
     load: Load | None = None
     """Load figures of the engine. Only inference workers send them."""
     tickets: int = 0
-    """Tickets that a rollout worker is working on."""
+    """Number of tickets that a rollout worker has."""
     refused: int = 0
-    """Number of malformed messages that the worker has refused."""
+    """Number of refused malformed messages."""
     blocked_s: float = 0.0
-    """Seconds for which the worker's event loop has stood still; 0 while it runs."""
+    """Seconds for which the event loop has stood still; 0 while it runs."""
     wait: Wait | None = None
     """The worker's oldest request without an answer."""
     leaving: bool = False
-    """Whether the worker drains: it finishes the work that it has, takes no new work, and then leaves."""
+    """Whether the worker drains."""
     paused: Annotated[str, msgspec.Meta(max_length=500)] = ""
-    """Why the calls of a verifier worker's reward or environment pause; empty if they do not."""
+    """Why calls of a verifier's reward or environment pause; empty if they do not."""
     used: float = 0.0
     """Share of a verifier's processes that work; of several sorts, such as rewards and tools, the fullest."""
 
@@ -172,8 +169,7 @@ class Draining(Message, frozen=True):
 
 
 class Dismissal(Message, frozen=True):
-    """Kernel to a process that sends heartbeats and is no worker of the run any more, because it was lost or
-    another process has its id: leave at once."""
+    """Kernel to a process that was lost or whose id another process has: leave at once."""
 
     lease_epoch: int
 
@@ -185,6 +181,6 @@ class Leaving(Message, frozen=True):
     nonce: str
     reason: str
     final: bool = False
-    """Whether the same failure would occur again after a restart of the worker or a resume of the run."""
+    """Whether the failure would occur again after a restart or resume."""
     drained: bool = False
     """Whether the worker leaves because it was asked to, after a drain."""

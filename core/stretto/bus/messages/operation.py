@@ -9,7 +9,6 @@ import msgspec
 from stretto.bus.messages.base import Message
 
 ProcessNumber = Annotated[int, msgspec.Meta(ge=1, le=10_000)]
-"""Number of processes of a role or of a worker group."""
 
 
 class ScaleRun(Message, frozen=True):
@@ -27,7 +26,7 @@ class RunScaled(Message, frozen=True):
     """The kernel has begun to change the numbers."""
 
     done: tuple[str, ...]
-    """What the kernel does, a sentence for each number."""
+    """A sentence for each number."""
 
 
 class StopRun(Message, frozen=True):

@@ -15,9 +15,8 @@ class ScoreSamples(Message, frozen=True):
     """The dataset row, in msgpack."""
     completions: tuple[str, ...]
     columns: bytes
-    """More arguments by name for the reward: a msgpack map of lists, with a value for each completion."""
+    """More arguments for the reward: a msgpack map of lists, with a value for each completion."""
     variant: VariantName = ""
-    """The variant whose reward scores; empty for the run's own reward."""
 
 
 class Scored(Message, frozen=True):
@@ -30,14 +29,13 @@ class AskTools(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `ToolList`: list the tools of the run."""
 
     variant: VariantName = ""
-    """The variant whose tools they are; empty for the run's own tools."""
 
 
 class ToolList(Message, frozen=True):
     """All tools of the run."""
 
     schemas: bytes
-    """A msgpack list of the tools' JSON schemas."""
+    """A msgpack list of JSON schemas."""
 
 
 class RunTool(Message, frozen=True):
@@ -47,7 +45,6 @@ class RunTool(Message, frozen=True):
     arguments: bytes
     """A JSON object, as the policy wrote it."""
     variant: VariantName = ""
-    """The variant whose tool it is; empty for the run's own tools."""
     images: bool = False
     """Whether the policy reads images. If not, the answer has none."""
 
@@ -62,9 +59,8 @@ class EnvironmentTurn(Message, frozen=True):
     """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: the policy has answered."""
 
     arguments: bytes
-    """The arguments of the environment, by name: a msgpack map."""
+    """Arguments by name: a msgpack map."""
     variant: VariantName = ""
-    """The variant whose environment it is; empty for the run's own environment."""
 
 
 class EnvironmentAnswer(Message, frozen=True):

@@ -90,8 +90,7 @@ class Subjects:
         return f"{self.root}.kernel.{party}.{verb}"
 
     def worker(self, role: Role, worker: str, nonce: str, verb: str) -> str:
-        """Subject of the requests and messages to one process of a worker. Raise BusError if `worker` is no
-        id of a worker, or `nonce` none of a process."""
+        """Subject of requests to one process. Raise BusError for a malformed id or nonce."""
         return f"{self.root}.worker.{role}.{_checked(worker, nonce)}.{verb}"
 
     def inbox(self, party: Party) -> str:

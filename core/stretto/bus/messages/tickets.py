@@ -35,9 +35,8 @@ class Ticket(Message, frozen=True):
     row: int
     """Index in the dataset of its purpose."""
     min_version: int
-    """Oldest version that the ticket's tokens may have; for an evaluation, the only one."""
+    """Oldest version that its tokens may have; for an evaluation, the only one."""
     samples: int
-    """Number of samples of the group, n."""
     variant: VariantName = ""
     """The variant of the run that the ticket tests; empty for the run's own sections."""
 
@@ -92,21 +91,21 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence: int
     """Sequence number, in the log, of the bundle that holds the trajectory."""
     index: int
-    """Position of the trajectory in that bundle."""
+    """Position in that bundle."""
     length: int
-    """Number of tokens, prompt included."""
+    """Tokens, prompt included."""
     sampled: int
-    """Number of tokens that the policy sampled."""
+    """Tokens that the policy sampled."""
     oldest: int
     newest: int
-    """`oldest` and `newest` are the versions of the trajectory's oldest and newest sampled token."""
+    """`oldest` and `newest`: versions of the oldest and newest sampled token."""
     reward: float
     metrics: dict[str, float]
     finish: Finish
     part: bool = False
-    """Whether the trajectory belongs to the same sample as the member before it."""
+    """Whether it belongs to the same sample as the member before it."""
     kept: int = 0
-    """Number of ids from which the sampled tokens were drawn, all together; 0 for the whole vocabulary."""
+    """Sum over the sampled tokens of the ids that each was drawn from; 0 for the whole vocabulary."""
 
 
 class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,14 +114,12 @@ class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     kind: FaultKind
     reason: str
     tries: int
-    """How often it was tried."""
     sampled: int = 0
-    """Number of tokens that the policy sampled in the last try, as far as is known."""
+    """Tokens sampled in the last try, as far as is known."""
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log: all trajectories of one ticket are in the log. For the ledger, a group
-    exists only through this message."""
+    """Rollout worker to the log: a group is complete. For the ledger, it exists only by this message."""
 
     purpose: Purpose
     ticket: int
@@ -141,17 +138,17 @@ class GroupDone(Message, frozen=True):
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     """SHA-256 over all that is kept of the group (see `stretto.records.samples.kept_sample`)."""
     images: tuple[int, ...] = ()
-    """Sequence numbers of the images that the workflow added."""
+    """Sequence numbers of images that the workflow added."""
     missing: tuple[FailedSample, ...] = ()
-    """The samples that have failed and are not in `members`."""
+    """Failed samples that are not in `members`."""
     penalized: tuple[FailedSample, ...] = ()
-    """The samples that failed by their own answer. They are in `members`, with the reward for that."""
+    """Samples that failed by their own answer: members with the reward for that."""
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
     """Number of samples that were tried again and then succeeded, by what was at fault."""
     redrawn: int = 0
     """Of these, samples with another answer than the one that had failed."""
     prompt: int = 0
-    """Number of tokens of the row's prompt."""
+    """Tokens of the row's prompt."""
     tool_s: float = 0.0
     """The part of `score_s` in which at least one call of a tool was at a verifier."""
     environment_s: float = 0.0
@@ -169,11 +166,11 @@ class GroupFailed(Message, frozen=True):
     worker: str
     reason: str
     filtered: bool = False
-    """Whether the row is not fit to train on (for example, its prompt is too long). False for a failure."""
+    """Whether the row is unfit for training (for example, its prompt is too long), rather than a failure."""
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     prompt: int = 0
-    """Number of tokens of the row's prompt; 0 if it was not encoded."""
+    """Tokens of the row's prompt; 0 if it was not encoded."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -193,14 +190,14 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish
     engine: str
     sample: int
-    """Index of the ticket's sample that the trajectory is, or is a part of."""
+    """Index of the ticket's sample that it is, or is a part of."""
     images: tuple[Digest | NonNegativeInt, ...] | None = None
     """The images, in the order of their places in the tokens: the index of an image of the row, or the
     SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
     kept_counts: Array | None = None
-    """(L,) uint16, the number of tokens that each token was drawn from; None: the whole vocabulary."""
+    """(L,) uint16, the number of ids that each token was drawn from; None for the whole vocabulary."""
     kept_ids: Array | None = None
-    """Their ids, int32, in the order of the tokens."""
+    """(sum of kept_counts,) int32, in the order of the tokens."""
 
     @property
     def size(self) -> int:
@@ -240,7 +237,7 @@ class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One trajectory as text."""
 
     prompt: str | None = None
-    """The text before the first sampled token; None if it is the record's `prompt`."""
+    """Text before the first sampled token; None if it is the record's `prompt`."""
     text: str = ""
     """The text from the first sampled token on; with several turns, also the text between them."""
     messages: str = ""
@@ -278,9 +275,9 @@ class TrainedRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     id: str
     advantages: Array
-    """(K,) float32; (1,) if all are equal, (0,) if the algorithm has no advantages."""
+    """(K,) float32; (1,) if all are equal, (0,) without advantages."""
     importance_weights: Array
-    """(K,) float32: current / behaviour, at the optimizer step that is the first to train the trajectory."""
+    """(K,) float32, current / behaviour at the first optimizer step that trains the trajectory."""
 
     @property
     def size(self) -> int:
@@ -324,7 +321,6 @@ class Follow(Message, frozen=True):
     """Sample writer to the kernel, answered by `Following`: let me read the log from this place on."""
 
     start: int
-    """Sequence number."""
 
 
 class Following(Message, frozen=True):
@@ -341,4 +337,3 @@ class Kept(Message, frozen=True):
     """Sample writer to the kernel, every few seconds: all samples of messages before this one are on disk."""
 
     below: int
-    """Sequence number."""

@@ -16,11 +16,11 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     sequence: int
     """Sequence number of the bundle in the log, or index of the dataset row."""
     index: int
-    """Position in the bundle, or index among the sequences that are made from the dataset row."""
+    """Position in the bundle, or among the sequences of the dataset row."""
     group: int
     """Number of the ticket."""
     length: int
-    """Number of tokens; 0 if only the trainers that read the row know it."""
+    """Tokens; 0 if only the trainers that read the row know it."""
 
     @property
     def attempt(self) -> int:
@@ -29,8 +29,7 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RunCall(Message, frozen=True, tag="Call/2"):
-    """Kernel to rank 0 of a worker group, answered by `CallDone`: run one call of the dataflow. Rank 0
-    informs the other ranks of its group."""
+    """Kernel to rank 0 of a worker group, which informs the others, answered by `CallDone`: run a call."""
 
     lease_epoch: int
     incarnation: int
@@ -49,8 +48,7 @@ class CallDone(Message, frozen=True, tag="CallDone/2"):
 
 
 class AskColumn(Message, frozen=True):
-    """Rank to rank, answered by `Column`: send the values that a call of this step wrote for these rows. The
-    asking rank does not have them."""
+    """Rank to rank, answered by `Column`: send what a call of this step wrote for these rows."""
 
     version: int
     key: str
@@ -72,7 +70,7 @@ class EndStep(Message, frozen=True):
 
     lease_epoch: int
     version: int
-    """Version at which the step began. The weights are now those of `version + 1`."""
+    """Version before the step; the weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
     """Versions that evaluations still need. The trainers keep those of them that are published."""
 
@@ -116,7 +114,7 @@ class Prefetch(Message, frozen=True):
 
     rows: tuple[RowRef, ...]
     complete: bool = False
-    """Whether the batches need no other rows, so that the trainers drop those that they have read."""
+    """Whether no other rows are needed: trainers drop those that they have read."""
 
 
 class AskMeetingPlace(Message, frozen=True):
@@ -136,7 +134,7 @@ class LoadCheckpoint(Message, frozen=True):
 
     lease_epoch: int
     folder: str
-    """A folder, or the URL of one. Empty for the initial model."""
+    """A folder or URL; empty for the initial model."""
     version: int
     needed: tuple[WeightsNote, ...] = ()
     """Older versions in the checkpoint that evaluations need. The trainers publish them again."""
@@ -159,7 +157,7 @@ class Save(Message, frozen=True):
 
     lease_epoch: int
     folder: str
-    """A folder, or the URL of one."""
+    """A folder or URL."""
     version: int
     needed: tuple[int, ...] = ()
     """Older versions that evaluations still need. Their published weights go into the folder, too."""
@@ -181,4 +179,4 @@ class Saved(Message, frozen=True):
 
     seconds: float
     uploaded: dict[str, str] = msgspec.field(default_factory=dict)
-    """Name -> SHA-256 of the files that all ranks have written to the URL. Empty for a folder."""
+    """Name -> SHA-256 of the files that all ranks have written to the URL; empty for a folder."""

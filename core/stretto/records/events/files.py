@@ -1,9 +1,8 @@
 """The folder `events` of a run: the messages of its journal, as files that need no server.
 
-Each kernel writes files of its own, with names that begin with its lease epoch. A record is the sequence
-number of a message in the journal's stream, the length of the message, the CRC-32 of both, and the message,
-which is an `EventBatch`. The numbers of a file rise. A kernel first copies what its predecessors had stored
-but not written, so a message may be in two files.
+Each kernel writes its own files, named by its lease epoch. A record is the sequence number in the journal's
+stream, the length, the CRC-32 of both and the message, and the message, an `EventBatch`. Numbers rise within
+a file. A kernel first copies what predecessors stored but did not write, so a message may be in two files.
 """
 
 from __future__ import annotations
@@ -43,9 +42,7 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield sequence number and bytes of each message in the files of the run in `folder`, in order; None
-    for bytes that are damaged in all files that have them. Nothing is known of what follows a damaged head.
-    """
+    """Yield (sequence number, message) in order; None if no copy is whole. A damaged head ends its file."""
     every = [records_in(file, below) for file, below in files_of_kernels(folder)]
     records = heapq.merge(*every, key=itemgetter(0))
     for sequence, copies in groupby(records, key=itemgetter(0)):
@@ -53,8 +50,7 @@ def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
 
 
 def newest_stored(folder: Path, *, below: int) -> int:
-    """Return the highest sequence number below a lease epoch in the newest file of the run in `folder`,
-    before what is damaged there; 0 without one. The next kernel writes what follows."""
+    """Return the highest number below a lease epoch in the newest file, before any damage; 0 without one."""
     for file, next_epoch in reversed(files_of_kernels(folder)):
         whole = takewhile(lambda record: record[1] is not None, records_in(file, min(below, next_epoch)))
         if sequences := [sequence for sequence, *_ in whole]:
@@ -95,9 +91,8 @@ def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
 
 
 def files_of_kernels(folder: Path) -> list[tuple[Path, int]]:
-    """Return the files of the run in `folder` in order. The messages of each have numbers below the next
-    kernel's lease epoch, which is the number of its lease in the same stream; later ones were lost with a
-    part of the store."""
+    """Return (file, limit) in order: numbers from the limit on, the next kernel's lease epoch, were lost with
+    a part of the store."""
     files = event_files(folder)
     epochs = sorted({_epoch_of(file) for file in files})
     following = dict(pairwise(epochs))

@@ -38,7 +38,6 @@ AttemptOutcome = Literal[
 """`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group.
 `open`: a worker may be working on it."""
 Key = tuple[Purpose, int]
-"""Purpose and number of a ticket."""
 
 
 @dataclass
@@ -157,7 +156,7 @@ class Attempt:
     done: GroupFigures | None = None
     """Its group, once all its trajectories are in the log."""
     ended: float | None = None
-    """When the worker was done with it, or when nobody waited for it any more."""
+    """When the worker was done, or when nobody waited any more."""
     outcome: AttemptOutcome = "open"
     reason: str = ""
     step: StepSpan | None = None
@@ -191,9 +190,7 @@ class RunHistory:
     """
 
     began: float | None = None
-    """Time of the first event; None without one."""
     ended: float = 0.0
-    """Time of the newest event."""
     kernels: list[KernelLife] = field(default_factory=list[KernelLife])
     lives: list[WorkerLife] = field(default_factory=list[WorkerLife])
     steps: list[StepSpan] = field(default_factory=list[StepSpan])
@@ -205,17 +202,17 @@ class RunHistory:
     incarnation: int = 0
     layout: str = ""
     batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
-    """Version -> its batch, of those in force."""
+    """Version -> its batch in force."""
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
-    """(version from which they are in force, number of the values), in order."""
+    """(first version in force, number of the values), in order."""
     digests: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
-    """(incarnation, version) -> the digests of the version, one for each time that it was published."""
+    """(incarnation, version) -> a digest for each publication."""
     draws: dict[int, int] = field(default_factory=dict[int, int])
-    """Ticket -> the row that the run's curriculum chose for it."""
+    """Ticket -> the row that the curriculum chose."""
     in_flight: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Each change of the number of training tickets that are issued and not trained or retired."""
+    """Changes of the number of training tickets not yet trained or retired."""
     waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Each change of the number of finished groups that wait for their step."""
+    """Changes of the number of finished groups that wait."""
     _former: dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]] = field(
         default_factory=dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]]
     )
@@ -226,7 +223,7 @@ class RunHistory:
     _withdrawn: dict[tuple[Key, int], Attempt] = field(default_factory=dict[tuple[Key, int], Attempt])
     """Attempts of this kernel whose ticket was issued again."""
     _done: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
-    """Finished groups that wait for their step, by ticket."""
+    """Ticket -> finished group that waits for its step."""
     _cut: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
     """Attempts that were open when their kernel ended. The next one may get their groups."""
     _in_flight: set[int] = field(default_factory=set[int])
@@ -315,8 +312,7 @@ class RunHistory:
         return next(number for start, number in reversed(self.values) if start <= version)
 
     def enter(self, incarnation: int, version: int) -> None:
-        """Go over to an incarnation in which something happens at a version. A higher one than the current
-        one begins there. A lower one continues: a kernel went back to it."""
+        """Go over to an incarnation: a higher one begins at this version, a lower one continues."""
         if incarnation == self.incarnation:
             return
         self._former[self.incarnation] = self.batches, self.values

@@ -21,19 +21,17 @@ TimedEvent = tuple[float, Event]
 
 
 class EventReader:
-    """Reads the events of the run in a folder by their times, and each message once. It leaves out a message
-    that is damaged in all files that have it: `stretto audit` names it."""
+    """Reads events by time, each message once, without those that are damaged in all files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ends: dict[Path, tuple[int, int]] = {}
-        """File -> where its next record begins, and the sequence number of the record before it."""
+        """File -> end and sequence number of the last record that was read."""
         self._places: dict[int, tuple[Path, int, float]] = {}
-        """Sequence number of a message -> its file, where it begins there, and the time of its last event."""
+        """Sequence number -> file, start, and time of the last event."""
         self._order: list[int] = []
         self._newest: list[float] = []
-        """For each message in order the newest time so far. Times never go back, also when the machine's
-        clock does between two kernels."""
+        """Running maximum of the messages' times, which may fall between two kernels."""
 
     def time_range(self) -> tuple[float, float] | None:
         """Return the times of the first and the newest event in Unix seconds; None without an event."""

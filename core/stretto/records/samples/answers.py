@@ -31,19 +31,17 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     reward: float
     metrics: dict[str, float]
     tokens: int
-    """Number of sampled tokens."""
+    """Sampled tokens."""
     finish: str
     engine: str
 
     def score(self, measure: Measure) -> float:
-        """Return the answer's accuracy or reward. In runs of versions up to 0.1, an accuracy may be missing:
-        their evaluations then counted the reward."""
+        """Return the accuracy or reward. Runs up to version 0.1 may lack accuracies: they count rewards."""
         return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
-    """Return the kept answers of the evaluation of a version in the order of their rows, with `texts` also
-    their columns and texts. If a row was answered several times, the last attempt counts."""
+    """Return an evaluation's answers by row, with `texts` also columns and texts. The last attempt counts."""
     from stretto.records.samples.store import SampleFilter  # it imports numpy
 
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))

@@ -1,13 +1,12 @@
 """The files below `samples/` in a run's folder: Parquet segments, which a run's sample writer makes.
 
-A segment has a row for each trajectory, with all that is known of it: what the rollout worker finished, what
-became of it, and what the trainer computed. There are two kinds, `train-…` and `eval-…`.
+A segment has a row for each trajectory: what the rollout worker finished, what became of it, and what the
+trainer computed. There are two kinds, `train-…` and `eval-…`.
 
-The sample writer writes the rows of some seconds as one file, `train-00000007-00000007.parquet`, which never
-changes. When there are many, it makes one segment of them, named after its first and its last file:
-`train-00000001-00000064.parquet`. A file whose number lies within a segment does not count any more.
+The rows of some seconds become a file, `train-00000007-00000007.parquet`. Many files become one segment,
+named after its first and last file: `train-00000001-00000064.parquet`. Files within it no longer count.
 
-`images/` has the files of the images that workflows added to these trajectories (`sample_images.py`).
+`images/` has images that workflows added to these trajectories (`images.py`).
 """
 
 from __future__ import annotations
@@ -23,13 +22,12 @@ from stretto.errors import ConfigError
 Table = Any
 """A `pyarrow.Table`: pyarrow has no types."""
 Schema = Any
-"""A `pyarrow.Schema`."""
 
 FOLDER = "samples"
 
 _NAME = re.compile(r"\A(train|eval)-(\d{8})-(\d{8})\.parquet\Z")
 _FORMER = "samples-*.parquet"
-"""Segments without outcomes, which an earlier stretto wrote."""
+"""Segments without outcomes, of an earlier stretto."""
 
 
 class SegmentName(NamedTuple):
@@ -37,7 +35,7 @@ class SegmentName(NamedTuple):
 
     purpose: Purpose
     first: int
-    """Number of its first flush, from 1. The two kinds share the numbers."""
+    """Number of its first flush, from 1, counted over both kinds."""
     last: int
 
     @property
@@ -47,8 +45,7 @@ class SegmentName(NamedTuple):
 
 
 def segments_in(folder: Path) -> list[SegmentName]:
-    """Return the segments that count in a folder `samples`, each kind in the order of its flushes.
-    ConfigError if an earlier stretto wrote them in another form."""
+    """Return the segments that count, each kind in order. ConfigError for the form of an earlier stretto."""
     if former := next(folder.glob(_FORMER), None):
         raise ConfigError(
             f"{former}: an earlier stretto wrote these samples, in a form that this one cannot read; read "

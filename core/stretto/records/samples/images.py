@@ -33,8 +33,7 @@ class SampleImages:
         return self._path(name).is_file()
 
     def read(self, name: str) -> bytes | None:
-        """Return an image's file; None if it is not kept, or has another SHA-256 than its name. ConfigError
-        if the name is none of an image, or the file cannot be read."""
+        """Return an image's file; None if missing or damaged. ConfigError if unreadable or misnamed."""
         path = self._path(name)
         try:
             with open_record(path, links=False) as file:  # a link may lead out of the folder

@@ -1,12 +1,11 @@
-"""Join the messages of the log to rows, each of which is complete; no I/O.
+"""Join the messages of the log to complete rows; no I/O.
 
-An attempt's trajectories and its record come before its outcome. With the outcome, the answers of an
-evaluation and what is left of an attempt that failed are complete. A finished group of training waits for its
-fate: the trainers' figures for all its trajectories, or the kernel's word that its ticket was retired.
+Trajectories and record of an attempt come before its outcome, which completes evaluations and failed
+attempts. A finished training group waits for its fate: the trainers' figures of all its trajectories, or the
+retirement of its ticket.
 
-So the joiner holds the finished groups that the queue holds, at most (η + 1)·B, and those of the last step.
-A group whose fate does not come, because a message was lost or because its ticket had ended before, expires
-when no later step may train it. Attempts without an outcome, of workers that died, are forgotten.
+The joiner holds at most the queue's (η + 1)·B finished groups and those of the last step. A group without a
+fate expires when no later step may train it. Attempts without an outcome, of dead workers, are forgotten.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ Attempt = tuple[Purpose, int, int]
 Outcome = GroupDone | GroupFailed
 
 _FORGET_S = 600.0
-"""Seconds after which an attempt without an outcome is forgotten. The outcome follows at once, but the store
-may not answer for a while (`bus.outage_s`)."""
+"""An attempt without an outcome is forgotten after this; the store may be silent for `bus.outage_s`."""
 _LATE_STEPS = 8
 """Steps after which figures count as lost: each trainer sends its own, beside the steps, and drops what the
 store does not take in time."""
@@ -72,7 +70,7 @@ class _FinishedGroup:
     """Without what became of them."""
     step: int | None = None
     figures: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """Id of a row -> what a trainer computed for it."""
+    """Id of a row -> what a trainer computed."""
 
 
 class Joiner:
@@ -81,11 +79,11 @@ class Joiner:
 
     def __init__(self, start: int, *, staleness: int, written: Collection[Attempt] = ()) -> None:
         self.following = start
-        """Sequence number after the last message that was taken in."""
+        """Sequence number after the last message."""
         self.newest_step = 0
-        """Number of the newest step that the trainers have reported."""
+        """Number of the newest reported step."""
         self.size = 0
-        """Bytes, about, of the complete rows."""
+        """Approximate bytes of the complete rows."""
         self._staleness = staleness
         self._written = frozenset(written)
         self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
@@ -145,8 +143,6 @@ class Joiner:
             if group.step is not None:
                 self._complete("train", self._groups.pop(attempt), "trained")
 
-    # ------------------------------------------------------------------------------------ private
-
     def _attempt(self, attempt: Attempt, sequence: int) -> _UnfinishedAttempt:
         return self._unfinished.setdefault(attempt, _UnfinishedAttempt(sequence))
 
@@ -190,11 +186,10 @@ class Joiner:
         self._settle(ended, step)
 
     def _settle(self, ended: Mapping[int, tuple[str, str | None]], step: int = 0) -> None:
-        """Complete the groups whose fate is known.
+        """Complete groups whose fate is known.
 
-        Args:
-            ended: tickets that have ended now -> outcome and reason of their attempts that were not trained.
-            step: the step that a trainer has reported now. Where a run loses steps, it goes back.
+        `ended`: ticket -> outcome and reason of attempts that were not trained. `step`: newly reported by a
+        trainer; it goes back where a run loses steps.
         """
         for attempt, group in list(self._groups.items()):
             if group.step is not None:

@@ -1,7 +1,6 @@
 """One kept trajectory as plain values, and the digest over those of a group.
 
-The rollout worker computes the digest when it finishes a group, and the log keeps it with the group's
-outcome. Whoever reads the samples later can compute it again.
+The rollout worker puts the digest into the log with the group's outcome, so that readers can check it.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ class KeptSample:
     """One trajectory, with all that is kept of it. L tokens."""
 
     id: str
-    """`ticket/attempt/index`; `ticket/attempt` for an attempt that failed before its first trajectory."""
+    """`ticket/attempt/index`; `ticket/attempt` for an attempt without a trajectory."""
     index: int | None
     """Position of the trajectory in its group; None if there is no trajectory."""
     sample: int | None
-    """Index of the ticket's sample that the trajectory is, or is a part of."""
+    """Index of the ticket's sample that it is, or is a part of."""
     row: int
     """Index in the dataset."""
     reward: float | None
     """None if the attempt failed before it was scored."""
     metrics: str
-    """A JSON object: the parts of the reward, and what the workflow counted."""
+    """A JSON object: parts of the reward, and what the workflow counted."""
     finish: str
     engine: str
     prompt_text: str
@@ -44,7 +43,7 @@ class KeptSample:
     messages: str
     """The conversation as a JSON list, with its tool calls; empty if the workflow had none."""
     dataset_row: str
-    """The row of the dataset as a JSON object, with the expected answer."""
+    """A JSON object, with the expected answer."""
     images: str | None
     """`WireTrajectory.images` as a JSON list; None: all images of the row."""
     tokens: NDArray[np.int32]

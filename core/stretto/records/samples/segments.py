@@ -1,7 +1,4 @@
-"""The segments of kept samples on disk: write them, and remove old ones.
-
-A segment is complete under its name or absent. After `write` it is on disk, also after a power cut.
-"""
+"""Writes and removes segments of kept samples. A segment is complete or absent, also after a power cut."""
 
 from __future__ import annotations
 
@@ -21,10 +18,10 @@ FLUSHES = 64
 """Number of flushes in a segment. A thousand steps, each flushed on its own, make at most 15 segments and 63
 files that wait for theirs; a week with a flush every three seconds makes 3,150 segments."""
 _SEGMENT_BYTES = 2**25
-"""The flushes that have this many bytes together make a segment, too: it is made in memory."""
+"""Flushes of this many bytes make a segment too: it is made in memory."""
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 2**25
-"""`_GROUP_ROWS` and `_GROUP_BYTES` bound a row group: a reader of one row reads all of its group."""
+"""Bounds of a row group: a reader of one row reads all of its group."""
 _OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 3,
@@ -57,7 +54,7 @@ class SegmentWriter:
         self._put(SegmentName(purpose, self._flush, self._flush), table)
 
     def close(self, purpose: Purpose, flushes: int) -> None:
-        """Make a segment of the flushes that are in none, if there are this many of them, or many bytes."""
+        """Make a segment of loose flushes, if there are this many of them, or many bytes."""
         names = [name for name in self._names(purpose) if name.first == name.last]
         paths = [self._folder / name.file for name in names]
         size = sum(path.stat().st_size for path in paths)
@@ -68,8 +65,7 @@ class SegmentWriter:
                 path.unlink()
 
     def prune(self, purpose: Purpose, below: int) -> bool:
-        """Remove the oldest segments, whose tokens have versions below `below`. Return whether there were
-        any."""
+        """Remove the oldest segments, with versions below `below`. Return whether there were any."""
         removed = False
         for name in self._names(purpose):
             if self._most(name, "newest") >= below:
@@ -96,8 +92,6 @@ class SegmentWriter:
                 for row in table.to_pylist():
                     if row["sequence"] >= sequence:
                         yield name.purpose, row["ticket"], row["attempt"]
-
-    # ------------------------------------------------------------------------------------ private
 
     def _names(self, purpose: Purpose) -> list[SegmentName]:
         return [name for name in segments_in(self._folder) if name.purpose == purpose]

@@ -41,15 +41,14 @@ TOKEN_COLUMNS = (
 )
 """Fields that rows have with `tokens=True`."""
 ORDERS = ("sequence", "reward", "length", "staleness", "step", "ticket", "seconds")
-"""Columns by which rows can be ordered."""
 _JSON = {"metrics", "images", "messages", "dataset_row"}
-"""Columns of which a segment has the JSON."""
+"""A segment has them as JSON."""
 
 _INDEX = (
     *("purpose", "ticket", "sequence", "outcome", "step", "reward", "finish", "length", "sampled"),
     *("staleness", "worker", "engine", "seconds"),
 )
-"""Columns that are read for all rows of a store."""
+"""Read for all rows of a store."""
 _OPEN_TRIES = 20
 """The writer may make a segment of the files that a reader opens."""
 
@@ -67,7 +66,7 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     finish: str | None = None
     outcome: SampleOutcome | None = None
     worker: str | None = None
-    """The rollout worker, or the inference worker that sampled the last token."""
+    """The rollout worker, or the inference worker of the last token."""
     text: str | None = None
     """A text that the prompt or the answer contains, whatever the case of its letters."""
 
@@ -79,12 +78,10 @@ class SampleStore:
     """The kept samples in a run's folder. Several calls share what was read; not for several threads."""
 
     columns = (*CHEAP_COLUMNS, *TEXT_COLUMNS, *TOKEN_COLUMNS)
-    """All fields of a row."""
 
     def __init__(self, folder: Path | str) -> None:
         self._segments = _SegmentReader(Path(folder) / FOLDER)
         self._index: tuple[object, _Index] | None = None
-        """The segments of the index, and the index of all rows."""
 
     def find(
         self,
@@ -96,14 +93,10 @@ class SampleStore:
         texts: bool = True,
         tokens: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return the rows that fit, in order.
+        """Return at most `limit` rows that fit, in order from `offset` on. `order` is one of `ORDERS`; `-`
+        before it means highest first, and rows without the value come last.
 
-        Args:
-            limit: most rows to return; None for all.
-            offset: number of rows to leave out before the first one.
-            order: one of `ORDERS`; with `-` before it, highest first. Rows without the value come last.
-            texts: also read the fields of `TEXT_COLUMNS`.
-            tokens: also read those of `TOKEN_COLUMNS`.
+        `texts` and `tokens` also read `TEXT_COLUMNS` and `TOKEN_COLUMNS`.
         """
         index, found = self._find(filter, order)
         rows = islice(found, offset, None if limit is None else offset + limit)
@@ -116,9 +109,8 @@ class SampleStore:
     def points(
         self, filter: SampleFilter = _EVERY, *, most: int = 2000
     ) -> tuple[list[tuple[str, float, int]], int]:
-        """Return (id, reward, number of sampled tokens) of rows that fit and have a reward, in the order of
-        the log, and the number of all such rows. If these are more than `most`, rows at equal distances are
-        returned."""
+        """Return (id, reward, sampled tokens) of fitting rows with a reward, in the log's order, and their
+        number. Of more than `most`, rows at equal distances."""
         index, rows = self._find(filter, "sequence")
         found, rewards = np.fromiter(rows, np.int64), index.values("reward")
         found = found[~np.isnan(rewards[found])]
@@ -129,11 +121,7 @@ class SampleStore:
     def tickets(
         self, filter: SampleFilter = _EVERY, *, limit: int = 50, offset: int = 0
     ) -> list[tuple[Purpose, int]]:
-        """Return the tickets that have a row which fits, the one with the newest such row first.
-
-        Args:
-            offset: number of tickets to leave out before the first one.
-        """
+        """Return the tickets with a fitting row, the one with the newest such row first, from `offset` on."""
         index, rows = self._find(filter, "-sequence")
         return list(islice(index.tickets(rows), offset, offset + limit))
 
@@ -145,8 +133,6 @@ class SampleStore:
         """Return staleness -> number of trained trajectories, the lowest first."""
         return self._read_index(None).staleness()
 
-    # ------------------------------------------------------------------------------------ private
-
     def _read_index(self, ticket: int | None) -> _Index:
         segments = self._segments.refresh()
         if self._index is not None and self._index[0] == segments:
@@ -157,15 +143,13 @@ class SampleStore:
         return index
 
     def _find(self, filter: SampleFilter, order: str = "") -> tuple[_Index, Iterable[int]]:
-        """Return the index and its rows that fit, in an order."""
         index = self._read_index(filter.ticket)
         found = index.select(filter)
         found = index.ordered(found, order) if order else found
         return index, found.tolist() if filter.text is None else self._containing(index, found, filter.text)
 
     def _containing(self, index: _Index, found: NDArray[np.int64], text: str) -> Iterator[int]:
-        """Yield those found rows whose prompt or answer contains a text; read no further than the caller
-        asks."""
+        """Yield found rows that contain a text; read no further than the caller asks."""
         pc = _compute()
         known: dict[int, NDArray[np.bool_]] = {}
         for row, part in zip(found.tolist(), index.parts[found].tolist(), strict=True):
@@ -281,8 +265,6 @@ class _SegmentReader:
 
 
 class _Index:
-    """What conditions need of all rows."""
-
     def __init__(self, samples: Table) -> None:
         self._samples = samples
         self.parts = _ints(samples["part"])
@@ -305,7 +287,7 @@ class _Index:
         return np.flatnonzero(fits)
 
     def tickets(self, rows: Iterable[int]) -> Iterator[tuple[Purpose, int]]:
-        """Yield purpose and ticket of rows, each ticket once. It asks for no more rows than it needs."""
+        """Yield (purpose, ticket), each once, reading no more rows than needed."""
         numbers, is_eval = _ints(self._samples["ticket"]), _equal(self._samples["purpose"], "eval")
         seen: set[tuple[Purpose, int]] = set()
         for row in rows:
@@ -339,8 +321,7 @@ def _compute() -> Any:
     return compute
 
 
-# Where pandas is installed, pyarrow imports it, for half a second, as soon as it converts a Python value, or
-# a column to numpy in the usual way. The functions below hand over memory instead.
+# pyarrow imports pandas, for half a second, at the first ordinary conversion. Hand over memory instead.
 
 
 def _array(kind: Any, *buffers: NDArray[Any]) -> Any:
@@ -392,8 +373,7 @@ def _joined(column: Any, kind: type[np.generic]) -> NDArray[Any]:
 
 
 def _spread(mask: Sequence[bool], values: Sequence[float] | None) -> list[float | None] | None:
-    """Return what the trainer computed with one value for each token: None for tokens that the policy did not
-    sample, and None in place of the whole list for a row without figures."""
+    """Return a value for each token, None where the policy did not sample; None for a row without figures."""
     if not values:
         return None
     each = iter([*values] * sum(mask) if len(values) == 1 else values)

@@ -1,10 +1,9 @@
-"""The process that writes a run's samples. The kernel starts it on its own machine, and starts it again.
+"""The process that writes a run's samples. The kernel starts it on its own machine, and restarts it.
 
-It follows the log, joins messages to rows, and writes a row when it is known what became of it: every few
-seconds, all rows of a group in one file. The images that workflows added to a row are on disk before the row
-is. Then it moves its cursor to the first message of the oldest group that is not on disk, and reports it to
-the kernel, which keeps the log from there on. After a crash it reads again from the cursor on, and leaves out
-the groups that have rows on disk.
+It follows the log and writes rows of known outcome every few seconds: all rows of a group in one file, their
+images before. Then it moves its cursor to the first message of the oldest unwritten group and reports it; the
+kernel keeps the log from there on. After a crash it reads from the cursor, without groups that have rows on
+disk.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ _BEAT_S = 5.0
 """The kernel hears from the writer this often, also if nothing new is on disk."""
 _ANSWER_S = 60.0  # the server may be away for a while
 _DRAIN_S = 15.0
-"""At the end of the run, the writer has this many seconds to read the rest of the log."""
+"""Limit for the rest of the log at the end of the run."""
 _NICE = 5
 _PARTS = 4
 """If only the last steps are kept, a segment has at most the flushes of one of this many parts of them."""
@@ -109,7 +108,7 @@ def main(folder: Path, keeping: Keeping) -> int:
 
 @contextmanager
 def _owned(folder: Path) -> Generator[None]:
-    """Be the only writer in a folder. The writer of a killed kernel may need a moment to end."""
+    """Be the folder's only writer. The writer of a killed kernel may need a moment to end."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kernel = KernelLock.of(folder.parent / "bus")
     with (folder / _LOCK).open("w") as file:
@@ -201,8 +200,7 @@ class _SampleWriter:
                 await self._taken.wait()
 
     async def _add(self, sequence: int, message: Any) -> None:
-        """Keep the images of the rows that a message completes, and give it to the joiner. While the disk is
-        full, try again and again: the log keeps what is not written."""
+        """Keep the images of rows that a message completes, then add it. Retry while the disk is full."""
         images = self._joiner.images_of(message)
         if not images:
             self._joiner.add(sequence, message)
@@ -259,8 +257,7 @@ class _SampleWriter:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write the complete rows, and confirm them. While the disk is full, try again and again: the log
-        keeps what is not written."""
+        """Write and confirm the complete rows. Retry while the disk is full: the log keeps them."""
         if not self._unwritten:
             self._position, self._unwritten = self._joiner.position, self._joiner.take()
             self._taken.set()
