@@ -14,7 +14,7 @@ from rich.console import Console
 
 from kernel_setup import make_setup
 from statuses import make_status
-from stretto.observe.history import Curve
+from stretto.observe.newest_lines import Curve
 from stretto.observe.observers import Observers
 from stretto.observe.view import drawing, sparkline
 from stretto.records.status import (

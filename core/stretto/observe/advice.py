@@ -22,7 +22,7 @@ from stretto.kernel.schedule.health import CLEARS, HOLDS, Window, held_out
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
 from stretto.observe.bottleneck import bottleneck, number, total, verifiers_used, works
-from stretto.observe.history import KEPT, History
+from stretto.observe.newest_lines import KEPT, History
 
 
 class Advice(msgspec.Struct, kw_only=True):

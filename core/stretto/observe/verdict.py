@@ -16,7 +16,7 @@ from stretto.bus.messages.events import CAUSES, CauseKind
 from stretto.kernel.schedule.health import HeldOutScore
 from stretto.observe.advice import Adviser
 from stretto.observe.bottleneck import bottleneck, total, verifiers_used
-from stretto.observe.history import History
+from stretto.observe.newest_lines import History
 from stretto.records.accuracy import estimate_score
 from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
 from stretto.records.metrics import ACCURACY
