@@ -126,7 +126,7 @@ class MessageCall:
         return {**self._head(content), **self._ending(reply), "usage": usage}
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
-        """Yield the message without its contents."""
+        """Yield `message_start`, with empty content."""
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**self._head([]), **ending, "usage": _usage(prompt_tokens, 0)}
         yield _event("message_start", message=message)

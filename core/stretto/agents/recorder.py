@@ -100,7 +100,7 @@ class Thread:
 
     @property
     def opened(self) -> str:
-        """What the prompt opens of the last answer."""
+        """Start of the last answer that is in its prompt, such as `<think>`; else empty."""
         form = self._session.tokenizer.form
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
 

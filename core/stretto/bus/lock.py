@@ -55,8 +55,8 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
         return self.machine == _machine() and Path(self.path).exists()
 
     @property
-    def shows_folder(self) -> bool:
-        """Whether this process can read the run's folder, here or on a disk that two machines share."""
+    def folder_readable(self) -> bool:
+        """Whether this process reads this kernel's lock file in the run's folder, local or shared."""
         try:
             return Path(self.path).read_text() == self.owner
         except OSError:

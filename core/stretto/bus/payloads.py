@@ -45,7 +45,7 @@ def decoder(kind: Any) -> Callable[[bytes | memoryview], Any]:
 
 
 def is_split(data: bytes) -> bool:
-    """Return whether the data is a part, or stands for a payload that is stored in parts."""
+    """Return whether the data is a part, or lists the stored parts of a payload."""
     return data[:1] == b"\xc1"
 
 
@@ -114,7 +114,7 @@ def with_parts(*subjects: str) -> list[str]:
 
 
 def list_parts(sequences: Sequence[int]) -> bytes:
-    """Return the message that stands for a payload of which the parts are stored at these numbers."""
+    """Return the message that lists, by sequence number in the stream, the stored parts of a payload."""
     return bytes([_PART]) + encode(sequences)
 
 

@@ -253,7 +253,7 @@ def _evaluations_rise(history: History, since: int) -> bool:
 
 
 def _near_limit(history: History, now: Window) -> bool:
-    """Whether held-out accuracy or mean reward has gone 0.8 of the way to the largest reward of an answer."""
+    """Whether held-out score or mean reward has gone 0.8 of the way from its start to `history.limit`."""
     start = history.rewards.start
     pairs = [(start.mean, now.mean)] if start else []
     if history.evaluations:

@@ -76,7 +76,7 @@ class History:
         return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether the newest `count` steps are two standard errors above those before."""
+        """Whether `name` rose by two standard errors from the previous `count` steps to the newest."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False

@@ -190,8 +190,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return ("behaviour_logprobs", "reference_logprobs") if in_reward else ()
 
     def sampled_kl(self, batch: Batch) -> Tensor:
-        """Return the estimate of KL(behaviour || reference) at each sampled token, (T,) float32, for a KL in
-        the reward; 0 without one.
+        """Return the estimate of KL(behaviour || reference) at each sampled token, (T,) float32, for a reward
+        with a KL; else 0.
 
         The behaviour policy sampled the tokens, so the estimate of its KL has the right mean, and its
         logprobs are already in the batch.
@@ -207,7 +207,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """Return what a KL in the reward subtracts at each sampled token, (T,) float32; 0 without one."""
+        """Return what a KL in the reward subtracts at each sampled token, (T,) float32; 0 without a KL."""
         return self.kl_coef * self.sampled_kl(batch)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:

@@ -71,7 +71,7 @@ class Outcome(msgspec.Struct):
     """Digest of the last version."""
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0
-    """Longest time without a batch, a version or an evaluation in the journal, and without a fault."""
+    """Longest time between events: a batch, version or evaluation in the journal, or a fault."""
     cpu_s: float = 0.0
     callbacks: int = 0
     messages: int = 0

@@ -213,7 +213,7 @@ class WeightsConformance(ComponentConformance):
         ends.assert_arrives(subscriber, ends.publish(3))
 
     def test_a_late_engine_gets_the_newest_version(self, ends: _Ends) -> None:
-        """Publishing did not wait for it. A version that is gone is a WeightsError."""
+        """Publishing does not wait for it. Fetching a removed version raises WeightsError."""
         notes = [ends.publish(version) for version in range(8)]
         subscriber = ends.subscriber()
         ends.assert_arrives(subscriber, notes[-1])

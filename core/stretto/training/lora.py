@@ -123,8 +123,8 @@ def merge_adapters(
 def adapter_factors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield adapters in the form of `stretto.models.lora_files`. Full tensors come under the names of the
-    files, A of a module before B. This rank's model may have only some of them."""
+    """Yield adapters in the form of `stretto.models.lora_files`. `tensors` are full, named as in the files,
+    A of a module before B. `model` may hold only this rank's parameters."""
     transposed = _transposed(model)
     a: Tensor | None = None
     for name, tensor in tensors:

@@ -13,7 +13,7 @@ __all__ = ["decode_row", "encode_row"]
 
 _INTEGER = 1
 _TYPES: dict[int, type[Any]] = {2: datetime, 3: date, 4: time, 5: timedelta, 6: Decimal}
-"""Codes of values that are JSON text in a msgpack extension."""
+"""Extension codes of types whose values msgpack carries as JSON text."""
 _CODES = {kind: code for code, kind in _TYPES.items()}
 
 

@@ -40,7 +40,7 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     limit_output()
     worker, lock = bootstrap.worker, bootstrap.lock
     # Without the run's folder, the log is part of the output, which a launcher collects.
-    shows_logs = lock is not None and lock.shows_folder and Path(bootstrap.logs).is_dir()
+    shows_logs = lock is not None and lock.folder_readable and Path(bootstrap.logs).is_dir()
     file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
     if worker == EVALUATOR:
         os.nice(_NICE)

@@ -49,7 +49,7 @@ class WorkerContext:
         self.role: Role = role
         self.nonce = nonce
         composed = compose_mapping(msgspec.msgpack.decode(welcome.config))
-        folder = welcome.folder if welcome.lock.shows_folder else ""
+        folder = welcome.folder if welcome.lock.folder_readable else ""
         self.assembly = Assembly(composed, folder=folder, run=welcome.run, worker=worker)
         self.composed = self.assembly.composed
         self.component_context: Context = self.assembly.context

@@ -32,7 +32,7 @@ class Norm:
 
     @staticmethod
     def factor(dim: int, state: Tensor) -> float:
-        """Return the factor that a weight on the device and in the dtype of `state` must contain."""
+        """Return by what to multiply `Norm`'s weight beforehand, for the device and dtype of `state`."""
         return sqrt(dim) if _by_length(state) else 1.0
 
 

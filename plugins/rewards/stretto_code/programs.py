@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _START_S = 60.0  # a warm Python imports its modules, on a busy machine beside many others
 _ATTEMPTS = 2
-"""Warm Pythons that one program may lose to causes outside it."""
+"""Tries of a program whose warm Python ends by itself."""
 _GRACE_S = 5.0
 """Seconds beyond the time limit of a program after which its warm Python is replaced."""
 _END_S = 10.0  # a sandbox that was told to end and has not is killed

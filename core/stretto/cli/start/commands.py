@@ -118,7 +118,7 @@ def resume(
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values.
 
-    With the launcher of a cluster, submit the run instead.
+    With the launcher of a cluster, the resumption becomes a submitted job.
     """
     from stretto.assembly.trust import require_trust
     from stretto.cli.start.submit import submitted_resume
