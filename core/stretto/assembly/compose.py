@@ -669,8 +669,8 @@ def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
     return ""
 
 
-def _plain_message(message: str, value: Any, annotation: Any) -> str:
-    if "matching regex" in message:
+def _plain_message(msgspec_message: str, value: Any, annotation: Any) -> str:
+    if "matching regex" in msgspec_message:
         return f"expected {_description(annotation) or 'text of another form'}"
     info = _type_info(annotation)
     parts = getattr(info, "types", (info,))
@@ -678,7 +678,7 @@ def _plain_message(message: str, value: Any, annotation: Any) -> str:
     if literals and not isinstance(value, (dict, list)):
         allowed = [str(choice) for part in literals for choice in part.values]
         return f"expected one of {', '.join(allowed)}{nearest(str(value), allowed)}"
-    text = message[0].lower() + message[1:].replace("`", "")
+    text = msgspec_message[0].lower() + msgspec_message[1:].replace("`", "")
     return re.sub(r"\bobject\b", "a mapping", re.sub(r"\barray\b", "a list", text))
 
 

@@ -66,9 +66,9 @@ class PowerSgd:
             dist.broadcast(error, group=self._group, group_src=rank)
             yield f"error.{rank}", error
 
-    def restore(self, carried: Mapping[str, Tensor], gradients: int, device: torch.device) -> None:
-        """Continue with what `carried` returned. Another number of ranks: each gets the same part of the sum
-        of all errors. Another rank of the matrices: they begin at random."""
+    def restore(self, carried: Mapping[str, Tensor], gradient_size: int, device: torch.device) -> None:
+        """Restore the state that `carried` yielded. If the number of ranks changes, each gets the same part
+        of the sum of all errors. If the rank of the matrices changes, they begin at random."""
         state = self._new_state(int(carried["steps"]))
         self._state = state
         errors = sum(name.startswith("error.") for name in carried)
@@ -79,10 +79,10 @@ class PowerSgd:
             error = carried[f"error.{rank}"]
         else:
             error = torch.stack([carried[f"error.{each}"] for each in range(errors)]).sum(0) / ranks
-        if error.numel() != gradients:
+        if error.numel() != gradient_size:
             raise EngineError(
                 f"the checkpoint has PowerSGD's errors of {error.numel()} numbers, and the gradients of this "
-                f"model have {gradients}: was it saved with other lora.targets?"
+                f"model have {gradient_size}: was it saved with other lora.targets?"
             )
         state.error_dict[_BUCKET] = error.to(device)
         if int(carried["rank"]) == self._config.rank:

@@ -124,15 +124,15 @@ class ShardedLayout(RankLayout):
         return 4 / self._reduce_dtype.itemsize
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what PowerSGD carries."""
+        """Yield PowerSGD's matrices, errors and number of steps."""
         if self._power_sgd is not None:
             yield from self._power_sgd.carried()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Continue with what PowerSGD carried."""
+        """Restore PowerSGD's matrices and errors."""
         if self._power_sgd is not None:
-            gradients = sum(parameter.numel() for parameter in trained)
-            self._power_sgd.restore(carried, gradients, self.device)
+            gradient_size = sum(parameter.numel() for parameter in trained)
+            self._power_sgd.restore(carried, gradient_size, self.device)
 
     # --------------------------------------------------------------------------------- computing
 

@@ -41,17 +41,17 @@ class Prompts:
 
     rows: Tensor  # (n,) the slot of each text
     positions: Tensor  # (n, P) int64, the position of each column in its slot
-    real: Tensor  # (N,) index of each token among the n * P columns
+    unpadded: Tensor  # (N,) index of each token among the n * P columns
 
     def pad_columns(self, x: Tensor) -> Tensor:
         """Return x (N, width) as (n, P, width), with zeros for the padding."""
-        columns = self.positions.numel()
-        return x.new_zeros(columns, x.shape[1]).index_copy_(0, self.real, x).view(*self.positions.shape, -1)
+        columns = x.new_zeros(self.positions.numel(), x.shape[1]).index_copy_(0, self.unpadded, x)
+        return columns.view(*self.positions.shape, -1)
 
     def cache_indices(self, cache: SlotCache) -> Tensor:
         """Return the indices in the cache of each token's keys and values: (N * 2 * K,)."""
-        rows = self.rows[self.real // self.positions.shape[1]]
-        return cache.indices(0, rows, self.positions.flatten()[self.real]).flatten()
+        rows = self.rows[self.unpadded // self.positions.shape[1]]
+        return cache.indices(0, rows, self.positions.flatten()[self.unpadded]).flatten()
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
@@ -66,7 +66,7 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
         attended = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, enable_gqa=heads.query != heads.kv
         )  # (n, K * G, P, D)
-        return attended.transpose(1, 2).flatten(0, 1)[prompts.real].flatten(1)
+        return attended.transpose(1, 2).flatten(0, 1)[prompts.unpadded].flatten(1)
 
     return attend
 
@@ -91,7 +91,7 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
             attn_mask=visible,
             enable_gqa=heads.query != heads.kv,
         )
-        return attended.transpose(1, 2).flatten(0, 1)[prompts.real].flatten(1)
+        return attended.transpose(1, 2).flatten(0, 1)[prompts.unpadded].flatten(1)
 
     return attend
 

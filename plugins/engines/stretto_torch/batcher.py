@@ -65,7 +65,7 @@ class Batcher:
         )
         """All unfinished samples. Call `step` at its `next_deadline` even if `busy` is False."""
         self._chunks: list[Chunk] = []
-        # Since when samples have been decoded without anything else than taking and sending in between.
+        # End of the last step, if samples ran on and no swap or logprobs followed.
         self._decoding_since: float | None = None
 
     # ------------------------------------------------------------------------ calls that change the work

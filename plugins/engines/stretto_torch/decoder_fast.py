@@ -84,14 +84,14 @@ class FastDecoder:
         # does, to give the products of a deterministic engine a multiple of 16 rows.
         whole = begins is None and padded_prompt(int(lengths.min())) == columns
         widths = torch.full_like(lengths, columns) if whole else lengths
-        real = (positions < widths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        unpadded = (positions < widths.unsqueeze(1)).flatten().nonzero().squeeze(1)
         if begins is None:
-            prompts = Prompts(rows, positions, real)
+            prompts = Prompts(rows, positions, unpadded)
             attend = over_prompts(self.cache, self._heads, prompts)
         else:
-            prompts = Prompts(rows, positions + begins.unsqueeze(1), real)
+            prompts = Prompts(rows, positions + begins.unsqueeze(1), unpadded)
             attend = over_prefixes(self.cache, self._heads, prompts, begins + lengths)
-        hidden = self._forward(tokens.flatten()[real], prompts.positions.flatten()[real], attend)
+        hidden = self._forward(tokens.flatten()[unpadded], prompts.positions.flatten()[unpadded], attend)
         last = widths.cumsum(0) - widths + lengths - 1
         # Padded like the rows of a step: a product with fewer rows gives different bits.
         return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]

@@ -58,15 +58,15 @@ class HFDecoder:
         # Padding stays at the last position: learned embeddings may have no position after it.
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
-        real = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
-        cache, mask = _PromptCache(self.cache, rows, positions, real), None
+        unpadded = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        cache, mask = _PromptCache(self.cache, rows, positions, unpadded), None
         if images is not None and images.positions is not None:
             known = min(images.positions.shape[2], positions.shape[1])
             positions = (positions + images.shift).repeat(3, 1, 1)
             positions[..., :known] = images.positions[..., :known]
         if begins is not None:
             positions = positions + begins.unsqueeze(1)
-            cache = _PrefixCache(self.cache, rows, positions, real)
+            cache = _PrefixCache(self.cache, rows, positions, unpadded)
             mask = self._masks.at(positions, cache.length)
             positions = positions if shifts is None else positions + shifts.unsqueeze(1)
         last, column = torch.unique(lengths - 1, return_inverse=True)
@@ -115,22 +115,22 @@ class HFDecoder:
 
 class _PromptCache(Cache):
     """A cache that looks empty to the model and stores keys and values in the slots of `rows` (N,), at
-    `positions` (N, P). `real`: indices of the columns that are not padding, among the N * P."""
+    `positions` (N, P). `unpadded`: indices of the columns that are not padding, among the N * P."""
 
-    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
+    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, unpadded: Tensor) -> None:
         super().__init__(layers=[])
         self._slots = slots
         self._rows = rows
         self._positions = positions
-        self._real = real
+        self._unpadded = unpadded
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        rows = self._rows[self._real // self._positions.shape[1]]
-        indices = self._slots.indices(layer_idx, rows, self._positions.flatten()[self._real])
+        rows = self._rows[self._unpadded // self._positions.shape[1]]
+        indices = self._slots.indices(layer_idx, rows, self._positions.flatten()[self._unpadded])
         for targets, states in zip(indices.chunk(2, dim=1), (key_states, value_states), strict=True):
-            flat = states.transpose(1, 2).flatten(0, 1)[self._real]  # (tokens, kv_heads, D)
+            flat = states.transpose(1, 2).flatten(0, 1)[self._unpadded]  # (tokens, kv_heads, D)
             self._slots.layers[layer_idx][targets, : states.shape[3]] = flat
         return key_states, value_states
 
@@ -144,8 +144,8 @@ class _PromptCache(Cache):
 class _PrefixCache(_PromptCache):
     """Like `_PromptCache`, for texts that continue after the tokens in their slots; the model sees both."""
 
-    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, real: Tensor) -> None:
-        super().__init__(slots, rows, positions, real)
+    def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, unpadded: Tensor) -> None:
+        super().__init__(slots, rows, positions, unpadded)
         last = positions.max(dim=1, keepdim=True).values
         self.length = int(last.max()) + 1
         columns = torch.arange(self.length, device=positions.device)

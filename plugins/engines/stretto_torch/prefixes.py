@@ -88,7 +88,7 @@ class Prefixes:
             self._add(text)
 
     def release(self, sample: SlotSample) -> None:
-        """Forget the text of a sample that leaves its slot."""
+        """Forget a leaving sample's text; `arrange` may keep a copy."""
         text = self._running.pop(sample, None)
         if text is not None:
             self._forget(text)

@@ -154,7 +154,7 @@ class Slots:
         for sample in samples:
             self._seat(sample)
         computed = self._samples_to_compute(samples)
-        prefixes = self._find_prefixes(computed)
+        prefixes = self._find_and_hold_prefixes(computed)
         self._arrange(range(len(self.running)), prefixes=prefixes)
         logits = self._prefill(
             [s.row for s in computed], [prefixes[s][1] if s in prefixes else 0 for s in computed]
@@ -276,7 +276,7 @@ class Slots:
                 by_request.setdefault(sample.request.id, sample)
         return [s for s in samples if len(s.begun) or by_request.get(s.request.id) is s]
 
-    def _find_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
+    def _find_and_hold_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
         if self._prefixes is None:
             return {}
         prefixes: dict[SlotSample, tuple[Block, int]] = {}
@@ -285,12 +285,12 @@ class Slots:
             if prefix := self._prefixes.find(text):
                 place, length = prefix
                 if sample.images is not None and length < sample.images.end:
-                    continue  # images are computed together
+                    continue  # the prefix lacks some images
                 prefixes[sample] = (
                     self._cache.blocks[place.row] if isinstance(place, SlotSample) else place,
                     length,
                 )
-        for sample, text in zip(samples, texts, strict=True):  # only now: these texts are not computed yet
+        for sample, text in zip(samples, texts, strict=True):  # after every find: they are not computed yet
             self._prefixes.hold(sample, text)
         self.prefix_hits += len(prefixes)
         self.prefix_tokens += sum(length for _, length in prefixes.values())

@@ -93,7 +93,7 @@ def _processes(assembly: Assembly) -> list[_Need]:
     """None of an engine that does not say what it takes."""
     config, found = assembly.config, list[_Need]()
     for group in assembly.placement.groups.values():
-        if (each := _of_group(assembly, group)) is not None:
+        if (each := _memory_of_group(assembly, group)) is not None:
             found.append(_Need(group.path, len(group.workers), each))
     engines = [worker for worker in assembly.workers if worker.role == "inference"]
     if config.model is not None and engines:
@@ -103,11 +103,11 @@ def _processes(assembly: Assembly) -> list[_Need]:
     return found
 
 
-def _of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
+def _memory_of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
     sizes = {True: 0, False: 0}
     for name in group.models:
         folder = folder_of_model(assembly.config.source_of(name))
         if folder is None:
             return None
         sizes[assembly.graph.models[name].trainable] += parameters_in(folder)
-    return group.section.host_memory(sizes[True], sizes[False])
+    return group.section.host_memory(trained=sizes[True], frozen=sizes[False])

@@ -108,6 +108,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
                 f"is {sampling.max_tokens}, but {config.model!r} has {positions} positions for prompt and "
                 "answer",
             )
+        # For `sampling`, the engine reports this (`context_problems` in serving/config.py).
         elif room is not None and path != "sampling" and sampling.max_tokens >= room:
             yield Problem(
                 f"{path}.max_tokens",

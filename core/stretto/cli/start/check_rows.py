@@ -93,11 +93,11 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         return
     read[path] = rows = _read_rows(dataset)
     if rows.faults:
-        shown = RowFaults.of(rows.rows, rows.read, rows.faults).shown
+        examples = RowFaults.of(rows.rows, rows.read, rows.faults).count_and_examples
         yield _warning(
             path,
             f"{len(rows.faults):,} of {rows.read:,} rows have no valid prompt, and their tickets would "
-            f"fail {shown}",
+            f"fail {examples}",
         )
     yield from chat_problems(assembly, path, dataset)
     for key in ("template", "special_tokens"):

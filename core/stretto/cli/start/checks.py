@@ -409,7 +409,7 @@ def _row_problems_of(assembly: Assembly, section: str, path: str) -> Iterator[Pr
             yield Problem(
                 path,
                 f"the {section} cannot {use} {faults.faulty:,} of {faults.read:,} rows, and their tickets "
-                f"would fail {faults.shown}",
+                f"would fail {faults.count_and_examples}",
                 "error" if faults.faulty == faults.read else "warning",
             )
 

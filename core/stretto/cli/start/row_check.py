@@ -47,7 +47,7 @@ class RowFaults(msgspec.Struct, frozen=True):
         return cls(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
 
     @property
-    def shown(self) -> str:
+    def count_and_examples(self) -> str:
         """How many rows were checked, and the first faults, for messages."""
         faults = "".join(f"\n  row {index + 1}: {fault}" for index, fault in self.first)
         more = "\n  …" if self.faulty > len(self.first) else ""

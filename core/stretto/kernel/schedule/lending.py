@@ -36,8 +36,8 @@ class Lending:
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
-        self._number, self._ends = 0, math.inf
-        """`_number` is the number of the turn at a single engine: even turns belong to the evaluation.
+        self._turn, self._ends = 0, math.inf
+        """`_turn` is the number of the turn at a single engine: even turns belong to the evaluation.
         `_ends` is the time at which the turn ends, infinite before the turn begins."""
         self.lent: frozenset[str] = frozenset()
 
@@ -48,29 +48,29 @@ class Lending:
         now: float,
         own: frozenset[str] | None = None,
     ) -> float:
-        """Set `lent`, and return the time of the next call if nothing changes before; infinite without one.
+        """Set `lent`. Return when to call next if nothing changes before: at the end of a turn, or infinity.
 
         `workers` maps each to the version that it serves to an evaluation, None for training. `now` is in
-        seconds of any clock. `own` are others, which serve evaluations alone; None if the run has none. While
-        `own` is empty, the evaluation waits for one.
+        seconds of any clock. `own` are further workers, for evaluations alone; None if the run has no such
+        workers. While `own` is empty, the evaluation waits for a worker.
         """
         must_share = len(workers) == 1 and not demand.resting and own is None
         if demand.version is not None and must_share and not demand.untrained:
             ((worker, serves),) = workers.items()
-            turn_version = None if self._number % 2 else demand.version
+            turn_version = None if self._turn % 2 else demand.version
             return self._take_turns(worker, now, is_loaded=serves == turn_version)
-        self._number, self._ends = 0, math.inf
+        self._turn, self._ends = 0, math.inf
         if demand.version is None or must_share:
-            number = 0
+            lent_count = 0
         elif demand.resting:
-            number = len(workers)
+            lent_count = len(workers)
         elif own is not None:
-            number = 0
+            lent_count = 0
         else:
-            number = max(1, len(workers) // 2) if len(demand.needed) > 1 else 1
+            lent_count = max(1, len(workers) // 2) if len(demand.needed) > 1 else 1
         # A lent worker stays lent, because each change costs two swaps.
         first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
-        self.lent = frozenset(first[:number])
+        self.lent = frozenset(first[:lent_count])
         if own is not None and demand.version is not None:
             self.lent |= own
         return math.inf
@@ -78,8 +78,8 @@ class Lending:
     def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:
         """Return the time at which the turn ends. It begins when the worker has loaded its weights."""
         if now >= self._ends:
-            self._number, self._ends = self._number + 1, math.inf
+            self._turn, self._ends = self._turn + 1, math.inf
         elif is_loaded:
-            self._ends = min(self._ends, now + self._turn_s * 2 ** (self._number // 2))
-        self.lent = frozenset() if self._number % 2 else frozenset([worker])
+            self._ends = min(self._ends, now + self._turn_s * 2 ** (self._turn // 2))
+        self.lent = frozenset() if self._turn % 2 else frozenset([worker])
         return self._ends

@@ -107,10 +107,10 @@ class Failures(msgspec.Struct):
             self.prompts.done.add(group.prompt)
         self.give_up(group.prompt, len(group.missing))
 
-    def give_up(self, prompt: int, samples: int) -> None:
-        """Count samples that are not trained, whose prompts have `prompt` tokens."""
+    def give_up(self, prompt_tokens: int, samples: int) -> None:
+        """Count samples of one prompt that are not trained."""
         for _ in range(samples):
-            self.prompts.failed.add(prompt)
+            self.prompts.failed.add(prompt_tokens)
 
     def document(self) -> dict[str, Any]:
         """Return the figures for `summary.json`."""
