@@ -38,7 +38,7 @@ _RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
 """Limit for the last messages at the end of the run."""
 _FILE_BYTES = 2**26
-"""A longer file is followed by another one."""
+"""Size of a file beyond which the next file begins."""
 
 
 class EventLog:

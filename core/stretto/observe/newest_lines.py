@@ -95,7 +95,7 @@ class History:
         return rise if better > max(3 * error, 0.1 * self.rewards.spread) else None
 
     def broken(self) -> list[str]:
-        """Return what shows that the policy is broken, as clauses; empty if nothing does."""
+        """Return signs that the policy is broken, as clauses; empty if there are no signs."""
         entropy, first = self.window("entropy", 3), self.first.get("entropy")
         norm, truncated = self.window("grad_norm", 3), self.window("truncated", 3)
         certain = entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
@@ -112,7 +112,7 @@ class History:
 
 
 class Curve:
-    """Means of a figure over equal numbers of steps. From 64 on, each two become one."""
+    """Means of a figure over equal numbers of steps. At 64 means, each two become one mean."""
 
     def __init__(self) -> None:
         self._means: list[float] = []

@@ -380,7 +380,7 @@ class Report:
         }
 
     def _variant_summary(self) -> dict[str, Any]:
-        """Return what the summary says of an A/B test; empty without one."""
+        """Return what the summary says of an A/B test; empty without a test."""
         variants = self._scheduler.variants
         if not variants.accounts:
             return {}

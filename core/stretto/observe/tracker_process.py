@@ -72,7 +72,7 @@ class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tracker: str
     fault: str = ""
-    """Why it failed; empty if it has received everything."""
+    """Why the tracker failed; empty if it has received everything."""
     again: bool = False
     """Whether it starts again; otherwise it receives nothing more."""
 

@@ -23,7 +23,7 @@ from stretto.records.metrics import ACCURACY
 from stretto.records.status import State, Verdict
 
 _FEWEST = 10
-"""Fewer steps show no trend."""
+"""Fewest steps for a trend."""
 _APART = 30
 """With this many steps, the first 10 are none of the newest 20."""
 _ERRORS = 2.3
@@ -172,8 +172,8 @@ def _left_out(history: History) -> bool:
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """Return the trend that the newest evaluation shows against one 60 steps before, or the first. `why` says
-    why the reward does not tell."""
+    """Return the trend to the newest evaluation, from an evaluation 60 steps before or from the first. `why`
+    says why the reward does not tell."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])

@@ -39,7 +39,7 @@ class SchedulerSettings:
     """Rows of an evaluation that begin for each group of training that ends; 0 begins all at once."""
     stops_on_collapse: bool = False
     variants: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Weight of each variant of the A/B test; empty without one."""
+    """Weight of each variant of the A/B test; empty without a test."""
 
 
 class RecordDraws(msgspec.Struct, frozen=True):

@@ -65,7 +65,7 @@ class EvaluationState(msgspec.Struct):
     """Versions to evaluate after the evaluation under way."""
     issued: int = 0
     credit: float = 0.0
-    """Rows that may begin, of those that have not; see `SchedulerSettings.evaluation_pace`."""
+    """Number of further rows that may begin; see `SchedulerSettings.evaluation_pace`."""
     held_back: int = 0
     holding_back: bool = False
 
@@ -113,7 +113,7 @@ class EvaluationRounds:
 
     @property
     def needed_versions(self) -> tuple[int, ...]:
-        """Versions whose weights evaluations still need, that of the one under way first."""
+        """Versions whose weights evaluations still need, first that of the evaluation under way."""
         return (*([self._round.version] if self._round else []), *self._due)
 
     def snapshot(self) -> EvaluationState:
@@ -203,7 +203,7 @@ class EvaluationRounds:
             self.finish(ticket, None, refusal)
 
     def finish(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
-        """One row is finished with its group as the result; without one, `reason` says why."""
+        """One row is finished with its group as the result; without a group, `reason` says why."""
         under_way = self._round
         assert under_way is not None
         self.tickets.remove(ticket.id)

@@ -8,7 +8,7 @@ import msgspec
 _WINDOW = 3
 """Newest figures whose median counts: with three, one outlier never moves the limit, two in a row do."""
 _CAP = 100.0
-"""A figure counts as at most this multiple of the bound; so does one that is not a number."""
+"""A figure counts as at most this multiple of the bound; so does NaN."""
 _WIDEN_BELOW = 0.5
 """The limit widens only while the median is below this fraction of the bound."""
 _PATIENCE = 4
@@ -16,7 +16,7 @@ _MAX_PATIENCE = 64
 
 
 class DivergenceGate(msgspec.Struct):
-    """The limit and the controller's state between steps, in every checkpoint. A change shows only after the
+    """The limit and the controller's state between steps, in every checkpoint. A change acts only after the
     tickets issued under the previous limit are trained: the controller waits that number of steps before it
     judges again."""
 
@@ -25,7 +25,7 @@ class DivergenceGate(msgspec.Struct):
     recent: tuple[float, ...] = (0.0,) * _WINDOW
     """The newest figures, in nats per token, oldest first."""
     settling: int = 0
-    """Number of steps until the last change shows in the batches."""
+    """Number of steps until the last change affects the batches."""
     calm: int = 0
     """Number of steps in a row in which the median was low enough to widen the limit."""
     patience: int = _PATIENCE

@@ -91,7 +91,7 @@ class Fall(msgspec.Struct, frozen=True):
     """The reward, or the held-out score, is far below what it was."""
 
     since: int
-    """First of the steps that show it."""
+    """First of the steps whose mean is that low."""
     message: str
 
 
@@ -122,7 +122,7 @@ class RewardHistory(msgspec.Struct):
             self.spread = max(self.spread, spread.mean)
 
     def fall(self, evaluations: Sequence[HeldOutScore]) -> Fall | None:
-        """Return the fall that the newest step shows, with the complete evaluations in order."""
+        """Return the fall up to the newest step; `evaluations` are the complete ones, in order."""
         return (
             self._fall(self.best, 8, spreads=0.5, errors=5)
             or self._fall(self.start, 10, spreads=0.2, errors=3.5)
@@ -137,8 +137,8 @@ class RewardHistory(msgspec.Struct):
         return Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
 
     def _fall(self, before: Window | None, count: int, *, spreads: float, errors: float) -> Fall | None:
-        """Find that the mean of the newest `count` steps is below an earlier one, by this part of the spread
-        and this number of standard errors."""
+        """Return the fall if the mean of the newest `count` steps is below that of `before` by more than this
+        part of the spread and this number of standard errors."""
         now = Window.of(self.newest, count)
         if before is None or now is None or now.since <= before.until:
             return None
@@ -159,7 +159,7 @@ class Collapse(msgspec.Struct):
     held: int = 0
     """Number of newest steps in a row at which the rule has held."""
     clear: int = 0
-    """Number of newest steps in a row at which it has not."""
+    """Number of newest steps in a row at which the rule has not held."""
     found: bool = False
     """Whether the collapse has been reported, and is not over."""
 

@@ -1,8 +1,8 @@
 """The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
 A lent worker serves only the evaluation, with its weights. While training needs no engine, all are lent.
-While training continues, a run whose evaluations have a worker of their own lends that one alone; else one of
-several is lent, or half of them if another evaluation waits.
+While training continues, a run whose evaluations have a worker of their own lends only that worker; else one
+of several workers is lent, or half of them if another evaluation waits.
 
 A single worker takes turns. Before the first step it serves training, so that a fault of the training shows
 before an evaluation that may take long. Then it serves the evaluation for some time, training for the same
@@ -24,7 +24,7 @@ class Demand:
     version: int | None = None
     """Version of the evaluation under way; None if none is under way."""
     needed: tuple[int, ...] = ()
-    """Versions of the evaluation under way and of those that wait for it."""
+    """Versions of the evaluation under way and of the evaluations that wait for it."""
     resting: bool = False
     """Whether training needs no engine now."""
     untrained: bool = False

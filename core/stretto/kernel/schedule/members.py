@@ -16,7 +16,7 @@ from stretto.user_code.faults import FaultKind
 
 _MOST_REASONS = 1000
 OF_SAMPLES = ("missing: ", "penalized: ")
-"""How the reasons begin that count samples. The others count tickets."""
+"""Prefixes of the reasons that count samples. Other reasons count tickets."""
 
 
 class MemberLedger(msgspec.Struct):
@@ -28,9 +28,9 @@ class MemberLedger(msgspec.Struct):
     filtered: int = 0
     expired: int = 0
     missing: int = 0
-    """Samples that failed, and all of an attempt that failed."""
+    """Samples that failed, and all samples of a failed attempt."""
 
-    def lose(self, samples: int) -> None:
+    def count_missing(self, samples: int) -> None:
         """Count samples that failed."""
         self.sampled += samples
         self.missing += samples
@@ -79,15 +79,15 @@ class Failures(msgspec.Struct):
     retried: dict[FaultKind, int] = {}
     """Samples that succeeded after a failure."""
     redrawn: int = 0
-    """Of these, samples with another answer than the one that had failed."""
+    """Of these, samples with another answer than the failed answer."""
     answers: LengthBias = msgspec.field(default_factory=LengthBias)
-    """Sampled tokens of each sample. Failed ones count if the policy had sampled a token."""
+    """Sampled tokens of each sample. Failed samples count if the policy had sampled a token."""
     prompts: LengthBias = msgspec.field(default_factory=LengthBias)
     """Tokens of each sample's prompt."""
 
     def finish(self, group: GroupDone, members: MemberLedger, reasons: Counter[str]) -> None:
         """Count a finished group, and why samples of it are missing."""
-        members.lose(len(group.missing))
+        members.count_missing(len(group.missing))
         samples = samples_of(group)
         members.sampled += samples
         for each in group.missing:
@@ -148,6 +148,6 @@ def _sum(counts: dict[FaultKind, int], more: dict[FaultKind, int]) -> dict[Fault
 
 
 def _add_reason(reasons: Counter[str], account: str, reason: str) -> None:
-    """Each answer may have its own reason, so the number of different ones is limited."""
+    """Each answer may have its own reason, so the number of different reasons is limited."""
     text = f"{account}: {reason}"
     reasons[text if text in reasons or len(reasons) < _MOST_REASONS else f"{account}: other reasons"] += 1

@@ -79,7 +79,7 @@ class DeadlineQueue:
 
 
 class Holders:
-    """Which worker has each unfinished ticket; `""` has those that nobody is known to have begun."""
+    """Which worker has each unfinished ticket; `""` has the tickets that no worker is known to have begun."""
 
     def __init__(self) -> None:
         self._worker: dict[int, str] = {}
@@ -179,7 +179,7 @@ class OpenTickets:
                 self._holders.put(ticket.id, ticket.worker)
 
     def take_over(self, held: Iterable[TicketStarted]) -> None:
-        """Keep attempts on which a former kernel's workers go on. The caller issues the others again."""
+        """Keep attempts on which a former kernel's workers go on. The caller reissues the other tickets."""
         for ticket in self.open.values():
             if ticket.done is None:
                 ticket.worker, ticket.tries = "", 0
@@ -195,7 +195,7 @@ class OpenTickets:
                 ticket.bounds = {}
 
     def held_by(self, *workers: str) -> list[OpenTicket]:
-        """Return the unfinished tickets of some workers, by number; of `""` those that nobody has begun."""
+        """Return the unfinished tickets of some workers, by number; `""` has those that no worker began."""
         return [self.open[id] for id in self._holders.of(*workers)]
 
     def started(self, ticket: OpenTicket, worker: str) -> None:

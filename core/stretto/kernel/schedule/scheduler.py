@@ -76,7 +76,7 @@ Phase = Literal["new", "waiting", "training", "ending", "over"]
 """`new`: nothing has happened yet. `waiting`: a kernel owns the run whose workers are not ready; outcomes are
 taken in, and nothing begins."""
 Setback = Literal["failed", "filtered", "left out"]
-"""Why a ticket has no group to train on. The row of one that is left out is not fit to train on."""
+"""Why a ticket has no group to train on. The row of a ticket left out is not fit to train on."""
 
 
 class Setbacks(msgspec.Struct):
@@ -313,7 +313,7 @@ class Scheduler:
 
     def fit(self, expire: str = "") -> None:
         """Continue with other values, or without what is lost; an evaluation under way begins again. Nothing
-        begins before `start`. With a reason to `expire`, all finished groups do."""
+        begins before `start`. With a reason to `expire`, all finished groups expire."""
         assert not self.training
         self._phase = "waiting"
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
@@ -400,7 +400,7 @@ class Scheduler:
             self._retire(found, "filtered", failure.reason)
             self._count("left out", found.row, failure.reason)
         else:
-            self.members.lose(self.settings.group_size)
+            self.members.count_missing(self.settings.group_size)
             if self._phase != "waiting":
                 self._count("failed", found.row, failure.reason)
                 if not self._closing and not self._reissue(found, failure.reason):
@@ -425,7 +425,7 @@ class Scheduler:
     def step_finished(
         self, *, hold: bool = False, divergence: float | None = None, skipped: bool = False
     ) -> None:
-        """The batch is trained and its weights are published. With `hold`, none starts before `release`.
+        """The batch is trained and its weights are published. With `hold`, no batch starts before `release`.
         `divergence` is in nats per token, None if not measured; `skipped`: some model is unchanged."""
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None

@@ -67,7 +67,7 @@ class TicketQueue:
 
     async def clear(self, last: int) -> None:
         """Remove a previous kernel's tickets, up to this sequence number: no engine is lent to its
-        evaluation, so they would never end. Those of a kernel that has replaced this one stay."""
+        evaluation, so they would never end. The tickets of a kernel that has replaced this one stay."""
         await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:

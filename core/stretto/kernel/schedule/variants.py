@@ -18,7 +18,7 @@ _MOST_FIGURES = 64
 
 
 class VariantAccount(msgspec.Struct):
-    """What became of one variant's tickets. Those that are missing from `issued` are in flight."""
+    """What became of one variant's tickets. Tickets in `issued` and in no other account are in flight."""
 
     issued: int = 0
     trained: int = 0
@@ -111,7 +111,7 @@ def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
 
 
 def metric_figures(samples: Sequence[Member], beginning: str, names: Iterable[str]) -> dict[str, float]:
-    """Return means such as `reward/accuracy`, and `reward/accuracy/answers` if some have none."""
+    """Return means such as `reward/accuracy`, and `reward/accuracy/answers` if some lack the metric."""
     figures: dict[str, float] = {}
     for name in names:
         values = [each.metrics[name] for each in samples if name in each.metrics]
