@@ -220,11 +220,7 @@ def test_two_trackers_need_two_folders(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "fault"),
     [
-        (
-            "dataset",
-            "def __len__(self): return 1\n    def __getitem__(self, index): ...",
-            "no attribute 'fin",
-        ),
+        ("dataset", "def __len__(self): ...\n    def __getitem__(self, index): ...", "no attribute 'fin"),
         ("algorithm", "models = {}\n    def calls(self): return []", "has no method 'keep'"),
         (
             "dataset",
@@ -292,9 +288,11 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
 # ------------------------------------------------------------------------------------ slips of a run file
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
+TRAIN = f"path={MODEL.parent}/train.jsonl"
 TORCH = f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"
 HELD = "evaluation={dataset: {use: jsonl, path: held.jsonl}, sampling: {temperature: 0}}"
-ONE = "evaluation.sampling.max_tokens=1"
+ANSWER, STOP = "evaluation.sampling.max_tokens", "sampling.stop_token_ids=[3]"
+PAIRS = f"dataset.path={MODEL.parent}/pairs.jsonl", "algorithm=dpo", "queue.batch_size=8"
 OWN = {
     "user.py": (
         "import sys\n"
@@ -342,9 +340,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         composed = compose(file, [*overrides, f"out={file.parent}/out"])
     except ConfigError as error:
         return [f"error {error}"]
-    return [
-        f"{problem.severity} {problem.path}: {problem.message}" for problem in problems(Assembly(composed))
-    ]
+    return [f"{each.severity} {each.path}: {each.message}" for each in problems(Assembly(composed))]
 
 
 @pytest.mark.parametrize(
@@ -358,40 +354,28 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("reward={use: function, function: user.py:PI}",), "'PI' is a value; expected a function"),
         ((*TORCH, "sampling.stop_token_ids=[99999]"), "error sampling.stop_token_ids: has the token 99999"),
         ((*TORCH, HELD, "evaluation.sampling.logit_bias={99999: 5}"), "evaluation.sampling.logit_bias: has"),
-        (
-            (*TORCH, "variants={a: {weight: 1}, b: {sampling: {stop_token_ids: [99999]}}}"),
-            "error variants.b.sampling.stop_token_ids: has the token 99999",
-        ),
+        ((*TORCH, "variants={a: {}, b: {sampling: {stop_token_ids: [99999]}}}"), "b.sampling.stop_token_ids"),
         ((*TORCH, "inference.context_length=100000"), "error inference.context_length: is 100000, but"),
         ((*TORCH, "sampling.max_tokens=600"), "error sampling.max_tokens: is 600, but"),
         ((*TORCH, "sampling.max_tokens=5000"), "error inference.context_length: is at most 4096 by default"),
         ((*TORCH, HELD, "evaluation.sampling.max_tokens=600"), "evaluation.sampling.max_tokens: is 600"),
-        (
-            (*TORCH, HELD, "inference.context_length=64", "evaluation.sampling.max_tokens=64"),
-            "error evaluation.sampling.max_tokens: is 64, but inference.context_length",
-        ),
+        ((*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"), "is 64, but inference.context_len"),
         ((*TORCH, "inference.canary.tokens=600"), "error inference.canary.tokens: is 600, more than"),
         ((*TORCH, "training.lora={targets: [q_prj]}"), "'q_prj' is no linear module of"),
         ((*TORCH, "training.betas=[0.9,1.0]"), "error override training.betas.1: expected float < 1.0"),
         (("model=bare", *TORCH[1:]), "bare' has no weights: expected *.safetensors"),
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
         ((*TORCH, "training.lr=1e-5", "training.lora.rank=4"), "training.lr: is 1e-05, and adapters need"),
+        ((*TORCH, f"dataset.{TRAIN}", "sampling.max_tokens=1"), "warning sampling.max_tokens: is 1, but the"),
         (
-            (*TORCH, f"dataset.path={MODEL.parent}/train.jsonl", "sampling.max_tokens=1"),
-            "warning sampling.max_tokens: is 1, but the answer in the first",
-        ),
-        (
-            (*TORCH, HELD, f"evaluation.dataset.path={MODEL.parent}/train.jsonl", ONE),
-            "warning evaluation.sampling.max_tokens: is 1, but the answer in the first",
+            (*TORCH, HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"),
+            "evaluation.sampling.max_tokens: is 1, but the",
         ),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
         ((*TORCH, "training.final_lr_ratio=0.2"), "warning training.final_lr_ratio: is 0.2, and has"),
         ((*TORCH, "training.betas=[0.999, 0.9]"), "warning training.betas: is [0.999, 0.9]: the first is"),
-        (
-            (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
-            "error training.decay_steps: is 15, but the warm-up alone takes 20",
-        ),
+        ((*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"), "is 15, but the warm"),
         (("workflow={use: agent, function: user.py:solve}",), "parameter 'question_text'; available: prompt"),
         (("workflow={use: multi_turn, environment: user.py:env}",), "a parameter 'foo'; available: prompt"),
         (("workflow={use: agent, command: nosuchprogram --x}",), "there is no program 'nosuchprogram' on"),
@@ -423,10 +407,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("bus.listen='127.0.0.1:99999'",), "listen has the port 99999"),
         (("bus.credentials=user.py",), "credentials are for your own server"),
         (("training={use: fsdp2, interface: eth99}",), "this machine has no network interface 'eth99'"),
-        (
-            ("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",),
-            "warning workflow.max_tokens",
-        ),
+        (("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",), "workflow.max_tokens"),
         (("dataset.path=array.jsonl",), "array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array"),
         (("dataset.path=pretty.jsonl",), "an object goes over several lines"),
         (("dataset.path=rows.csv",), "it looks like CSV"),
@@ -446,29 +427,14 @@ def test_a_slip_is_found_before_the_run_starts(
 @pytest.mark.parametrize(
     "overrides",
     [
-        (
-            *TORCH,
-            HELD,
-            "training={lora: {}, lr: 1e-4}",
-            "inference.context_length=512",
-            "sampling.stop_token_ids=[3]",
-        ),
+        (*TORCH, HELD, "training={lora: {}, lr: 1e-4}", "inference.context_length=512", STOP),
         (*TORCH, "training={schedule: cosine, decay_steps: '${steps}', warmup_steps: 1}"),
         (HELD, "workflow={use: multi_turn, environment: user.py:fine}", "reward=null"),
         ("workflow={use: agent, command: 'cd /tmp && X=1 nosuchprogram'}", "sandbox=unsafe"),
         ("workflow={use: agent, command: python3 agent.py}", "sandbox=unsafe"),
         ("workflow.timeout_s=1", "rollout.concurrency=1", "sampling.temperature=1.3"),
         # The rows that are trained have no answer to score; the held-out ones have.
-        (
-            *(
-                *TORCH,
-                HELD,
-                f"dataset.path={MODEL.parent}/pairs.jsonl",
-                "algorithm=dpo",
-                "queue.batch_size=8",
-            ),
-            "reward={use: regex, pattern: '([0-9]+)'}",
-        ),
+        (*TORCH, HELD, *PAIRS, "reward={use: regex, pattern: '([0-9]+)'}"),
         (*TORCH, "training={use: fsdp2, shard: false, power_sgd: {after_steps: 5}}"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import re
 from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -28,6 +27,7 @@ from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTraj
 from stretto.bus.messages.training import RowRef
 from stretto.errors import BusError, ConfigError, EngineError, RequestError, RewardError
 from stretto.models.images import MAX_FILE_BYTES, decode
+from stretto.models.images import file_of as png_of
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.models.vision import Vision
 from stretto.testing import FakeSession
@@ -44,9 +44,7 @@ CONTEXT = Context(run="r", name="n", seed=1)
 
 
 def file_of(seed: int, width: int = 20, height: int = 14) -> bytes:
-    stream = io.BytesIO()
-    picture(seed, width, height).save(stream, "PNG")
-    return stream.getvalue()
+    return png_of(picture(seed, width, height))
 
 
 def name_of(file: bytes) -> str:
@@ -233,13 +231,8 @@ async def test_the_environment_of_the_page_shows_what_the_policy_named(vision_mo
     with ticket(vision_models("qwen2_5_vl")) as (vision, images):
         prompt: Any = [{"role": "user", "content": "x"}]
         await images.encode_row({"prompt": prompt})
-        session = FakeSession(
-            ["red", "yes"],
-            tokenizer=vision.tokenizer,
-            environment=draw,
-            images=images,
-            size=1,
-        )
+        seen: dict[str, Any] = {"tokenizer": vision.tokenizer, "images": images, "size": 1}
+        session = FakeSession(["red", "yes"], environment=draw, **seen)
         workflow = MultiTurn(MultiTurnConfig(use="multi_turn", environment="x.py:x"), CONTEXT)
         [made] = await workflow.run(Prompt({"prompt": prompt}, np.zeros(1, np.int32)), cast("Any", session))
         assert made.score.reward == 1

@@ -166,16 +166,10 @@ def test_what_is_no_plain_data_is_refused() -> None:
     ("keys", "message"),
     [
         ({"task": "leg_countin"}, "reasoning_gym has no task 'leg_countin'; did you mean 'leg_counting'"),
-        (
-            {"task": "gcd", "options": {"max_number": 2}},
-            "task 'gcd' has no option 'max_number'; did you mean",
-        ),
+        ({"task": "gcd", "options": {"max_number": 2}}, "'gcd' has no option 'max_number'; did you mean"),
         ({"task": "gcd", "options": {"seed": 2}}, "task 'gcd' has no option 'seed'"),
         ({"task": "gcd", "options": {"max_numbers": 1}}, "gcd: AssertionError: "),
-        (
-            {"tasks": (WeightedTask(task="gcd"), WeightedTask(task="gcd"))},
-            "gcd, gcd: ValueError: Duplicate dataset names",
-        ),
+        ({"tasks": (WeightedTask(task="gcd"),) * 2}, "gcd, gcd: ValueError: Duplicate dataset names"),
     ],
 )
 def test_a_wrong_task_says_what_is_wrong(keys: dict[str, Any], message: str) -> None:

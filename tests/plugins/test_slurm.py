@@ -70,10 +70,7 @@ def test_a_part_has_options_of_its_own() -> None:
         ({"options": ("gpu",)}, "'gpu' is no option of sbatch"),
         ({"options": ("--nodes=3",)}, "'--nodes=3' cannot be set"),
         ({"prologue": ("a\nb",)}, "without line breaks"),
-        (
-            {"parts": {"a": SlurmPart(workers=("rollout",)), "b": SlurmPart(workers=("rollout",))}},
-            "in two parts",
-        ),
+        ({"parts": dict.fromkeys("ab", SlurmPart(workers=("rollout",)))}, "in two parts"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, object], words: str) -> None:

@@ -92,14 +92,11 @@ def test_the_assistants_turns_are_trained_as_the_template_writes_them(
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        pytest.param(
-            TEXT, [TRL, RESULT, LAST], '⟦[add{"a": 1, "b": "é"}]<|im_end|>⟧ ⟦two<|im_end|>⟧', id="text"
-        ),
-        pytest.param(
-            THINKS, [LAST, ASK, LAST], "⟦two<|im_end|>⟧ ⟦<think></think>two<|im_end|>⟧", id="earlier"
-        ),
-        pytest.param(PLAIN, "two", "⟦two<|im_end|>⟧", id="an answer as text"),
+        (TEXT, [TRL, RESULT, LAST], '⟦[add{"a": 1, "b": "é"}]<|im_end|>⟧ ⟦two<|im_end|>⟧'),
+        (THINKS, [LAST, ASK, LAST], "⟦two<|im_end|>⟧ ⟦<think></think>two<|im_end|>⟧"),
+        (PLAIN, "two", "⟦two<|im_end|>⟧"),
     ],
+    ids=["text", "earlier", "an answer as text"],
 )
 def test_what_is_trained_follows_the_template(
     template: str, answer: Any, expected: str, tmp_path: Path
@@ -122,19 +119,11 @@ def test_what_is_trained_follows_the_template(
         (TEMPLATE, {"completion": [{**LAST, "content": "a</think>b"}, ASK, LAST]}, "changes its 'content'"),
         (OPENS, {"completion": [LAST]}, "opens the answer with '<think>', and writes"),
         (PLAIN, {"completion": [{**LAST, "reasoning_content": "why"}]}, "changes its 'reasoning_content'"),
-        (
-            PLAIN,
-            {"completion": [{**TRL, "tool_calls": ["add"]}]},
-            "expected tool calls with a function's name",
-        ),
+        (PLAIN, {"completion": [{**TRL, "tool_calls": ["add"]}]}, "expected tool calls with a function"),
         (PLAIN, {"completion": [LAST], "tools": ["add"]}, "column 'tools' of row 7: expected a list of JSON"),
         (PLAIN, {"completion": [ASK, LAST]}, "begins with a turn of the user; expected the answer alone"),
         (PLAIN, {"prompt": "1+1?", "completion": [LAST]}, "has chat messages, and the prompt is text"),
-        (
-            PLAIN,
-            {"completion": [{**LAST, "content": [{"type": "image"}]}]},
-            "only the prompt may have images",
-        ),
+        (PLAIN, {"completion": [{**LAST, "content": [{"type": "image"}]}]}, "only the prompt may have"),
         (None, {"completion": [LAST]}, "has no chat template"),
     ],
 )

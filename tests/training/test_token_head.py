@@ -123,7 +123,7 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     engine = engine_of(folder, chunked_logits=chunked)
     found = engine.forward(drawn, temperature=temperature)
     loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=whole)
-    gradients, _ = step_of(engine, drawn, loss, temperature)
+    gradients, statistics = step_of(engine, drawn, loss, temperature)
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).float()
     model.train(False)
@@ -140,6 +140,8 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     entropy = -(inside.exp() * inside.masked_fill(~dense, 0.0)).sum(-1)
     losses = (said - targets) ** 2 + 0.5 * whole * (said_whole + targets) ** 2 - entropy_coef * entropy
     losses[mask].mean().backward()
+    assert statistics["loss"] == pytest.approx(losses[mask].mean().item(), rel=1e-5)
+    assert statistics["entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-5)
     torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
     assert off(gradients, {name: each.grad for name, each in model.named_parameters()}) < 1e-6
 

@@ -91,36 +91,6 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(tiny_models: Models, red
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
-def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: Models) -> None:
-    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20, optimizer="sgd", clip_norm=None)
-    batch, before = batch_of([6, 13, 4, 9]), parameters(engine)
-
-    def nothing(logprobs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        return 0.0 * logprobs, {}
-
-    statistics = engine.train(batch, Loss(nothing, "token", entropy_coef=0.5), temperature=0.8)
-    update = {name: value - before[name] for name, value in parameters(engine).items()}
-
-    # By hand: minus half the mean, over the trained tokens, of -sum p log p of the state before each.
-    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen2"), dtype=torch.float32).eval()
-    entropies: list[Tensor] = []
-    for ids, mask in zip(
-        torch.split(batch["tokens"], batch.lengths),
-        torch.split(batch["loss_mask"], batch.lengths),
-        strict=True,
-    ):
-        distribution = torch.distributions.Categorical(logits=model(ids[None]).logits[0] / 0.8)
-        entropies.append(distribution.entropy()[:-1][mask[1:]])
-    entropy = torch.cat(entropies).mean()
-    (-0.5 * entropy).backward()
-    assert statistics["entropy"] == pytest.approx(float(entropy.detach()), rel=1e-5)
-    assert statistics["loss"] == pytest.approx(-0.5 * float(entropy.detach()), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None
-        torch.testing.assert_close(update[name], -0.1 * gradient, atol=1e-7, rtol=1e-3)
-
-
 def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
     tiny_models: Models,
 ) -> None:
@@ -346,9 +316,9 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
     for rank in range(ranks):
         later = {name: tensor.clone() for name, tensor in tensors.items()}
         copies = Copies(room)
-        writes = partial(_in_turn, ranks, rank)
-        folder = tmp_path / "m"
-        assert not write_tensors(folder, "model", later.items(), writes=writes, copies=copies, limit=80)
+        own = {number: number % ranks == rank for number in range(5)}
+        options: dict[str, Any] = {"writes": own.__getitem__, "copies": copies, "limit": 80}
+        assert not write_tensors(tmp_path / "m", "model", later.items(), **options)
         writers.append(copies.writer())
         for tensor in later.values():
             tensor.zero_()  # as the next step does
@@ -364,10 +334,6 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
     ]
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "m" / file)[name], tensors[name])
-
-
-def _in_turn(ranks: int, rank: int, number: int) -> bool:
-    return number % ranks == rank
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
