@@ -17,7 +17,6 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
 def assembled(*overrides: str) -> Assembly:
-    """Return the quickstart with absolute paths, as a new run."""
     paths = (
         f"model={QUICKSTART}/model",
         f"dataset.path={QUICKSTART}/train.jsonl",
@@ -46,7 +45,6 @@ def test_evaluations_share_the_engines(overrides: list[str]) -> None:
 def test_evaluations_have_an_engine_of_their_own_where_memory_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The quickstart's model has 0.2 M parameters."""
     assembly = assembled()
     assert [worker.id for worker in assembly.workers if worker.role == "inference"] == [
         *("inference-0", EVALUATOR)

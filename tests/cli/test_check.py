@@ -332,7 +332,6 @@ def test_prompt_and_completion_come_by_position_to_parameters_named_like_them() 
 
 
 def all_found(file: Path, *overrides: str) -> list[str]:
-    """Each problem of a run in the folder of `file`, with severity and key."""
     (file.parent / "bare").mkdir(exist_ok=True)
     for name, text in OWN.items():
         (file.parent / name).write_text(text)

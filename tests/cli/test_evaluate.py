@@ -241,7 +241,6 @@ def test_answers_are_those_that_transformers_gives(tmp_path: Path) -> None:
 
 
 def _greedy(prompts: list[str]) -> list[tuple[str, bool]]:
-    """Each prompt's most likely answer of up to 12 tokens, and whether it has ended by then."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -114,7 +114,6 @@ class Nodes:
 
 
 def own_address() -> str:
-    """This machine's address on the route to other networks."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return probe.getsockname()[0]

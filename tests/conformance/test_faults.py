@@ -41,6 +41,5 @@ def test_the_kit_finds_each_fault_and_no_other(tmp_path: Path) -> None:
 
 
 def finds() -> dict[str, dict[str, str]]:
-    """The tests that fail and words of their messages, for each class of the file."""
     module = load_module(str(FILE))
     return {name: value.finds for name, value in vars(module).items() if name.startswith("Test")}

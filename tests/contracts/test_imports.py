@@ -17,7 +17,6 @@ SOURCES = ("core", *(str(folder.relative_to(ROOT)) for folder in sorted(ROOT.glo
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the rules are about."""
     folder = tmp_path_factory.mktemp("checkout")
     for part in ("core", "plugins", ".ci"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))

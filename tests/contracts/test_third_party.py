@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package of examples/plugin_package installed into it."""
     source = tmp_path_factory.mktemp("source") / "acme"
     shutil.copytree(ROOT / "examples" / "plugin_package", source)
     target = tmp_path_factory.mktemp("site")

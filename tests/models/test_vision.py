@@ -266,7 +266,6 @@ SPLITS: list[tuple[dict[str, Any], list[list[int]]]] = [
 
 
 def train_as_rank(model: Path, folder: Path, rank: int) -> None:
-    """One of two ranks of fsdp2, a process."""
     from stretto_fsdp2 import Fsdp2TrainingConfig
     from stretto_fsdp2.sharded import ShardedLayout
 
@@ -287,7 +286,6 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
-    """The batch has sequences with 0, 1 and 3 images; a rank without one goes along."""
     model = vision_models(architecture)
     path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
     ranks = [

@@ -62,8 +62,6 @@ class SeenModel:
 
 
 class Asked:
-    """A request with images of these sizes."""
-
     def __init__(
         self, vision: Vision, name: str, images: Sequence[OpenImage], text: str = "how many?", **changes: Any
     ) -> None:
@@ -121,7 +119,6 @@ def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
 
 
 def off(model: SeenModel, asked: Asked, sample: Sample) -> NDArray[np.float32]:
-    """By how much the logprobs of an answer differ from the model's."""
     return np.abs(model.logprobs(asked, sample.tokens) - np.array(sample.logprobs, np.float32))
 
 

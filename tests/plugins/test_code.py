@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -37,21 +38,6 @@ CALLS = [{"call": "add", "args": [2, 3], "expected": 5}, {"call": "add", "args":
 TEXTS = [{"stdin": "2 3\n", "stdout": "5\n"}, {"stdin": "20 22\n", "stdout": "42\n"}]
 ADD = "def add(a, b):\n    return a + b\n"
 PRINT_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
-
-
-class Recorder:
-    """Runs programs with another runner, and keeps what came of them."""
-
-    def __init__(self, runner: SandboxRunner) -> None:
-        self._runner = runner
-        self.executions: list[Execution] = []
-
-    def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        self.executions.append(self._runner.run(source, stdin, limits))
-        return self.executions[-1]
-
-    def close(self) -> None:
-        self._runner.close()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +210,13 @@ ATTACKS = [
 @pytest.mark.parametrize("program", ATTACKS, ids=[*hostile_programs.QUICK, *hostile_programs.LASTING])
 def test_a_hostile_program_is_contained(runner: SandboxRunner, canary: Path, program: str) -> None:
     """Score a hostile program in both ways, beside a right one, which must not notice."""
-    recorder = Recorder(runner)
+    executions: list[Execution] = []
+
+    def run(*asked: Any) -> Execution:
+        executions.append(runner.run(*asked))
+        return executions[-1]
+
+    recorder: Any = SimpleNamespace(run=run)
     hostile = Marker(config(time_s=TIME_S), recorder)
     with ThreadPoolExecutor(1) as other:
         for tests in (CALLS, TEXTS):
@@ -236,7 +228,7 @@ def test_a_hostile_program_is_contained(runner: SandboxRunner, canary: Path, pro
             assert mark["reward"] == 0
             assert took < TIME_S * len(tests) + 3
             assert neighbour.result(timeout=patience()) == [1.0]
-    assert not [each for each in recorder.executions if b"ESCAPED" in each.output or b"SECRET" in each.output]
+    assert not [each for each in executions if b"ESCAPED" in each.output or b"SECRET" in each.output]
     assert rewards(runner, CALLS, ADD) == [1.0]
 
 

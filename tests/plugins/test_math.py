@@ -34,7 +34,6 @@ PAIRS = Path(__file__).with_name("math_pairs.txt")
 
 
 def pairs() -> Iterator[tuple[str, str, float]]:
-    """(expected answer, completion, score) of the file."""
     gold = ""
     for line in PAIRS.read_text().splitlines():
         line = line.replace("⏎", "\n")
@@ -316,7 +315,6 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
 
 
 def problem_of(folder: Path, rows: list[dict[str, str]], path: str, reward: dict[str, Any]) -> Problem:
-    """The one problem that `check` finds at a path."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": reward}

@@ -91,8 +91,6 @@ def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:
 
 @dataclass(eq=False)
 class Row:
-    """A running sample."""
-
     block: Any
     text: int
     had: int  # tokens in the pool
@@ -198,7 +196,6 @@ def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int,
 
 
 def assert_disjoint(blocks: list[Block], free: tuple[int, int], tokens: int) -> None:
-    """Blocks and what is free are the pool and do not overlap."""
     ends = sorted([(block.start, sum(block)) for block in blocks] + [free])
     assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
     assert ends[-1][1] == tokens
@@ -304,12 +301,8 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
     logits = torch.zeros(1, vocabulary).repeat(400, 1)
     logits[::2] = torch.linspace(20, 0, vocabulary)
     uniform = np.linspace(0, 0.999, 400, dtype=np.float32)
-    settings = SamplingSettings(
-        np.ones(400, np.float32),
-        np.zeros(400, np.int64),
-        np.full(400, 0.5, np.float32),
-        np.zeros(400, np.float32),
-    )
+    ones, zeros = np.ones(400, np.float32), np.zeros(400, np.float32)
+    settings = SamplingSettings(ones, np.zeros(400, np.int64), 0.5 * ones, zeros)
     tokens, logprobs, _ = draw(logits, uniform, settings)
 
     np.testing.assert_allclose(logprobs[1::2], np.log(1 / 500), atol=1e-5)

@@ -176,7 +176,6 @@ POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
 
 @pytest.fixture(scope="session")
 def models(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models of three architectures, tied and not, with a tokenizer each."""
     folders: dict[str, Path] = {}
     for architecture, tied in TIED.items():
         folders[architecture] = tmp_path_factory.mktemp("models") / architecture
@@ -435,7 +434,6 @@ def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path
 
 
 def refusals(options: dict[str, Any], model: Path) -> list[str]:
-    """What an engine's check says of a section and a model, before any process starts."""
     check = layout_ranks.ENGINES[options["use"]].check
     run = RunConfig(
         name="n",
