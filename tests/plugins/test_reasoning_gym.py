@@ -206,18 +206,3 @@ def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended
 def _generators() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [child for child in children if "stretto_reasoning_gym.generator" in " ".join(arguments_of(child))]
-
-
-# -------------------------------------------------------------------------------------------- runs
-
-
-def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
-    run = start(
-        *("steps=2", "queue.max_staleness=0", "reward=reasoning_gym", "evaluation.rows=6"),
-        *("dataset.use=reasoning_gym", "dataset.task=leg_counting", "dataset.chat=false"),
-        "evaluation.dataset={use: reasoning_gym, task: leg_counting, chat: false, seed: 2}",
-        out="gym",
-    )
-    summary = run.assert_completed(steps=2, bound=0)
-    assert [each["samples"] for each in summary["evaluation"]] == [6, 6]
-    assert run.metrics()[-1]["reward/answered"] == 0.0

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from tests.conftest import write_run_file
 
-from patience import SOON_S, patience
+from patience import patience
 from stretto.assembly.compose import compose
 from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
@@ -22,6 +21,7 @@ from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart
 from stretto_slurm.allocation import Allocation, nodes_in
 from stretto_slurm.script import script_of
+from waiting import until
 from worker_jobs import job
 
 
@@ -93,11 +93,8 @@ def run(folder: Path, text: str, *, after: int = 0) -> tuple[int, str]:
             ["bash", "-c", text], env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        deadline = time.monotonic() + patience()
-        while after and "begun" not in output.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(SOON_S)
         if after:
+            until(lambda: "begun" in output.read_text())
             process.send_signal(after)
         return process.wait(patience()), output.read_text()
     finally:
