@@ -66,11 +66,8 @@ def refused(file: Path, *overrides: str) -> str:
 
 
 def complaints(composed: Composed, severity: str = "error") -> list[str]:
-    return [
-        f"{problem.path}: {problem.message}"
-        for problem in problems(Assembly(composed))
-        if problem.severity == severity
-    ]
+    found = problems(Assembly(composed))
+    return [f"{each.path}: {each.message}" for each in found if each.severity == severity]
 
 
 def plain(composed: Composed) -> object:

@@ -359,10 +359,7 @@ VIOLATIONS: list[Violation] = [
         lambda books: books.summary.update(status="completed", version=STEPS - 1, ledger=ledger(STEPS - 1)),
         "steps x batch_size: summary.json says completed at version 3; the journal ends at 4",
     ),
-    (
-        mix_an_evaluation,
-        "of one version: evaluation sample eval-0/1/0 has tokens of versions 3-4",
-    ),
+    (mix_an_evaluation, "of one version: evaluation sample eval-0/1/0 has tokens of versions 3-4"),
     (
         lambda books: books.journal.__setitem__(-1, EvaluationEnded(Evaluation(STEPS, 0.9, GROUP, 0))),
         "the evaluation of version 4: 2 samples, score 0.9; the kept ones are 2, score 0.5",

@@ -366,10 +366,7 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
         ((*TORCH, "training.lr=1e-5", "training.lora.rank=4"), "training.lr: is 1e-05, and adapters need"),
         ((*TORCH, f"dataset.{TRAIN}", "sampling.max_tokens=1"), "warning sampling.max_tokens: is 1, but the"),
-        (
-            (*TORCH, HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"),
-            "evaluation.sampling.max_tokens: is 1, but the",
-        ),
+        ((*TORCH, HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"), f"{ANSWER}: is 1, but the answer"),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
         ((*TORCH, "training.final_lr_ratio=0.2"), "warning training.final_lr_ratio: is 0.2, and has"),

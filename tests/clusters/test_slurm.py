@@ -73,10 +73,8 @@ class SlurmRun:
         until(lambda: path.exists() and path.read_text().count('"ledger"') >= step, otherwise=self.text)
 
     def end(self, state: str = "COMPLETED") -> None:
-        until(
-            lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
-            otherwise=self.text,
-        )
+        going_on = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        until(lambda: self.state() not in going_on, otherwise=self.text)
         assert self.state() == state, self.text()
 
     def text(self) -> str:

@@ -53,16 +53,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.mark.parametrize("name", FORMS)
 def test_the_form_is_found(name: str, models: Models) -> None:
     expected, form = FORMS[name], models(name).form
-    found = {
-        key: getattr(form, key)
-        for key in (
-            *("closing", "opened", "lead", "tail", "final"),
-            *("arguments", "call_content", "shows_tools"),
-        )
-    }
+    keys = ("closing", "opened", "lead", "tail", "final", "arguments", "call_content", "shows_tools")
     assert {role: each for role, each in form.content.items() if each != {"text"}} == expected.content
     assert "probe" not in form.header + form.opening
-    assert found == {key: getattr(expected, key) for key in found}
+    assert {key: getattr(form, key) for key in keys} == {key: getattr(expected, key) for key in keys}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
     assert form.call_closing == (expected.call_closing or expected.closing)
     stops = [] if expected.closing in expected.ends else [expected.closing]
@@ -388,10 +382,8 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
 def test_white_space_at_the_end_is_trained_wherever_the_turn_is(name: str, models: Models) -> None:
     tokenizer = models(name)
     turn = {"role": "assistant", "content": "ok \n"}
-    tokens, mask = map(
-        np.array,
-        prompt_and_answer({"prompt": [ASK], "completion": [turn, ASK, turn]}, "completion", tokenizer),
-    )
+    row = {"prompt": [ASK], "completion": [turn, ASK, turn]}
+    tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
     if not tokenizer.form.writes_end:
         tokens, mask = np.insert(tokens, spans(mask)[0][1], 0), np.insert(mask, spans(mask)[0][1], True)
     first, last = (

@@ -16,15 +16,7 @@ import stretto_vllm
 from stretto.models.digest import bytes_hash, digest_of, tensor_hash
 from stretto.user_code.importable import load_module
 
-SHAPES = [
-    (),
-    (0,),
-    (3, 0),
-    (5,),
-    (2, 3),
-    (513, 1500),
-    (2, 300, 400),
-]
+SHAPES = [(), (0,), (3, 0), (5,), (2, 3), (513, 1500), (2, 300, 400)]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int64]
 
 

@@ -288,10 +288,8 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
     model = vision_models(architecture)
     path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)], env=path)
-        for rank in range(2)
-    ]
+    command = [sys.executable, __file__, model, tmp_path]
+    ranks = [subprocess.Popen([*command, str(rank)], env=path) for rank in range(2)]
     whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
     assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):

@@ -70,11 +70,7 @@ class Asked:
         self.media = seen.media
         self.files = [image.file for image in images]
         n = changes.pop("n", 1)
-        sampling: dict[str, Any] = {
-            "max_tokens": 12,
-            "ignore_eos": True,
-            "logit_bias": {vision.image_token: -100.0},
-        }
+        sampling: Any = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {vision.image_token: -100.0}}
         self.request = GenerateRequest(
             id=f"{name}/1/0",
             prompt_ids=Array.of(seen.ids, np.int32),

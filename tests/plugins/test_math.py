@@ -58,12 +58,7 @@ def test_right_and_wrong_answers_are_told_apart(math: Callable[..., float]) -> N
     given = list(pairs())
     assert len(given) >= 200
     assert 100 <= sum(score for *_, score in given) <= len(given) - 100
-    wrong = [
-        (gold, completion, score)
-        for gold, completion, score in given
-        if math("", completion, answer=gold) != score
-    ]
-    assert not wrong
+    assert [each for each in given if math("", each[1], answer=each[0]) != each[2]] == []
 
 
 _GOLDS = r"""
@@ -143,13 +138,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-RUN = {
-    "name": "math",
-    "algorithm": {"use": "grpo"},
-    "training": {"use": "mock"},
-    "inference": {"use": "mock"},
-    "steps": 1,
-}
+RUN = {"name": "math", "algorithm": "grpo", "training": "mock", "inference": "mock", "steps": 1}
 
 
 class Scorer:

@@ -138,11 +138,8 @@ def test_the_nodes_of_a_job_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "JobId=5 JobName=x NumNodes=3 Nodes=a[1-2] CPU_IDs=0-3,8 Mem=2048 GRES=gpu:h100:2(IDX:0-1) "
         "Nodes=b CPU_IDs=0 Mem=0 GRES= TresPerNode=gres:gpu:2"
     )
-    assert nodes_in(described) == [
-        Node("a1", 5, ("0", "1"), 2.0),
-        Node("a2", 5, ("0", "1"), 2.0),
-        Node("b", 1, (), None),
-    ]
+    alike = [Node(name, 5, ("0", "1"), 2.0) for name in ("a1", "a2")]
+    assert nodes_in(described) == [*alike, Node("b", 1, (), None)]
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho no controller >&2; exit 1\n")
     with pytest.raises(LaunchError, match="failed with status 1: no controller"):
         nodes_in(described)

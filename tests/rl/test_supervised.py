@@ -147,13 +147,7 @@ def test_reasoning_may_leave_the_history_of_the_prompt(tmp_path: Path) -> None:
 
 def test_given_tokens_are_taken_if_they_are_those_of_the_model() -> None:
     tokenizer = ByteTokenizer()
-    row = {
-        "id": 7,
-        "prompt": "ab",
-        "completion": "cd",
-        "tokens": list(b"ab cd"),
-        "loss_mask": [1, 0, 0, 1, 1],
-    }
+    row = {"id": 7, "prompt": "ab", "completion": "cd", "tokens": [*b"ab cd"], "loss_mask": [1, 0, 0, 1, 1]}
     encoded = given_tokens(row, "completion", tokenizer)
     assert encoded == (list(b"ab cd"), [False, False, False, True, True])
     assert given_tokens({**row, "loss_mask": None}, "completion", tokenizer) is None

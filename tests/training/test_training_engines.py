@@ -127,13 +127,7 @@ def test_a_checkpoint_has_the_tokenizer_of_the_model(tiny_models: Models, tmp_pa
 
 def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: Models, tmp_path: Path) -> None:
     loss = Loss(plain_loss, "token", lr_scale=lambda _, former: former / 2)
-    options: dict[str, Any] = {
-        "eps": 1e-8,
-        "lr": 1e-3,
-        "schedule": "cosine",
-        "decay_steps": 9,
-        "warmup_steps": 2,
-    }
+    options: Any = {"eps": 1e-8, "lr": 1e-3, "schedule": "cosine", "decay_steps": 9, "warmup_steps": 2}
     engine, again = (engine_of(tiny_models("qwen2"), **options) for _ in range(2))
 
     def train(engine: HFTraining, seed: int) -> Mapping[str, float]:
@@ -296,11 +290,10 @@ def test_adapters_are_published_merged_and_resume(
     for trainable in (True, False):  # another run continues the adapter, and its reference begins there too
         next_run = engine_of(tiny_models(architecture), trainable=trainable, **options)
         torch.testing.assert_close(next_run.forward(batch, temperature=1.0), expected, atol=2e-5, rtol=1e-5)
-    values = [engine_of(tiny_models(architecture), head="value", **options).forward(batch, temperature=1.0)]
+    critic = engine_of(tiny_models(architecture), head="value", **options)
     options["lora"] = msgspec.structs.replace(options["lora"], adapter=None)
-    values.append(
-        engine_of(tiny_models(architecture), head="value", **options).forward(batch, temperature=1.0)
-    )
+    other = engine_of(tiny_models(architecture), head="value", **options)
+    values = [each.forward(batch, temperature=1.0) for each in (critic, other)]
     assert torch.equal(*values)  # it is an adapter of the policy
 
 
@@ -380,10 +373,8 @@ def test_a_checkpoint_is_written_whatever_the_generation_config_says(
     shutil.copytree(tiny_models("qwen2"), source)
     (source / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
     engine_of(source).save(tmp_path / "saved")
-    assert (
-        json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text())["temperature"]
-        == 0.6
-    )
+    written = tmp_path / "saved" / "model" / "generation_config.json"
+    assert json.loads(written.read_text())["temperature"] == 0.6
     engine_of(tmp_path / "saved" / "model")
 
 
