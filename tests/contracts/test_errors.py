@@ -50,19 +50,12 @@ def defined_classes() -> dict[str, tuple[list[str], str]]:
 
 def defined_tree() -> set[Entry]:
     """The exceptions below `StrettoError` in the code of core."""
-    classes = defined_classes()
-    family, entries = {"StrettoError"}, set[Entry]()
-    while True:
-        more = {
-            (name, base, module)
-            for name, (bases, module) in classes.items()
-            for base in bases
-            if base in family and name not in family
-        }
-        if not more:
-            return entries
-        entries |= more
-        family |= {name for name, _, _ in more}
+    classes, family = defined_classes(), {"StrettoError"}
+    while more := {name for name, (bases, _) in classes.items() if family & {*bases}} - family:
+        family |= more
+    return {
+        (name, base, module) for name, (bases, module) in classes.items() for base in bases if base in family
+    }
 
 
 def test_the_docstring_draws_every_exception_of_core_below_its_parent() -> None:

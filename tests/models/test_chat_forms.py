@@ -293,12 +293,10 @@ def ends_of(tokenizer: Tokenizer, tokens: Any, mask: Any) -> bool:
     return all(ends) if tokenizer.form.writes_end else ends[-1] and not any(ends[:-1])
 
 
-CALLING: dict[str, Any] = {
-    "role": "assistant",
-    "tool_calls": [
-        {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    ],
-}
+FUNCTION = {"name": "add", "arguments": {"a": 1}}
+CALLS = [{"id": "123456789", "type": "function", "function": FUNCTION}]
+CALLING: dict[str, Any] = {"role": "assistant", "tool_calls": CALLS}
+SAID = {"role": "assistant", "content": "it is 4"}
 
 
 def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) -> None:
@@ -435,20 +433,10 @@ async def test_only_a_turn_begins_with_the_lead(name: str, models: Models) -> No
 
 
 ELSEWHERE: dict[str, tuple[str, list[Any]]] = {
-    "reasoning_content": (
-        "plain lines",
-        [{"role": "assistant", "content": "it is 4", "reasoning_content": "4"}],
-    ),
-    "tool_plan": ("plain lines", [{"role": "assistant", "content": "I add", "tool_plan": "add"}]),
+    "reasoning_content": ("plain lines", [{**SAID, "reasoning_content": "4"}]),
+    "tool_plan": ("plain lines", [{**SAID, "content": "I add", "tool_plan": "add"}]),
     "tool_calls": ("end on a line", [{**CALLING, "content": 'I know how to add: {"a": 1}'}]),
-    "content": (
-        "plain lines",
-        [
-            {"role": "assistant", "content": "ok"},
-            {"role": "critic", "content": "two"},
-            {"role": "assistant", "content": "two"},
-        ],
-    ),
+    "content": ("plain lines", [SAID, {**ASK, "role": "critic", "content": "it is 4"}, SAID]),
 }
 """What a template drops, while its text stands elsewhere: key -> form, answer."""
 

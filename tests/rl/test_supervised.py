@@ -22,14 +22,8 @@ ADD = {"name": "add", "arguments": {"a": 1, "b": "é"}}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "2"}
 LAST = {"role": "assistant", "content": "two"}
 TRL = {"role": "assistant", "tool_calls": [{"type": "function", "function": ADD}]}
-OPENAI = {
-    "role": "assistant",
-    "content": None,
-    "refusal": None,
-    "tool_calls": [
-        {"id": "c", "type": "function", "function": {**ADD, "arguments": json.dumps(ADD["arguments"])}}
-    ],
-}
+CALL = {"id": "c", "type": "function", "function": {**ADD, "arguments": json.dumps(ADD["arguments"])}}
+OPENAI = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
 WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é"}}</tool_call><|im_end|>'
 
