@@ -28,16 +28,12 @@ def assembled(*overrides: str) -> Assembly:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["inference.replicas=2"],
-        ["inference.gpus=1"],
-        ["inference={use: mock}", "training={use: mock}"],
-        ["launcher=slurm"],
-        ["evaluation.own_engine=false"],
-        ["steps=0"],
+        *("inference.replicas=2", "inference.gpus=1", "inference=mock training=mock"),
+        *("launcher=slurm", "evaluation.own_engine=false", "steps=0"),
     ],
 )
-def test_evaluations_share_the_engines(overrides: list[str]) -> None:
-    assembly = assembled(*overrides)
+def test_evaluations_share_the_engines(overrides: str) -> None:
+    assembly = assembled(*overrides.split())
     assert EVALUATOR not in [worker.id for worker in assembly.workers]
     assert assembly.evaluation_pace(1024) == 0
 

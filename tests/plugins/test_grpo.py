@@ -19,16 +19,12 @@ def grpo(**options: Any) -> GRPO:
 
 
 def batch_of(rewards: list[float], groups: list[int], answers: list[int], prompt: int = 2) -> Batch:
-    lengths = [prompt + answer for answer in answers]
+    lengths, samples = [prompt + answer for answer in answers], torch.arange(len(groups))
     mask = torch.cat([torch.arange(length) >= prompt for length in lengths])
     return Batch(
         lengths,
         {"loss_mask": mask, "behaviour_logprobs": torch.zeros(sum(lengths))},
-        {
-            "rewards": torch.tensor(rewards),
-            "group": torch.tensor(groups),
-            "sample": torch.arange(len(groups)),
-        },
+        {"rewards": torch.tensor(rewards), "group": torch.tensor(groups), "sample": samples},
     )
 
 
@@ -43,11 +39,9 @@ def test_group_adv_norm_whitens_over_the_tokens_of_each_group() -> None:
 
 def test_decoupled_with_one_update_the_gradient_is_the_weighted_policy_gradient() -> None:
     # The ratio is 1 in value, so d loss / d logp = -w A.
+    behaviour = torch.tensor([1.0, 0.25, 1.0, 0.5]).log()
     batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
-        {
-            "advantages": torch.tensor([0.0, 2.0, 0.0, -1.0]),
-            "behaviour_logprobs": torch.log(torch.tensor([1.0, 0.25, 1.0, 0.5])),
-        }
+        {"advantages": torch.tensor([0.0, 2.0, 0.0, -1.0]), "behaviour_logprobs": behaviour}
     )
     logprobs = torch.log(torch.tensor([1.0, 0.5, 1.0, 0.25])).requires_grad_()
     losses, _ = grpo(correction=CorrectionConfig(use="decoupled")).loss(logprobs, batch)

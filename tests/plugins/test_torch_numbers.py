@@ -12,13 +12,9 @@ from torch_engine import Folders, load, own_logprobs, request, serving
 @pytest.mark.parametrize(
     ("name", "decoder"),
     [
-        ("qwen2", "hand-written qwen2"),
-        ("llama", "hand-written llama"),
-        ("qwen3", "hand-written qwen3"),
+        *((name, f"hand-written {name}") for name in ("qwen2", "llama", "qwen3")),
+        *((name, f"transformers {name}") for name in ("mistral", "gpt2", "gemma2")),
         ("llama_dynamic", "transformers llama"),
-        ("mistral", "transformers mistral"),
-        ("gpt2", "transformers gpt2"),
-        ("gemma2", "transformers gemma2"),
     ],
 )
 async def test_logprobs_are_those_of_the_plain_forward(folders: Folders, name: str, decoder: str) -> None:

@@ -230,9 +230,7 @@ def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
         f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
         f"workflow.tool_timeout_s={patience(0.3)}",
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
-        "sampling.max_tokens=200",
-        "algorithm.group_size=2",
-        "steps=10",
+        *("sampling.max_tokens=200", "algorithm.group_size=2", "steps=10"),
         out="tools",
     )
     run.until_step(2)
@@ -275,9 +273,7 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     run = start(
         f"workflow={{use: multi_turn, environment: {tmp_path}/environment.py:count}}",
         f"workflow.environment_timeout_s={patience(0.5)}",
-        "verifier.children=2",
-        "algorithm.group_size=2",
-        "steps=6",
+        *("verifier.children=2", "algorithm.group_size=2", "steps=6"),
         out="environment",
     )
     summary = run.assert_completed(6)

@@ -161,14 +161,8 @@ def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) 
     return runs
 
 
-LORA: dict[str, Any] = {
-    "name": "lora",
-    "options": {
-        **ADAM,
-        "lr": 1e-2,
-        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "merged"},
-    },
-}
+ADAPTERS = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "merged"}
+LORA: dict[str, Any] = {"name": "lora", "options": {**ADAM, "lr": 1e-2, "lora": ADAPTERS}}
 
 
 POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}

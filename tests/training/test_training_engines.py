@@ -262,11 +262,8 @@ def test_a_loss_of_groups_sees_them_whole(tiny_models: Models) -> None:
 def test_adapters_are_published_merged_and_resume(
     tiny_models: Models, architecture: str, targets: list[str], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "eps": 1e-8,
-        "lr": 1e-2,
-        "lora": LoraConfig(rank=4, alpha=8, targets=tuple(targets), send="merged"),
-    }
+    adapter = LoraConfig(rank=4, alpha=8, targets=tuple(targets), send="merged")
+    options: dict[str, Any] = {"eps": 1e-8, "lr": 1e-2, "lora": adapter}
     engine = engine_of(tiny_models(architecture), **options)
     whole = parameters(engine_of(tiny_models(architecture)))
     before = parameters(engine)
@@ -286,12 +283,12 @@ def test_adapters_are_published_merged_and_resume(
     again.load(tmp_path)
     assert again.train(batch, loss, temperature=1.0) == engine.train(batch, loss, temperature=1.0)
 
-    options["lora"] = msgspec.structs.replace(options["lora"], adapter=str(tmp_path / "adapter"))
+    options["lora"] = msgspec.structs.replace(adapter, adapter=str(tmp_path / "adapter"))
     for trainable in (True, False):  # another run continues the adapter, and its reference begins there too
         next_run = engine_of(tiny_models(architecture), trainable=trainable, **options)
         torch.testing.assert_close(next_run.forward(batch, temperature=1.0), expected, atol=2e-5, rtol=1e-5)
     critic = engine_of(tiny_models(architecture), head="value", **options)
-    options["lora"] = msgspec.structs.replace(options["lora"], adapter=None)
+    options["lora"] = adapter
     other = engine_of(tiny_models(architecture), head="value", **options)
     values = [each.forward(batch, temperature=1.0) for each in (critic, other)]
     assert torch.equal(*values)  # it is an adapter of the policy
