@@ -355,8 +355,11 @@ def test_refusals_in_the_file_name_its_line(
     assert words in refused(run_file, *filter(None, [override]))
 
 
-def test_a_run_file_that_is_not_there_is_named(run_file: Path) -> None:
+def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
     assert "no run file" in refused(run_file.with_name("absent.yaml"))
+    assert re.search(
+        r"is a folder; expected a run file; did you mean '.*run\.yaml'\?", refused(run_file.parent)
+    )
 
 
 MOCK = "training=mock"

@@ -10,8 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 import pytest
@@ -56,9 +55,16 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         sys.modules.pop(entry.value, None)
 
 
+class Distribution(NamedTuple):
+    """As much of one as an entry point shows."""
+
+    name: str
+    version: str = "1.2"
+
+
 def entry(name: str, module: str, kind: str, distribution: str = "acme") -> EntryPoint:
     point = EntryPoint(name, module, f"stretto.{kind}")
-    vars(point)["dist"] = SimpleNamespace(name=distribution, version="1.2")
+    vars(point)["dist"] = Distribution(distribution)
     return point
 
 

@@ -100,7 +100,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
             "variants.base.workflow.environment",
             "nowhere",
         ),
-        ("variants.base.reward={use: function, function: 'no:f'}", "variants.base.reward.function", "no:f"),
+        ("variants.base.reward={use: function, function: 'no:f'}", "variants.base.reward.function", "no mod"),
     ],
 )
 def test_variants_that_make_no_sense_are_refused(

@@ -19,7 +19,7 @@ from stretto.assembly.compose import compose
 from stretto.assembly.contracts import expect_contract
 from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
-from stretto.bus.server import NatsServer
+from stretto.bus.server import NatsServer, free_port
 from stretto.cli.start import row_check
 from stretto.cli.start.checks import problems
 from stretto.config import BusConfig
@@ -75,7 +75,6 @@ def plugin(file: Path, kind: str, body: str) -> str:
     [
         ("def score(completion, wrongname): return 1.0", "needs 'wrongname'"),
         ("def score(prompt, answer): return 1.0", "'answer' is a column of the row; name them"),
-        ("def score(prompt, completion): return 'good'", "is 'good', a str; expected a number"),
         ("def score(prompt, completion): return '1'", "is '1', a str; expected a number"),
         ("def score(prompt, completion): return float('nan')", "is nan, not a number"),
         ("def score(completions, **columns): return [1.0]", "returned 1 values for 4 completions"),
@@ -505,14 +504,8 @@ def test_check_tells_what_others_could_read(run_file: Path) -> None:
     assert found(run_file, "metrics={address: 0.0.0.0, insecure: true}") == {}
 
 
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_a_bus_that_cannot_be_reached_is_one_line(run_file: Path) -> None:
-    port = closed_port()
+    port = free_port()
     url = f"bus.url=nats://user:secret@127.0.0.1:{port}"
     for command, status, severity in (("check", 0, "warning"), ("run", 2, "error")):
         done = stretto(command, run_file, f"out={run_file.parent}/out", url)
@@ -528,11 +521,6 @@ def test_a_machine_without_a_server_is_told_by_check(run_file: Path, monkeypatch
 
     monkeypatch.setattr(probe, "binary", none)
     assert found(run_file, severity="environment") == {"bus": "no nats-server found"}
-
-
-def test_a_folder_is_no_run_file(run_file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is a folder; expected a run file; did you mean '.*run\.yaml'\?"):
-        compose(run_file.parent)
 
 
 # ----------------------------------------------------------------------------- runs that end by a plugin

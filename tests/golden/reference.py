@@ -200,9 +200,9 @@ def _advantages(
 ) -> Floats:
     total = len(penalties)
     rewards = [sequence.reward for sequence in sequences]
+    mean = {"baseline": "mean", "group_reward_norm": False}
     if algorithm == "distill":
         assert taught is not None
-        mean = {"baseline": "mean", "group_reward_norm": False}
         scalars = [options["reward_weight"] * s for s in _group_scalars(sequences, rewards, mean)]
         advantages = _fading(sequences, scalars, 1.0, total)
         for sequence in sequences:
@@ -211,7 +211,6 @@ def _advantages(
         return advantages
     if algorithm == "reinforce_pp":
         if options["baseline"]:
-            mean = {"baseline": "mean", "group_reward_norm": False}
             rewards = _group_scalars(sequences, rewards, mean)
         returns = np.zeros(total)
         tokens = _token_rewards(sequences, rewards, penalties)

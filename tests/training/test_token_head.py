@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,9 +129,8 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     model.train(False)
     added = torch.zeros(VOCABULARY).index_put((torch.tensor([*bias]),), torch.tensor([*bias.values()]))
     dense = masks | ~masks.any(1, keepdim=True)
-    logits = torch.cat(
-        [torch.cat([part.new_zeros(1, VOCABULARY), part[0, :-1]]) for part in _logits(model, tokens, lengths)]
-    )
+    alone = [model(part[None]).logits[0, :-1] for part in tokens.split(list(lengths))]
+    logits = torch.cat([torch.cat([part.new_zeros(1, VOCABULARY), part]) for part in alone])
     inside = ((logits + added) / temperature).masked_fill(~dense, -torch.inf).log_softmax(-1)
     at = tokens[:, None]
     said = inside.gather(1, at)[:, 0]
@@ -144,10 +143,6 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     assert statistics["entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-5)
     torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
     assert off(gradients, {name: each.grad for name, each in model.named_parameters()}) < 1e-6
-
-
-def _logits(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    return [model(part[None]).logits for part in tokens.split(list(lengths))]
 
 
 @pytest.mark.usefixtures("chunks")
