@@ -288,7 +288,6 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("elastic.rollout=[2,4]", ["override elastic: 'elastic' is gone; docs/elastic.md has a loop"]),
         ("num_generations=4", ["unknown key 'num_generations'; did you mean 'algorithm.group_size'?"]),
         ("training.beta=[0.9,0.99]", ["unknown key 'beta'; did you mean 'betas'?"]),
-        ("training.batch_size=4", ["unknown key 'batch_size'; did you mean 'queue.batch_size'?"]),
         ("algorithm={group_size: 8, use: null}", ["algorithm.use: is missing; expected the name of an algo"]),
         ("name=no", ["name: expected str, got bool; found False; write the text in quotes, because YAML"]),
         ("name=7", ["name: expected str, got int; found 7; write the text in quotes"]),
