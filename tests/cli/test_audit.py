@@ -333,8 +333,8 @@ VIOLATIONS: list[Violation] = [
         "no ticket lost: checkpoint step-000004: ticket 3 is open, but the journal trained it",
     ),
     (lambda books: books.summary["ledger"].update(trained=9, in_flight=1), "says 9 tickets trained; the"),
-    (lambda books: books.summary["ledger"].update(failed=1, in_flight=1), "1 tickets failed, with reasons f"),
-    (lambda books: write_versions(books, -1, -1, 0, 1), "staleness of each token: trajectory 5/1/1 of vers"),
+    (lambda books: books.summary["ledger"].update(failed=1, in_flight=1), "1 tickets failed, with reasons"),
+    (lambda books: write_versions(books, -1, -1, 0, 1), "of version 2: tokens of versions 0 to 1, allowed 1"),
     (lambda books: write_versions(books, -1, -1, 1, 2, honest=False), "5/1: its samples differ from their"),
     (lambda books: books.metrics[1].update(staleness_max=2), "token: step 2 has staleness_max 2, allowed 1"),
     (
