@@ -125,9 +125,9 @@ def test_what_cannot_be_evaluated_is_refused(
     source: str, changes: dict[str, Any], overrides: list[str], message: str, run_folder: Path
 ) -> None:
     source = source.format(run=run_folder, tmp=run_folder.parent)
-    options = EvaluationOptions(**{"dataset": HELDOUT, "reward": "exact", **changes})
+    changes = {"dataset": HELDOUT, "reward": "exact", **changes}
     with pytest.raises(ConfigError, match=message):
-        compose_evaluation(source, options, overrides)
+        compose_evaluation(source, EvaluationOptions(**changes), overrides)
 
 
 def test_an_unknown_reward_or_model_is_refused() -> None:
