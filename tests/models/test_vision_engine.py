@@ -35,8 +35,6 @@ def image_of(seed: int, width: int = 20, height: int = 14) -> OpenImage:
 
 
 class SeenModel:
-    """The model's own forward over texts with images."""
-
     def __init__(self, folder: Path, seed: int | None = None) -> None:
         self.vision = Vision(str(folder))
         self._model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)

@@ -68,7 +68,7 @@ def problems(name: str, temperature: float = 1.0, **options: Any) -> list[str]:
     return [problem.path for problem in component.check(config, cast("RunConfig", run))]
 
 
-def batch_of(lengths: list[int], **inputs: Any) -> Batch:
+def batch_of(lengths: Any, **inputs: Any) -> Batch:
     inputs = {"sample": [*range(len(lengths))], **inputs}  # each sequence is one, unless it is said
     columns = {
         name: torch.tensor(values, dtype=DTYPES.get(name, torch.float32)) for name, values in inputs.items()

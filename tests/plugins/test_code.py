@@ -392,8 +392,8 @@ def test_output_is_compared_by_lines_and_words() -> None:
     other = [("5\n6", "5"), ("5", "5\n6"), ("\n5", "5"), ("yes", "YES"), ("nan", "1.0"), ("05", "5")]
     other += [("10000000", "10000001"), ("1000000400.0", "1000000007"), ("0.0000001", "0"), ("٣.0", "3")]
     other += [("1e400", "1e999"), ("1e9999999999", "5"), ("5\u20286", "5\n6"), ("5\x0b6", "5\n6")]
-    assert [pair for pair in same if not same_text(*pair, 1e-6)] == []
-    assert [pair for pair in other if same_text(*pair, 1e-6)] == []
+    assert [pair for pair in same if not same_text(pair[0], pair[1], 1e-6)] == []
+    assert [pair for pair in other if same_text(pair[0], pair[1], 1e-6)] == []
 
 
 @pytest.mark.parametrize(
