@@ -239,8 +239,13 @@ def test_only_good_samples_and_the_best_of_each_group(lora_run: Path, tmp_path: 
 
 
 def test_samples_with_images_name_their_files(tmp_path: Path) -> None:
-    rows = json.dumps({"images": ["/a.png", "/b.png"]}), json.dumps({"image": {"bytes": 3}})
-    files, itself = (make_run(tmp_path / f"made-{n}", steps=1, row=row) for n, row in enumerate(rows))
+    rows = [
+        {"prompt": "<image>?", "images": ["/a.png", "/b.png"]},
+        {"prompt": "<image>?", "image": {"bytes": 3}},
+    ]
+    files, itself = (
+        make_run(tmp_path / f"made-{n}", steps=1, row=json.dumps(row)) for n, row in enumerate(rows)
+    )
     images = [row["images"] for row in in_rows(files, file=tmp_path / "files.jsonl")]
     assert images == [["/a.png", "/b.png"]] * len(images) != []
     refused = export(itself, "--samples", tmp_path / "itself.jsonl")
