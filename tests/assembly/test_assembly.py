@@ -17,7 +17,6 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
 def assembled(*overrides: str) -> Assembly:
-    """Return the quickstart with absolute paths, as a new run."""
     paths = (
         f"model={QUICKSTART}/model",
         f"dataset.path={QUICKSTART}/train.jsonl",
@@ -29,16 +28,12 @@ def assembled(*overrides: str) -> Assembly:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["inference.replicas=2"],
-        ["inference.gpus=1"],
-        ["inference={use: mock}", "training={use: mock}"],
-        ["launcher=slurm"],
-        ["evaluation.own_engine=false"],
-        ["steps=0"],
+        *("inference.replicas=2", "inference.gpus=1", "inference=mock training=mock"),
+        *("launcher=slurm", "evaluation.own_engine=false", "steps=0"),
     ],
 )
-def test_evaluations_share_the_engines(overrides: list[str]) -> None:
-    assembly = assembled(*overrides)
+def test_evaluations_share_the_engines(overrides: str) -> None:
+    assembly = assembled(*overrides.split())
     assert EVALUATOR not in [worker.id for worker in assembly.workers]
     assert assembly.evaluation_pace(1024) == 0
 
@@ -46,7 +41,6 @@ def test_evaluations_share_the_engines(overrides: list[str]) -> None:
 def test_evaluations_have_an_engine_of_their_own_where_memory_has_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The quickstart's model has 0.2 M parameters."""
     assembly = assembled()
     assert [worker.id for worker in assembly.workers if worker.role == "inference"] == [
         *("inference-0", EVALUATOR)

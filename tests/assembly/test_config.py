@@ -41,6 +41,7 @@ queue: {batch_size: 8, max_staleness: 1}
 steps: 5
 """
 MODEL = "model=model"
+HELD_OUT = "evaluation.dataset={use: jsonl, path: rows.jsonl}"
 
 
 @pytest.fixture
@@ -65,11 +66,8 @@ def refused(file: Path, *overrides: str) -> str:
 
 
 def complaints(composed: Composed, severity: str = "error") -> list[str]:
-    return [
-        f"{problem.path}: {problem.message}"
-        for problem in problems(Assembly(composed))
-        if problem.severity == severity
-    ]
+    found = problems(Assembly(composed))
+    return [f"{each.path}: {each.message}" for each in found if each.severity == severity]
 
 
 def plain(composed: Composed) -> object:
@@ -98,8 +96,7 @@ def test_overrides_are_merged_and_typed(run_file: Path) -> None:
 
 
 def test_an_evaluation_samples_as_training_does_but_for_what_it_says(run_file: Path) -> None:
-    held_out = "evaluation.dataset={use: jsonl, path: rows.jsonl}"
-    overrides = [held_out, "sampling={max_tokens: 7, stop: [x]}", "evaluation.sampling.temperature=0"]
+    overrides = [HELD_OUT, "sampling={max_tokens: 7, stop: [x]}", "evaluation.sampling.temperature=0"]
     evaluation = compose(run_file, overrides).config.evaluation
     assert evaluation is not None
     assert evaluation.sampling == Sampling(max_tokens=7, stop=("x",), temperature=0.0)
@@ -265,10 +262,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("training=[1]", ["override training: expected a mapping of keys, found [1]"]),
         ("groups=3", ["override groups: expected a mapping of names, found 3"]),
         ("training.dtype=float23", ["expected one of bfloat16, float32", "did you mean 'float32'?"]),
-        (
-            "inference={use: vllm, urls: ['http://a:1', here]}",
-            ["inference.urls.1: expected `http://host:port` without a path; found 'here'"],
-        ),
+        ("inference={use: vllm, urls: [here]}", ["inference.urls.0: expected `http://host:port` without a"]),
         ("trackers=[1]", ["trackers.0", "expected a name or a mapping with `use`, found 1"]),
         ("bus.url='nats://a:1,here'", ["bus.url: expected `nats://host:4222`", "found 'nats://a:1,here'"]),
         ("bus.listen=0.0.0.0:x", ["bus.listen: expected an address such as `0.0.0.0:4222`"]),
@@ -294,7 +288,6 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("elastic.rollout=[2,4]", ["override elastic: 'elastic' is gone; docs/elastic.md has a loop"]),
         ("num_generations=4", ["unknown key 'num_generations'; did you mean 'algorithm.group_size'?"]),
         ("training.beta=[0.9,0.99]", ["unknown key 'beta'; did you mean 'betas'?"]),
-        ("training.batch_size=4", ["unknown key 'batch_size'; did you mean 'queue.batch_size'?"]),
         ("algorithm={group_size: 8, use: null}", ["algorithm.use: is missing; expected the name of an algo"]),
         ("name=no", ["name: expected str, got bool; found False; write the text in quotes, because YAML"]),
         ("name=7", ["name: expected str, got int; found 7; write the text in quotes"]),
@@ -351,11 +344,7 @@ def test_a_run_of_no_steps_may_say_how_long_its_schedule_would_be(run_file: Path
         ("a: [1", "", "cannot be read as YAML"),
         ("- 1", "", "expected a mapping of keys, found a list"),
         (b"steps: 1\nname: caf\xe9\n", "", "run.yaml:2: not UTF-8 (byte 0xe9); save the file as UTF-8"),
-        (
-            f"{RUN}trackers: [wandb]\n",
-            "trackers.0=trackio",
-            "trackers: is a list, which an override replaces as a whole",
-        ),
+        (f"{RUN}trackers: [wandb]\n", "trackers.0=trackio", "trackers: is a list, which an override"),
     ],
 )
 def test_refusals_in_the_file_name_its_line(
@@ -365,8 +354,11 @@ def test_refusals_in_the_file_name_its_line(
     assert words in refused(run_file, *filter(None, [override]))
 
 
-def test_a_run_file_that_is_not_there_is_named(run_file: Path) -> None:
+def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
     assert "no run file" in refused(run_file.with_name("absent.yaml"))
+    assert re.search(
+        r"is a folder; expected a run file; did you mean '.*run\.yaml'\?", refused(run_file.parent)
+    )
 
 
 MOCK = "training=mock"
@@ -378,11 +370,7 @@ MOCK = "training=mock"
         ([], "model: required by the training engine 'torch'; give a local folder or a hub id"),
         (["models.actor.path=model"], "model: required by the training engine 'torch'"),
         ([MOCK, "algorithm.correction.use=none"], "stale samples need a correction"),
-        (
-            [MOCK, "algorithm.minibatches=3"],
-            "queue.batch_size: 8 groups cannot be split into the 3 minibatches of call 'train(actor)'; "
-            "expected a multiple of 3",
-        ),
+        ([MOCK, "algorithm.minibatches=3"], "8 groups cannot be split into the 3 minibatches of call"),
         ([MOCK, "sampling.top_p=0.9"], "need engines that agree on what tokens are drawn from"),
         ([MOCK, "sampling.temperature=0"], "greedy"),
         ([MOCK, "dataset.path=model"], "cannot read"),
@@ -393,20 +381,11 @@ MOCK = "training=mock"
         (["model=empty"], "no config.json"),
         ([MODEL, "groups.critics.use=mock"], "groups.critics: no model is in this group"),
         ([MODEL, "models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
-        (
-            [MODEL, "models.actor.group=trainin"],
-            "models.actor.group: no worker group 'trainin'; did you mean 'training'?",
-        ),
+        ([MODEL, "models.actor.group=trainin"], "actor.group: no worker group 'trainin'; did you mean"),
         ([MOCK, "training.processes=64"], "32 sequences for the 64 data-parallel ranks"),
         ([MODEL, "models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
-        (
-            [MODEL, "algorithm.kl.coef=0.1", "models.reference.path=other"],
-            "has a vocabulary of 99 tokens, but the run's model",
-        ),
-        (
-            [MOCK, "algorithm=reward_model", "evaluation.dataset={use: jsonl, path: rows.jsonl}"],
-            "'reward', which is not a policy",
-        ),
+        ([MODEL, "algorithm.kl.coef=1", "models.reference.path=other"], "has a vocabulary of 99 tokens, but"),
+        ([MOCK, "algorithm=reward_model", HELD_OUT], "'reward', which is not a policy"),
     ],
 )
 def test_runs_that_cannot_work_are_refused(

@@ -42,10 +42,7 @@ def test_visible_gpus_are_those_of_the_environment() -> None:
 
 def test_ranks_stay_together_and_engines_spread() -> None:
     nodes = [Node("a", 4, ("0", "1")), Node("b", 4, ("0", "1"))]
-    jobs = [
-        *(job(f"trainer-{rank}", 1) for rank in range(2)),
-        *(job(f"inference-{each}", 1) for each in range(2)),
-    ]
+    jobs = [job(f"{role}-{number}", 1) for role in ("trainer", "inference") for number in range(2)]
     assert placed(jobs, nodes) == {"trainer-0": "a", "trainer-1": "a", "inference-0": "b", "inference-1": "b"}
     idle = [Node("a", 4), Node("b", 4)]
     roles = ("trainer-0", "inference-0", "inference-1", "rollout-0", "rollout-1")

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pluggy
 import pytest
@@ -55,12 +55,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         sys.modules.pop(entry.value, None)
 
 
-class Distribution:
+class Distribution(NamedTuple):
     """As much of one as an entry point shows."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.version = "1.2"
+    name: str
+    version: str = "1.2"
 
 
 def entry(name: str, module: str, kind: str, distribution: str = "acme") -> EntryPoint:
@@ -195,11 +194,7 @@ def test_modules_of_light_processes_import_neither_torch_nor_transformers() -> N
     modules = [
         *("stretto", "stretto.cli.main", "stretto.cli.make.schema", "stretto.assembly.assembly"),
         *("stretto.runs.life", "stretto.user_code.reward", "stretto.workers.sampling.rollout"),
-        *(
-            "stretto.workers.scoring.verifier",
-            "stretto.workers.inference",
-            "stretto.workers.training.trainer",
-        ),
+        *(f"stretto.workers.{part}" for part in ("scoring.verifier", "inference", "training.trainer")),
         *("stretto_grpo", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file", "stretto_local"),
     ]
     subprocess.run([sys.executable, "-c", LIGHT, *modules], check=True)

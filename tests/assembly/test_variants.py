@@ -91,11 +91,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
 @pytest.mark.parametrize(
     ("override", "path", "complaint"),
     [
-        (
-            "variants.short.sampling.temperature=0.5",
-            "variants.short.sampling.temperature",
-            "one temperature, that of `sampling` (0.9)",
-        ),
+        ("variants.short.sampling.temperature=0.5", "variants.short.sampling.temperature", "sampling` (0.9)"),
         ("variants.base.sampling={top_k: 5, temperature: 0.9}", "variants.base.sampling", "top_p"),
         ("algorithm.group_size=1", "variants.form.reward", "expected algorithm.group_size of at least 2"),
         ("algorithm=sft", "variants", "this algorithm samples none"),
@@ -104,11 +100,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
             "variants.base.workflow.environment",
             "nowhere",
         ),
-        (
-            "variants.base.reward={use: function, function: 'nowhere:score'}",
-            "variants.base.reward.function",
-            "nowhere",
-        ),
+        ("variants.base.reward={use: function, function: 'no:f'}", "variants.base.reward.function", "module"),
     ],
 )
 def test_variants_that_make_no_sense_are_refused(

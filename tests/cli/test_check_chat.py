@@ -23,7 +23,6 @@ ASK = {"role": "user", "content": "ok?"}
 def checked(
     tmp_path: Path, *prompts: Any, form: str = "plain lines", more: Sequence[str] = (), **columns: Any
 ) -> str:
-    """What `stretto check` prints for rows with these prompts."""
     if not (tmp_path / "model").exists():
         write_model(FORMS[form], tmp_path / "model")
     rows = [{"prompt": prompt, "answer": "1", **columns} for prompt in prompts]

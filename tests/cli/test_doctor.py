@@ -32,7 +32,6 @@ def stretto_reward():
 
 
 def findings(folder: Path, source: str) -> list[Observation]:
-    """What is found about a plugin file, without what is well."""
     file = folder / "acme.py"
     file.write_text(textwrap.dedent(source))
     plugins = Plugins()

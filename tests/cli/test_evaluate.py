@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +48,9 @@ PLAIN: dict[str, Any] = {"source": "m", "version": 0, "failed": 0, "threshold": 
 
 
 def test_figures_are_those_worked_out_by_hand() -> None:
+    long = {"tokens": 30, "finish": "length"}
     answers = [answer(0, score, sample=index) for index, score in enumerate((1, 0, 0, 0))]
-    answers += [
-        answer(1, score, sample=index, tokens=30, finish="length") for index, score in enumerate((1, 1, 0, 1))
-    ]
+    answers += [answer(1, score, sample=index, **long) for index, score in enumerate((1, 1, 0, 1))]
     changed: dict[str, Any] = {**PLAIN, "failed": 2}
     result = result_of(answers, **changed)
     # Row means 1/4 and 3/4: s = 0.353553, and 1.959964 s / sqrt(2) = 0.489991.
@@ -70,10 +68,8 @@ def test_figures_are_those_worked_out_by_hand() -> None:
 
 def test_accuracy_goes_before_reward_and_one_row_has_no_interval() -> None:
     scores = [(0.9, 0.0), (2.5, 1.0), (0.5, 0.0)]
-    answers = [
-        answer(3, reward, sample=index, metrics={"accuracy": accuracy})
-        for index, (reward, accuracy) in enumerate(scores)
-    ]
+    numbered = enumerate(scores)
+    answers = [answer(3, reward, sample=n, metrics={"accuracy": right}) for n, (reward, right) in numbered]
     result = result_of(answers, **PLAIN)
     assert (result.avg.mean, result.avg.ci95) == (pytest.approx(1 / 3), None)
     assert result.reward.mean == pytest.approx(1.3)
@@ -92,10 +88,6 @@ def test_a_sample_that_became_several_trajectories_counts_once_and_a_threshold_s
 
 
 # --------------------------------------------------------------------------------------- refusals
-
-
-def wanted(**changes: Any) -> EvaluationOptions:
-    return replace(EvaluationOptions(dataset=HELDOUT, reward="exact"), **changes)
 
 
 @pytest.fixture
@@ -132,22 +124,19 @@ def run_folder(tmp_path: Path) -> Path:
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(
-    source: str,
-    changes: dict[str, Any],
-    overrides: list[str],
-    message: str,
-    run_folder: Path,
-    tmp_path: Path,
+    source: str, changes: dict[str, Any], overrides: list[str], message: str, run_folder: Path
 ) -> None:
-    source = source.replace("{tmp}", str(tmp_path)).replace("{run}", str(run_folder))
+    source = source.format(run=run_folder, tmp=run_folder.parent)
+    changes = {"dataset": HELDOUT, "reward": "exact", **changes}
     with pytest.raises(ConfigError, match=message):
-        compose_evaluation(source, wanted(**changes), overrides)
+        compose_evaluation(source, EvaluationOptions(**changes), overrides)
 
 
 def test_an_unknown_reward_or_model_is_refused() -> None:
     with pytest.raises(PluginError, match="did you mean 'exact'"):
-        compose_evaluation(MODEL, wanted(reward="exakt"))
-    found = problems(Assembly(compose_evaluation("./no/such/model", wanted(out="x"))))
+        compose_evaluation(MODEL, EvaluationOptions(dataset=HELDOUT, reward="exakt"))
+    options = EvaluationOptions(dataset=HELDOUT, reward="exact", out="x")
+    found = problems(Assembly(compose_evaluation("./no/such/model", options)))
     assert [problem.message for problem in found] == ["no such folder: './no/such/model'"]
 
 
@@ -166,13 +155,11 @@ def test_an_adapter_that_no_engine_loads_and_a_damaged_checkpoint_are_refused(ru
 
 
 def test_a_run_says_how_its_checkpoints_are_evaluated(run_folder: Path) -> None:
-    composed = compose_evaluation(
-        str(run_folder), EvaluationOptions(version="0", max_tokens=30), ["inference.slots=8"]
-    )
+    options = EvaluationOptions(version="0", max_tokens=30)
+    composed = compose_evaluation(str(run_folder), options, ["inference.slots=8"])
     config = composed.config
     assert (config.name, config.steps, config.seed, config.model) == ("evaluate-former", 0, 7, MODEL)
-    assert msgspec.to_builtins(config.training)["use"] == "frozen"
-    assert msgspec.to_builtins(config.training)["dtype"] == "bfloat16"
+    assert {"use": "frozen", "dtype": "bfloat16"}.items() <= msgspec.to_builtins(config.training).items()
     assert msgspec.to_builtins(config.inference)["slots"] == 8
     assert config.dataset == (evaluation := config.evaluation).dataset  # type: ignore[union-attr]
     assert evaluation is not None
@@ -256,7 +243,6 @@ def test_answers_are_those_that_transformers_gives(tmp_path: Path) -> None:
 
 
 def _greedy(prompts: list[str]) -> list[tuple[str, bool]]:
-    """Each prompt's most likely answer of up to 12 tokens, and whether it has ended by then."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -380,9 +366,8 @@ def test_a_checkpoint_gives_the_answers_that_its_run_reported(tmp_path: Path) ->
     reported = {each["version"]: each["accuracy"] for each in summary_of(run)["evaluation"]}
     assert list(reported) == [0, 2, 3]
     texts = [[each.completion for each in answers_in(run, version)] for version in reported]
-    assert all(
-        one != other for one, other in itertools.pairwise(texts)
-    )  # answers of another version would show
+    # Answers of another version would show.
+    assert all(one != other for one, other in itertools.pairwise(texts))
     for version, accuracy in reported.items():
         done = stretto("evaluate", str(run), "--version", str(version), "--out", str(out / str(version)))
         assert done.returncode == 0, done.stderr + done.stdout

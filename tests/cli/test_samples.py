@@ -17,23 +17,14 @@ from stretto.bus.messages.tickets import KeptText
 from stretto.cli.main import app
 from stretto.errors import ConfigError
 
+CALLS = [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
+IMAGES = [{"type": "image", "sha256": name} for name in ("1a2b" * 16, "../../key")]
 CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "what is 1+1?"},
-    {
-        "role": "assistant",
-        "content": "<think>a tool",
-        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}],
-    },
+    {"role": "assistant", "content": "<think>a tool", "tool_calls": CALLS},
     {"role": "tool", "name": "add", "content": "2"},
     {"role": "assistant", "content": "2\x1b[2J"},
-    {
-        "role": "user",
-        "content": [
-            {"type": "text", "text": "see "},
-            {"type": "image", "sha256": "1a2b" * 16},
-            {"type": "image", "sha256": "../../key"},
-        ],
-    },
+    {"role": "user", "content": [{"type": "text", "text": "see "}, *IMAGES]},
 ]
 
 

@@ -54,10 +54,7 @@ def run_file(tmp_path: Path) -> Path:
         ("training.lr=1e-4,3e-4", ["1e-4", "3e-4"]),
         ("training.lr=1e-4, 3e-4", ["1e-4", "3e-4"]),
         ("reward=", [""]),
-        (
-            "sampling={temperature: 1, top_p: 1},{temperature: 0.8}",
-            ["{temperature: 1, top_p: 1}", "{temperature: 0.8}"],
-        ),
+        ("sampling={temperature: 1, top_p: 1},{top_k: 5}", ["{temperature: 1, top_p: 1}", "{top_k: 5}"]),
         ("sampling.stop=[a, b],[],[c]", ["[a, b]", "[]", "[c]"]),
         ("dataset.path='a,b.jsonl',c.jsonl", ["'a,b.jsonl'", "c.jsonl"]),
         ("sampling.stop=['],',\"[\"],[x]", ["['],',\"[\"]", "[x]"]),

@@ -74,16 +74,12 @@ class Nodes:
         if number == 3:
             hide = f'mount -t tmpfs none {self._hidden} && exec "$@"'
             command = ["unshare", "--mount", "bash", "-c", hide, "bash", *command]
-        with (self._folder / f"{name}.out").open("ab") as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=output, stderr=output, stdin=subprocess.DEVNULL
-            )
+        said = self._folder / f"{name}.out"
+        with said.open("ab") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
         self._processes[name] = process
-        until(
-            lambda: process.poll() is not None or name in self.living(),
-            otherwise=(self._folder / f"{name}.out").read_text,
-        )
-        assert process.poll() is None, (self._folder / f"{name}.out").read_text()
+        until(lambda: process.poll() is not None or name in self.living(), otherwise=said.read_text)
+        assert process.poll() is None, said.read_text()
 
     def living(self) -> set[str]:
         """The names of the nodes that Ray takes for alive."""
@@ -114,7 +110,6 @@ class Nodes:
 
 
 def own_address() -> str:
-    """This machine's address on the route to other networks."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return probe.getsockname()[0]
@@ -207,13 +202,8 @@ async def test_each_process_sees_gpus_of_its_own(launcher: RayLauncher, tmp_path
 
 
 async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> None:
-    handles = await launcher.launch(
-        [
-            *(job(tmp_path, f"trainer-{rank}", gpus=1, share=0.5) for rank in range(4)),
-            *(job(tmp_path, f"inference-{number}", gpus=1, share=0.5) for number in range(4)),
-        ]
-    )
-    await stop(handles)
+    workers = [f"{role}-{number}" for role in ("trainer", "inference") for number in range(4)]
+    await stop(await launcher.launch([job(tmp_path, worker, gpus=1, share=0.5) for worker in workers]))
     await stop(await launcher.launch([job(tmp_path, "trainer-0", gpus=2)]))  # nothing stays reserved
 
 

@@ -32,6 +32,7 @@ SETTINGS = {
     "SLURM_FAKE_GPUS": "2",
     "SLURM_NODE_TIMEOUT": "10",
 }
+ON_TWO_NODES = "launcher.use=slurm", "launcher.nodes=2", "weights=bus"
 # In the steps of engines, a private mount hides the run's folder: they then have no folder in common with the
 # other workers.
 HIDE = (
@@ -72,10 +73,8 @@ class SlurmRun:
         until(lambda: path.exists() and path.read_text().count('"ledger"') >= step, otherwise=self.text)
 
     def end(self, state: str = "COMPLETED") -> None:
-        until(
-            lambda: self.state() not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"),
-            otherwise=self.text,
-        )
+        going_on = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING")
+        until(lambda: self.state() not in going_on, otherwise=self.text)
         assert self.state() == state, self.text()
 
     def text(self) -> str:
@@ -83,13 +82,11 @@ class SlurmRun:
         return "\n".join([*(part.read_text() for part in parts), ask("squeue"), ask("sinfo")])
 
     def nodes(self) -> dict[str, list[str]]:
-        logs = (self.folder / "logs").glob("*.out")
-        started = [
-            re.findall(r"^stretto: (\S+) on (\S+), step", log.read_text(), re.MULTILINE) for log in logs
-        ]
         found: dict[str, list[str]] = {}
-        for worker, node in (each for lines in started for each in lines):
-            found.setdefault(worker, []).append(node)
+        for log in (self.folder / "logs").glob("*.out"):
+            started = re.findall(r"^stretto: (\S+) on (\S+), step", log.read_text(), re.MULTILINE)
+            for worker, node in started:
+                found.setdefault(worker, []).append(node)
         return found
 
     def assert_completed(self, steps: int) -> dict[str, Any]:
@@ -110,14 +107,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
 
     def submit_run(*overrides: str, resume: SlurmRun | None = None, run_file: Path = file) -> SlurmRun:
         folder = resume.folder if resume else tmp_path / "out"
-        begin = [
-            "run",
-            str(run_file),
-            f"out={folder}",
-            "launcher.use=slurm",
-            "launcher.nodes=2",
-            "weights=bus",
-        ]
+        begin = ["run", str(run_file), f"out={folder}", *ON_TWO_NODES]
         runs.append(SlurmRun(folder, [*(["resume", str(folder)] if resume else begin), *overrides]))
         return runs[-1]
 
@@ -174,13 +164,8 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_the_quickstart_on_two_nodes_with_a_trainer_on_each(submit: Submit, tmp_path: Path) -> None:
     run = submit(
-        *(
-            "steps=6",
-            "training.use=fsdp2",
-            "training.processes=2",
-            "training.threads=1",
-            "training.shard=false",
-        ),
+        *("steps=6", "training.use=fsdp2", "training.processes=2"),
+        *("training.threads=1", "training.shard=false"),
         # Both ranks have no room on one node.
         *("training.memory_gb=5", "rollout.memory_gb=0.5", "verifier.memory_gb=0.5"),
         *("inference.memory_gb=1", "inference.threads=1", "inference.replicas=2"),
@@ -244,9 +229,8 @@ def test_a_job_without_kernel_and_supervisor_leaves_nothing(submit: Submit) -> N
     run.end("FAILED")
     workers = [path.stem for path in (run.folder / "logs").glob("*-0.out")]
     assert len(workers) == 4
-    until(
-        lambda: not [each for each in psutil.process_iter(["cmdline"]) if str(run.folder) in str(each.info)]
-    )
+    folder = str(run.folder)
+    until(lambda: not [each for each in psutil.process_iter(["cmdline"]) if folder in str(each.info)])
 
 
 def test_a_preempted_job_resumes_the_run(submit: Submit) -> None:

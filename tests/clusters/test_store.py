@@ -18,16 +18,11 @@ def test_ranks_without_a_folder_go_on_from_the_store(
     start: Start, tmp_path: Path, tiny_models: Callable[[str], Path]
 ) -> None:
     run = start(
-        f"plugins=[{HIDDEN}]",
-        "launcher.use=hidden",
-        "weights=bus",
-        f"model={tiny_models('llama')}",
+        *(f"plugins=[{HIDDEN}]", "launcher.use=hidden", "weights=bus", f"model={tiny_models('llama')}"),
         "training={use: fsdp2, processes: 2, threads: 1, lr: 0.001}",
         "inference={use: torch, threads: 1, slots: 16}",
-        "sampling.max_tokens=16",
-        "checkpoint.every=2",
-        f"checkpoint.store=file://{tmp_path}/store",
-        "steps=400",
+        *("checkpoint.every=2", f"checkpoint.store=file://{tmp_path}/store"),
+        *("sampling.max_tokens=16", "steps=400"),
     )
     run.until_step(5)
     run.process.kill()

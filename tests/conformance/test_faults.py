@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+from stretto.user_code.importable import load_module
 
 FILE = Path(__file__).with_name("broken.py")
 
@@ -41,10 +41,5 @@ def test_the_kit_finds_each_fault_and_no_other(tmp_path: Path) -> None:
 
 
 def finds() -> dict[str, dict[str, str]]:
-    """The tests that fail and words of their messages, for each class of the file."""
-    spec = importlib.util.spec_from_file_location(FILE.stem, FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module(str(FILE))
     return {name: value.finds for name, value in vars(module).items() if name.startswith("Test")}

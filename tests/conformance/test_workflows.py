@@ -56,6 +56,9 @@ def stretto_workflow():
 '''
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
 class WithCode(WorkflowConformance):
     """Its options name functions of a file."""
 
@@ -88,12 +91,7 @@ class TestMultiTurnWithRewards(WithCode):
 class TestToolUse(WithCode):
     use = "tool_use"
     code = {"tools": ["code.py:add"]}
-    answers = (
-        '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>',
-        "<tool_call>?",
-        "3",
-        "4",
-    )
+    answers = (CALL, "<tool_call>?", "3", "4")
 
 
 class TestBoth(WithCode):

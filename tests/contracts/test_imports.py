@@ -17,7 +17,6 @@ SOURCES = ("core", *(str(folder.relative_to(ROOT)) for folder in sorted(ROOT.glo
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the rules are about."""
     folder = tmp_path_factory.mktemp("checkout")
     for part in ("core", "plugins", ".ci"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
@@ -37,21 +36,15 @@ def test_the_import_rules_hold(checkout: Path) -> None:
     assert "5 kept, 0 broken" in done.stdout
 
 
+PLUGIN = "plugins/rewards/stretto_exact/__init__.py"
+WITHOUT_TORCH = "kernel, observers, assembly, bus and records run without torch"
 FORBIDDEN = [
     ("imports go down the layers", "core/stretto/errors.py", "import stretto.config"),
     ("imports go down the layers", "core/stretto/models/files.py", "def lazily(): import stretto.rl.batch"),
-    (
-        "plugins use public modules only",
-        "plugins/rewards/stretto_exact/__init__.py",
-        "import stretto.assembly.compose",
-    ),
+    ("plugins use public modules only", PLUGIN, "import stretto.assembly.compose"),
     ("core knows no plugin", "core/stretto/kernel/schedule/gate.py", "import stretto_grpo"),
-    ("plugins do not know each other", "plugins/rewards/stretto_exact/__init__.py", "import stretto_math"),
-    (
-        "kernel, observers, assembly, bus and records run without torch",
-        "core/stretto/kernel/schedule/members.py",
-        "import torch",
-    ),
+    ("plugins do not know each other", PLUGIN, "import stretto_math"),
+    (WITHOUT_TORCH, "core/stretto/kernel/schedule/members.py", "import torch"),
 ]
 """Rule, file, and a line that breaks the rule there."""
 

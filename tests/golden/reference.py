@@ -36,20 +36,9 @@ _LOSS: dict[str, Any] = {
     "kl": {},
 }
 KL: dict[str, Any] = {"coef": 0.0, "estimator": "k3", "where": "loss"}
-PPO_KL: dict[str, Any] = {
-    "coef": 0.0,
-    "estimator": "k1",
-    "where": "reward",
-    "target": None,
-    "horizon": 10_000.0,
-}
-_GROUP: dict[str, Any] = {
-    "baseline": "mean",
-    "group_reward_norm": True,
-    "norm_eps": 1e-6,
-    "gamma": 1.0,
-    "gae_lambda": 1.0,
-}
+PPO_KL = KL | {"estimator": "k1", "where": "reward", "target": None, "horizon": 10_000.0}
+_FADING = {"gamma": 1.0, "gae_lambda": 1.0}
+_GROUP = _FADING | {"baseline": "mean", "group_reward_norm": True, "norm_eps": 1e-6}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "grpo": _LOSS | _GROUP,
     "dapo": _LOSS | _GROUP | {"eps_clip_high": 0.28, "overlong": None},
@@ -60,14 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "reinforce_pp": _LOSS | {"gamma": 1.0, "baseline": False},
     "m2po": _LOSS | _GROUP | {"tau": 0.04},
     "distill": _LOSS | {"coef": 1.0, "reward_weight": 0.0},
-    "ppo": _LOSS
-    | {
-        "gamma": 1.0,
-        "gae_lambda": 1.0,
-        "reward_norm": False,
-        "adv_norm": True,
-        "value_clip": 0.2,
-    },
+    "ppo": _LOSS | _FADING | {"reward_norm": False, "adv_norm": True, "value_clip": 0.2},
     "sft": {"loss_mean": "token"},
     "dpo": {"variant": "sigmoid", "beta": 0.1, "label_smoothing": 0.0},
     "reward_model": {"margin": 0.0, "centering": 0.0},
@@ -218,9 +200,9 @@ def _advantages(
 ) -> Floats:
     total = len(penalties)
     rewards = [sequence.reward for sequence in sequences]
+    mean = {"baseline": "mean", "group_reward_norm": False}
     if algorithm == "distill":
         assert taught is not None
-        mean = {"baseline": "mean", "group_reward_norm": False}
         scalars = [options["reward_weight"] * s for s in _group_scalars(sequences, rewards, mean)]
         advantages = _fading(sequences, scalars, 1.0, total)
         for sequence in sequences:
@@ -229,7 +211,6 @@ def _advantages(
         return advantages
     if algorithm == "reinforce_pp":
         if options["baseline"]:
-            mean = {"baseline": "mean", "group_reward_norm": False}
             rewards = _group_scalars(sequences, rewards, mean)
         returns = np.zeros(total)
         tokens = _token_rewards(sequences, rewards, penalties)

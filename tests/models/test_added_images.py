@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
 import re
 from collections.abc import AsyncGenerator, Collection, Generator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -28,6 +27,7 @@ from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTraj
 from stretto.bus.messages.training import RowRef
 from stretto.errors import BusError, ConfigError, EngineError, RequestError, RewardError
 from stretto.models.images import MAX_FILE_BYTES, decode
+from stretto.models.images import file_of as png_of
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.models.vision import Vision
 from stretto.testing import FakeSession
@@ -44,9 +44,7 @@ CONTEXT = Context(run="r", name="n", seed=1)
 
 
 def file_of(seed: int, width: int = 20, height: int = 14) -> bytes:
-    stream = io.BytesIO()
-    picture(seed, width, height).save(stream, "PNG")
-    return stream.getvalue()
+    return png_of(picture(seed, width, height))
 
 
 def name_of(file: bytes) -> str:
@@ -62,10 +60,6 @@ def ticket(folder: Path) -> Generator[tuple[Vision, TicketImages]]:
 
 def row_of(prompt: Any, *files: bytes) -> dict[str, Any]:
     return {"prompt": prompt, "images": [{"bytes": file, "path": None} for file in files]}
-
-
-def image_tokens(vision: Vision, *files: bytes) -> int:
-    return vision.count(vision.alone(*map(decode, files)).ids)
 
 
 # ---------------------------------------------------------------------------------- conversations
@@ -98,7 +92,8 @@ async def test_added_images_are_read_in_their_turn_and_nothing_is_tokenised_agai
         assert second.prompt_ids.tolist()[: len(head)] == head
         assert trajectory.tokens.tolist() == [*second.prompt_ids.tolist(), *second.answer.tokens.tolist()]
         assert trajectory.images == names[:3]
-        assert vision.count(trajectory.tokens) == image_tokens(vision, *files[:3])
+        seen = vision.alone(*map(decode, files[:3]))
+        assert vision.count(trajectory.tokens) == vision.count(seen.ids)
         await images.check(trajectory)
         if chat:
             history = cast("list[Any]", conversation.history)
@@ -167,10 +162,8 @@ async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(
         [large] = images.add([file_of(1, 60, 40)])
 
         def trajectory(named: list[str] | None, *sampled: int) -> Trajectory:
-            tokens, zeros = np.array([2, *sampled], np.int32), np.zeros(1 + len(sampled))
-            answer = Answer(
-                tokens, zeros.astype(np.float32), zeros.astype(np.int32), "stop", "", "inference-0"
-            )
+            tokens, zeros = np.array([2, *sampled], np.int32), np.zeros(1 + len(sampled), np.int32)
+            answer = Answer(tokens, zeros.astype(np.float32), zeros, "stop", "", "inference-0")
             return replace(Trajectory.of(ids, answer, Score(1.0)), images=named)
 
         await images.check(trajectory(None))
@@ -187,38 +180,40 @@ async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(
 # ------------------------------------------------------------------------- environments and tools
 
 
+async def played(workflow: Any, vision: Vision, images: TicketImages, *said: str, **code: Any) -> Trajectory:
+    """What a workflow makes of a text without images, if the policy says this in its turns."""
+    prompt: Any = [{"role": "user", "content": "x"}]
+    await images.encode_row({"prompt": prompt})
+    session: Any = FakeSession([*said], tokenizer=vision.tokenizer, images=images, size=1, **code)
+    [made] = await workflow.run(Prompt({"prompt": prompt}, np.zeros(1, np.int32)), session)
+    await images.check(made)
+    return made
+
+
+MULTI_TURN = MultiTurn(MultiTurnConfig(use="multi_turn", environment="x.py:x"), CONTEXT)
+
+
 async def test_an_environment_and_a_tool_add_images(vision_models: Models) -> None:
     with ticket(vision_models("llava")) as (vision, images):
-        prompt: Any = [{"role": "user", "content": "x"}]
-        await images.encode_row({"prompt": prompt})
         seen: list[Any] = []
 
         def look(messages: Any, turn: int, **_: Any) -> Any:
             seen.append(messages)
             return {"feedback": "see <image>", "images": [picture(turn)]} if turn < 3 else None
 
-        session = FakeSession(["a"], tokenizer=vision.tokenizer, environment=look, images=images, size=1)
-        workflow = MultiTurn(MultiTurnConfig(use="multi_turn", environment="x.py:x"), CONTEXT)
-        [made] = await workflow.run(Prompt({"prompt": prompt}, np.zeros(1, np.int32)), cast("Any", session))
+        made = await played(MULTI_TURN, vision, images, "a", environment=look)
         assert made.images == [name_of(file_of(1)), name_of(file_of(2))]
-        assert seen[2][2]["content"] == [
-            {"type": "text", "text": "see "},
-            {"type": "image", "sha256": name_of(file_of(1))},
-        ]
-        await images.check(made)
+        shown = {"type": "image", "sha256": name_of(file_of(1))}
+        assert seen[2][2]["content"] == [{"type": "text", "text": "see "}, shown]
 
         def screenshot() -> ToolResult:
             return ToolResult({"page": 1}, [picture(7), file_of(8)])
 
         call = '<tool_call>{"name": "screenshot", "arguments": {}}</tool_call>'
-        session = FakeSession(
-            [call, "b"], tokenizer=vision.tokenizer, tools=[screenshot], images=images, size=1
-        )
         tools = ToolUse(ToolUseConfig(use="tool_use"), CONTEXT)
-        [made] = await tools.run(Prompt({"prompt": prompt}, np.zeros(1, np.int32)), cast("Any", session))
+        made = await played(tools, vision, images, call, "b", tools=[screenshot])
         assert made.images == [name_of(file_of(7)), name_of(file_of(8))]
         assert "{'page': 1}" in vision.tokenizer.decode(made.tokens)
-        await images.check(made)
 
 
 async def test_the_environment_of_the_page_shows_what_the_policy_named(vision_models: Models) -> None:
@@ -231,17 +226,7 @@ async def test_the_environment_of_the_page_shows_what_the_policy_named(vision_mo
         return names["draw"](completion, turn)
 
     with ticket(vision_models("qwen2_5_vl")) as (vision, images):
-        prompt: Any = [{"role": "user", "content": "x"}]
-        await images.encode_row({"prompt": prompt})
-        session = FakeSession(
-            ["red", "yes"],
-            tokenizer=vision.tokenizer,
-            environment=draw,
-            images=images,
-            size=1,
-        )
-        workflow = MultiTurn(MultiTurnConfig(use="multi_turn", environment="x.py:x"), CONTEXT)
-        [made] = await workflow.run(Prompt({"prompt": prompt}, np.zeros(1, np.int32)), cast("Any", session))
+        made = await played(MULTI_TURN, vision, images, "red", "yes", environment=draw)
         assert made.score.reward == 1
         [file] = images.files(list(made.images or []))
         assert decode(file).getpixel((0, 0)) == (255, 0, 0)

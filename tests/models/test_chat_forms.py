@@ -53,16 +53,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 @pytest.mark.parametrize("name", FORMS)
 def test_the_form_is_found(name: str, models: Models) -> None:
     expected, form = FORMS[name], models(name).form
-    found = {
-        key: getattr(form, key)
-        for key in (
-            *("closing", "opened", "lead", "tail", "final"),
-            *("arguments", "call_content", "shows_tools"),
-        )
-    }
+    keys = ("closing", "opened", "lead", "tail", "final", "arguments", "call_content", "shows_tools")
     assert {role: each for role, each in form.content.items() if each != {"text"}} == expected.content
     assert "probe" not in form.header + form.opening
-    assert found == {key: getattr(expected, key) for key in found}
+    assert {key: getattr(form, key) for key in keys} == {key: getattr(expected, key) for key in keys}
     assert (form.shows_calls, form.system) == (expected.shows_calls, expected.system)
     assert form.call_closing == (expected.call_closing or expected.closing)
     stops = [] if expected.closing in expected.ends else [expected.closing]
@@ -299,12 +293,10 @@ def ends_of(tokenizer: Tokenizer, tokens: Any, mask: Any) -> bool:
     return all(ends) if tokenizer.form.writes_end else ends[-1] and not any(ends[:-1])
 
 
-CALLING: dict[str, Any] = {
-    "role": "assistant",
-    "tool_calls": [
-        {"id": "123456789", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    ],
-}
+FUNCTION = {"name": "add", "arguments": {"a": 1}}
+CALLS = [{"id": "123456789", "type": "function", "function": FUNCTION}]
+CALLING: dict[str, Any] = {"role": "assistant", "tool_calls": CALLS}
+SAID = {"role": "assistant", "content": "it is 4"}
 
 
 def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) -> None:
@@ -388,10 +380,8 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
 def test_white_space_at_the_end_is_trained_wherever_the_turn_is(name: str, models: Models) -> None:
     tokenizer = models(name)
     turn = {"role": "assistant", "content": "ok \n"}
-    tokens, mask = map(
-        np.array,
-        prompt_and_answer({"prompt": [ASK], "completion": [turn, ASK, turn]}, "completion", tokenizer),
-    )
+    row = {"prompt": [ASK], "completion": [turn, ASK, turn]}
+    tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
     if not tokenizer.form.writes_end:
         tokens, mask = np.insert(tokens, spans(mask)[0][1], 0), np.insert(mask, spans(mask)[0][1], True)
     first, last = (
@@ -443,20 +433,10 @@ async def test_only_a_turn_begins_with_the_lead(name: str, models: Models) -> No
 
 
 ELSEWHERE: dict[str, tuple[str, list[Any]]] = {
-    "reasoning_content": (
-        "plain lines",
-        [{"role": "assistant", "content": "it is 4", "reasoning_content": "4"}],
-    ),
-    "tool_plan": ("plain lines", [{"role": "assistant", "content": "I add", "tool_plan": "add"}]),
+    "reasoning_content": ("plain lines", [{**SAID, "reasoning_content": "4"}]),
+    "tool_plan": ("plain lines", [{**SAID, "content": "I add", "tool_plan": "add"}]),
     "tool_calls": ("end on a line", [{**CALLING, "content": 'I know how to add: {"a": 1}'}]),
-    "content": (
-        "plain lines",
-        [
-            {"role": "assistant", "content": "ok"},
-            {"role": "critic", "content": "two"},
-            {"role": "assistant", "content": "two"},
-        ],
-    ),
+    "content": ("plain lines", [SAID, {**ASK, "role": "critic", "content": "it is 4"}, SAID]),
 }
 """What a template drops, while its text stands elsewhere: key -> form, answer."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.models.deltas import FileBytes, apply_delta
+
+
+def written(width: int, before: Any, after: Any, cut: int = 0) -> tuple[FileBytes, bytes | None]:
+    """A file after two versions, of which the second comes as two tensors, and the delta between them."""
+    file = FileBytes(len(before), width)
+    file.begin(is_new=True)
+    file.put(0, before)
+    assert file.delta() is None
+    file.begin(is_new=False)
+    file.put(0, after[:cut])
+    file.put(cut, after[cut:])
+    return file, file.delta()
 
 
 @given(st.integers(1, 2), st.integers(0, 300), st.lists(st.integers(0, 299), max_size=75), st.integers(0, 9))
@@ -22,15 +35,7 @@ def test_a_delta_leads_from_one_version_to_the_next(
     for word in changed[: words // 4]:
         if word < words:
             after[word * width] ^= 1 + seed
-    file = FileBytes(len(before), width)
-    file.begin(is_new=True)
-    file.put(0, before)
-    assert file.delta() is None
-    file.begin(is_new=False)
-    cut = words // 2 * width  # two tensors
-    file.put(0, after[:cut])
-    file.put(cut, after[cut:])
-    delta = file.delta()
+    file, delta = written(width, before, after, cut=words // 2 * width)
     assert delta is not None
     assert bytes(file.data) == after.tobytes()
     apply_delta(delta, before)
@@ -38,12 +43,8 @@ def test_a_delta_leads_from_one_version_to_the_next(
 
 
 def test_of_many_changes_no_delta_is_made() -> None:
-    file = FileBytes(200, 2)
-    file.begin(is_new=True)
-    file.put(0, np.zeros(200, np.uint8))
-    file.begin(is_new=False)
-    file.put(0, np.ones(200, np.uint8))
-    assert file.delta() is None
+    file, delta = written(2, np.zeros(200, np.uint8), np.ones(200, np.uint8))
+    assert delta is None
     assert bytes(file.data) == b"\1" * 200
 
 
@@ -53,11 +54,7 @@ def test_at_a_small_rate_a_delta_has_few_hundredths_of_the_bytes() -> None:
     drawn = torch.Generator().manual_seed(0)
     weights = 0.02 * torch.randn(1_000_000, generator=drawn)
     steps = [weights, weights + 1e-6 * torch.sign(torch.randn(1_000_000, generator=drawn))]
-    file = FileBytes(2_000_000, 2)
-    for step in steps:
-        file.begin(is_new=step is weights)
-        file.put(0, step.bfloat16().view(torch.uint8).numpy())
-    delta = file.delta()
+    _, delta = written(2, *(step.bfloat16().view(torch.uint8).numpy() for step in steps))
     assert delta is not None
     assert 0.01 < len(delta) / 2_000_000 < 0.035
 
@@ -73,21 +70,12 @@ def _with(place: int, data: bytes) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     "damage",
     [
-        _cut_to(0),
-        _cut_to(10),
-        _cut_to(-3),
-        _with(17, b"?"),
-        _with(0, b"\3"),
-        _with(9, (3).to_bytes(8, "little")),
+        *map(_cut_to, (0, 10, -3)),
+        *(_with(17, b"?"), _with(0, b"\3"), _with(9, (3).to_bytes(8, "little"))),
     ],
 )
 def test_what_is_no_delta_of_the_file_is_refused(damage: Callable[[bytes], bytes]) -> None:
-    file = FileBytes(400, 2)
-    file.begin(is_new=True)
-    file.put(0, np.zeros(400, np.uint8))
-    file.begin(is_new=False)
-    file.put(0, (np.arange(400) % 40 == 0).astype(np.uint8))
-    delta = file.delta()
+    _, delta = written(2, np.zeros(400, np.uint8), (np.arange(400) % 40 == 0).astype(np.uint8))
     assert delta is not None
     with pytest.raises(ValueError, match="delta"):
         apply_delta(damage(delta), np.zeros(400, np.uint8))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import math
 import sys
 from pathlib import Path
@@ -15,16 +14,9 @@ import torch
 
 import stretto_vllm
 from stretto.models.digest import bytes_hash, digest_of, tensor_hash
+from stretto.user_code.importable import load_module
 
-SHAPES = [
-    (),
-    (0,),
-    (3, 0),
-    (5,),
-    (2, 3),
-    (513, 1500),
-    (2, 300, 400),
-]
+SHAPES = [(), (0,), (3, 0), (5,), (2, 3), (513, 1500), (2, 300, 400)]
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.bool, torch.float8_e4m3fn, torch.int64]
 
 
@@ -75,10 +67,4 @@ def in_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     layers = "vllm.model_executor.layers.vocab_parallel_embedding"
     for name in ("vllm", "vllm.model_executor", "vllm.model_executor.layers", layers):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParallelLMHead=object))
-    file = Path(stretto_vllm.__file__).with_name("in_server") / "stretto_in_vllm.py"
-    specification = importlib.util.spec_from_file_location("stretto_in_vllm", file)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_module(str(Path(stretto_vllm.__file__).with_name("in_server") / "stretto_in_vllm.py"))

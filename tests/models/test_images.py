@@ -124,12 +124,8 @@ def test_bad_rows_fail_and_nothing_else_is_lost(start: Start, vision_models: Mod
     run = start(
         f"model={vision_models('qwen2_5_vl')}",
         f"dataset={{use: jsonl, path: {tmp_path}/seen.jsonl, shuffle: false}}",
-        "training=mock",
-        "inference={use: mock, vocab_size: 90}",
-        "algorithm.group_size=2",
-        "queue.max_failures=100",
-        "sampling.max_tokens=32",
-        "steps=6",
+        *("training=mock", "inference={use: mock, vocab_size: 90}", "sampling.max_tokens=32"),
+        *("algorithm.group_size=2", "queue.max_failures=100", "steps=6"),
     )
     summary = run.assert_completed(6)
     run.assert_audit_is_clean()

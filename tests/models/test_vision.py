@@ -76,16 +76,11 @@ engine_of = partial(loaded_engine, **NEARLY_LINEAR)
 
 
 def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
-    image = picture(0)
-    image.save(tmp_path / "a.png")
-    held = (tmp_path / "a.png").read_bytes()
-    forms: list[Any] = [
-        str(tmp_path / "a.png"),
-        {"bytes": held, "path": "a.png"},
-        {"bytes": None, "path": str(tmp_path / "a.png")},
-        image,
-        image.convert("RGBA"),
-    ]
+    image, path = picture(0), str(tmp_path / "a.png")
+    image.save(path)
+    held = Path(path).read_bytes()
+    forms: list[Any] = [path, {"bytes": held, "path": "a.png"}, {"bytes": None, "path": path}]
+    forms += [image, image.convert("RGBA")]
     found = [*images_of({"images": forms}), *images_of({"image": forms[0]})]
     for each in found:
         assert each.pixels.mode == "RGB"
@@ -266,7 +261,6 @@ SPLITS: list[tuple[dict[str, Any], list[list[int]]]] = [
 
 
 def train_as_rank(model: Path, folder: Path, rank: int) -> None:
-    """One of two ranks of fsdp2, a process."""
     from stretto_fsdp2 import Fsdp2TrainingConfig
     from stretto_fsdp2.sharded import ShardedLayout
 
@@ -287,13 +281,10 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
-    """The batch has sequences with 0, 1 and 3 images; a rank without one goes along."""
     model = vision_models(architecture)
     path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
-    ranks = [
-        subprocess.Popen([sys.executable, __file__, model, tmp_path, str(rank)], env=path)
-        for rank in range(2)
-    ]
+    command = [sys.executable, __file__, model, tmp_path]
+    ranks = [subprocess.Popen([*command, str(rank)], env=path) for rank in range(2)]
     whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
     assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):
@@ -344,19 +335,11 @@ def rows(tmp_path: Path) -> Path:
 
 
 def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
-    return {
-        "name": "v",
-        "model": str(model),
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": {"use": "torch"},
-        "inference": {"use": "mock"},
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": str(rows)},
-        "queue": {"batch_size": 3},
-        "sampling": {"max_tokens": 16},
-        "steps": 2,
-        **sections,
-    }
+    usual = {"training": "torch", "inference": "mock", "reward": "exact", "name": "v", "steps": 2}
+    sizes = {"algorithm": {"use": "grpo", "group_size": 2}, "queue": {"batch_size": 3}}
+    dataset = {"use": "jsonl", "path": str(rows)}
+    sampling = {"max_tokens": 16}
+    return {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
 
 
 def errors_of(run: dict[str, Any]) -> list[str]:
@@ -377,14 +360,9 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
         f"model={vision_models('qwen2_5_vl')}",
         "algorithm.kl.coef=0.1",  # with a reference model, which reads the images too
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
-        f"dataset.path={rows}",
-        "training=torch",
-        "inference={use: torch, slots: 8, context_length: 256}",
-        "sampling.max_tokens=4",
+        *(f"dataset.path={rows}", "training=torch", "inference={use: torch, slots: 8, context_length: 256}"),
         "queue.max_failures=40",  # a random model also samples the token of images, which fails the ticket
-        "algorithm.group_size=2",
-        "queue.batch_size=3",
-        "steps=3",
+        *("algorithm.group_size=2", "queue.batch_size=3", "sampling.max_tokens=4", "steps=3"),
     )
     run.assert_completed(3, batch_size=3)
     assert run.metrics()[0]["mismatch_max"] < 1e-4
@@ -398,15 +376,9 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
 @pytest.mark.slow
 def test_a_run_of_sft_reads_images(start: Start, vision_models: Models, rows: Path) -> None:
     run = start(
-        f"model={vision_models('llava')}",
-        f"dataset.path={rows}",
-        "algorithm=sft",
-        "algorithm.completion_column=target",
-        "training=torch",
-        "training.lr=0.01",
-        "queue.batch_size=3",
-        "queue.max_staleness=0",
-        "steps=2",
+        *(f"model={vision_models('llava')}", f"dataset.path={rows}", "steps=2"),
+        *("algorithm=sft", "algorithm.completion_column=target", "training=torch", "training.lr=0.01"),
+        *("queue.batch_size=3", "queue.max_staleness=0"),
     )
     run.assert_completed(2, batch_size=3, bound=0)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from fixture_types import Models
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import GenerateRequest, Sampling
-from stretto.models.images import OpenImage, decode
+from stretto.models.images import OpenImage, decode, file_of
 from stretto.models.vision import Vision
 from stretto.testing.served_engine import Sample, ServedEngine
 from stretto.training.model import names_in_files
@@ -30,15 +29,12 @@ from vision_models import ARCHITECTURES, picture
 TOLERANCE = 1e-4
 
 
-def file_of(seed: int, width: int = 20, height: int = 14) -> OpenImage:
-    stream = io.BytesIO()
-    picture(seed, width, height).save(stream, "PNG")
-    return OpenImage(stream.getvalue(), decode(stream.getvalue()))
+def image_of(seed: int, width: int = 20, height: int = 14) -> OpenImage:
+    file = file_of(picture(seed, width, height))
+    return OpenImage(file, decode(file))
 
 
 class SeenModel:
-    """The model's own forward over texts with images."""
-
     def __init__(self, folder: Path, seed: int | None = None) -> None:
         self.vision = Vision(str(folder))
         self._model: Any = AutoModelForImageTextToText.from_pretrained(folder).eval().requires_grad_(False)
@@ -64,8 +60,6 @@ class SeenModel:
 
 
 class Asked:
-    """A request with images of these sizes."""
-
     def __init__(
         self, vision: Vision, name: str, images: Sequence[OpenImage], text: str = "how many?", **changes: Any
     ) -> None:
@@ -74,11 +68,7 @@ class Asked:
         self.media = seen.media
         self.files = [image.file for image in images]
         n = changes.pop("n", 1)
-        sampling: dict[str, Any] = {
-            "max_tokens": 12,
-            "ignore_eos": True,
-            "logit_bias": {vision.image_token: -100.0},
-        }
+        sampling: Any = {"max_tokens": 12, "ignore_eos": True, "logit_bias": {vision.image_token: -100.0}}
         self.request = GenerateRequest(
             id=f"{name}/1/0",
             prompt_ids=Array.of(seen.ids, np.int32),
@@ -123,7 +113,6 @@ def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
 
 
 def off(model: SeenModel, asked: Asked, sample: Sample) -> NDArray[np.float32]:
-    """By how much the logprobs of an answer differ from the model's."""
     return np.abs(model.logprobs(asked, sample.tokens) - np.array(sample.logprobs, np.float32))
 
 
@@ -135,7 +124,7 @@ def test_answers_to_0_1_and_3_images_have_the_logprobs_of_the_plain_forward(
         Asked(
             model.vision,
             f"{number}",
-            [file_of(10 * number + i, 16 + number, 30 - i) for i in range((0, 1, 3)[number % 3])],
+            [image_of(10 * number + i, 16 + number, 30 - i) for i in range((0, 1, 3)[number % 3])],
             n=4,
         )
         for number in range(51)
@@ -155,7 +144,7 @@ def test_the_next_turn_reads_its_own_images_from_the_cache_and_no_others(
     """The prompts have the same tokens; only the images differ."""
     text = "what do you see in this picture? answer with one word and a full stop. " * 2
     one, same, other = (
-        Asked(model.vision, name, [file_of(seed)], text, max_tokens=4)
+        Asked(model.vision, name, [image_of(seed)], text, max_tokens=4)
         for name, seed in (("one", 1), ("same", 1), ("other", 2))
     )
     for each in (one, same, other):
@@ -172,7 +161,7 @@ def test_new_weights_in_the_middle_of_an_answer(
     newer = SeenModel(folder, seed=1)
     with serve(folder, tmp_path, on_swap=on_swap).running() as served:
         served.swap(model)  # type: ignore[arg-type]
-        asked = Asked(model.vision, "long", [file_of(1), file_of(2, 30, 30)], max_tokens=120)
+        asked = Asked(model.vision, "long", [image_of(1), image_of(2, 30, 30)], max_tokens=120)
         ask(served, asked)
         served.until((asked.request.id, 0), tokens=20)
         served.swap(newer)  # type: ignore[arg-type]
@@ -185,24 +174,24 @@ def test_new_weights_in_the_middle_of_an_answer(
 
 
 def test_what_cannot_be_served_is_one_clear_error(served: ServedEngine, model: SeenModel) -> None:
-    whole = Asked(model.vision, "damaged", [file_of(1)])
+    whole = Asked(model.vision, "damaged", [image_of(1)])
     served.ask(whole.request, images=[whole.files[0][:-40]])
     [sample] = served.finished(whole.request)
     assert sample.finish == "error"
     assert "image" in sample.error or "truncated" in sample.error
 
-    two = Asked(model.vision, "two", [file_of(1), file_of(2)])
+    two = Asked(model.vision, "two", [image_of(1), image_of(2)])
     served.ask(two.request, images=two.files[:1])
     [sample] = served.finished(two.request)
     assert re.search(r"a prompt has \d+ image tokens .* its 1 images have \d+", sample.error)
 
-    again = Asked(model.vision, "again", [file_of(1)])
+    again = Asked(model.vision, "again", [image_of(1)])
     [[sample]] = answers(served, again)
     assert off(model, again, sample).max() < TOLERANCE
 
 
 def test_an_abort_while_the_images_are_read_ends_the_request(served: ServedEngine, model: SeenModel) -> None:
-    asked = Asked(model.vision, "gone", [file_of(1, 300, 300)], n=3)
+    asked = Asked(model.vision, "gone", [image_of(1, 300, 300)], n=3)
     ask(served, asked)
     served.abort(asked.request.id)
     assert {sample.finish for sample in served.finished(asked.request)} == {"abort"}

@@ -10,7 +10,6 @@ from typing import Any
 import datasets
 import pytest
 
-from fixture_types import Start
 from stretto import Context
 from stretto.errors import ConfigError
 from stretto_hf import HFConfig, HFDataset
@@ -68,9 +67,3 @@ def test_it_imports_no_torch(saved: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
-
-
-@pytest.mark.slow
-def test_a_run_reads_it(start: Start, saved: Path) -> None:
-    dataset = f"dataset={{use: hf, path: {saved}/files, prompt_column: question}}"
-    start(dataset, "queue.batch_size=2", "steps=2").assert_completed(2, batch_size=2)

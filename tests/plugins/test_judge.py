@@ -229,7 +229,6 @@ def test_check_names_a_missing_key_and_a_wrong_rubric() -> None:
 def test_a_run_is_scored_by_a_judge(
     server: JudgeServer, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The judge likes odd lengths."""
     monkeypatch.setenv("JUDGE_KEY", "sk-secret-2")
     server.replies = lambda text, number: (200, f"Score: {len(text) % 2 * 10}", {})
     run = start(f"reward={{use: judge, url: '{server.url}', model: m, key_env: JUDGE_KEY}}", "steps=2")

@@ -34,7 +34,6 @@ PAIRS = Path(__file__).with_name("math_pairs.txt")
 
 
 def pairs() -> Iterator[tuple[str, str, float]]:
-    """(expected answer, completion, score) of the file."""
     gold = ""
     for line in PAIRS.read_text().splitlines():
         line = line.replace("⏎", "\n")
@@ -59,12 +58,7 @@ def test_right_and_wrong_answers_are_told_apart(math: Callable[..., float]) -> N
     given = list(pairs())
     assert len(given) >= 200
     assert 100 <= sum(score for *_, score in given) <= len(given) - 100
-    wrong = [
-        (gold, completion, score)
-        for gold, completion, score in given
-        if math("", completion, answer=gold) != score
-    ]
-    assert not wrong
+    assert [each for each in given if math("", each[1], answer=each[0]) != each[2]] == []
 
 
 _GOLDS = r"""
@@ -144,13 +138,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-RUN = {
-    "name": "math",
-    "algorithm": {"use": "grpo"},
-    "training": {"use": "mock"},
-    "inference": {"use": "mock"},
-    "steps": 1,
-}
+RUN = {"name": "math", "algorithm": "grpo", "training": "mock", "inference": "mock", "steps": 1}
 
 
 class Scorer:
@@ -316,7 +304,6 @@ def test_a_fork_never_returns_into_its_parents_code() -> None:
 
 
 def problem_of(folder: Path, rows: list[dict[str, str]], path: str, reward: dict[str, Any]) -> Problem:
-    """The one problem that `check` finds at a path."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = {**RUN, "dataset": {"use": "jsonl", "path": str(file)}, "reward": reward}

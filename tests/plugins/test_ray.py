@@ -58,17 +58,10 @@ while True:
 
 def test_resources_follow_from_the_sections() -> None:
     config = RayConfig(address="auto", resources={"trainer": {"a100": 1}, "critic": {"big": 0.5}})
-    assert resources_of(config, job("trainer-0", threads=4, gpus=2, memory_gb=1.5)) == {
-        "CPU": 4,
-        "GPU": 2,
-        "memory": 1.5 * 2**30,
-        "a100": 1,
-    }
-    assert resources_of(config, job("trainer-critic-1", gpus=1, share=0.25)) == {
-        "CPU": 1,
-        "GPU": 0.25,
-        "big": 0.5,
-    }
+    found = resources_of(config, job("trainer-0", threads=4, gpus=2, memory_gb=1.5))
+    assert found == {"CPU": 4, "GPU": 2, "memory": 1.5 * 2**30, "a100": 1}
+    found = resources_of(config, job("trainer-critic-1", gpus=1, share=0.25))
+    assert found == {"CPU": 1, "GPU": 0.25, "big": 0.5}
     assert resources_of(config, job("rollout-0")) == {"CPU": 1}
     assert resources_of(RayConfig(), job("rollout-0", memory_gb=5)) == {"CPU": 1}  # this machine's own
     training = RayConfig(address="auto", resources={"training": {"x": 1}, "trainer": {"y": 1}})
@@ -81,11 +74,8 @@ def test_each_role_has_a_placement_group() -> None:
     jobs += [job("rollout-0"), job("verifier-0")]
     groups = groups_of(RayConfig(), jobs)
     assert [(group.name, group.strategy) for group in groups] == [
-        ("trainer", "PACK"),
-        ("trainer-critic", "PACK"),
-        ("inference", "SPREAD"),
-        ("rollout", "SPREAD"),
-        ("verifier", "SPREAD"),
+        *(("trainer", "PACK"), ("trainer-critic", "PACK")),
+        *((role, "SPREAD") for role in ("inference", "rollout", "verifier")),
     ]
     assert [(bundle.workers, bundle.resources) for bundle in groups[0].bundles] == [
         (("trainer-0", "trainer-1"), {"CPU": 2, "GPU": 2}),

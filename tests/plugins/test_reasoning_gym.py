@@ -166,16 +166,10 @@ def test_what_is_no_plain_data_is_refused() -> None:
     ("keys", "message"),
     [
         ({"task": "leg_countin"}, "reasoning_gym has no task 'leg_countin'; did you mean 'leg_counting'"),
-        (
-            {"task": "gcd", "options": {"max_number": 2}},
-            "task 'gcd' has no option 'max_number'; did you mean",
-        ),
+        ({"task": "gcd", "options": {"max_number": 2}}, "'gcd' has no option 'max_number'; did you mean"),
         ({"task": "gcd", "options": {"seed": 2}}, "task 'gcd' has no option 'seed'"),
         ({"task": "gcd", "options": {"max_numbers": 1}}, "gcd: AssertionError: "),
-        (
-            {"tasks": (WeightedTask(task="gcd"), WeightedTask(task="gcd"))},
-            "gcd, gcd: ValueError: Duplicate dataset names",
-        ),
+        ({"tasks": (WeightedTask(task="gcd"),) * 2}, "gcd, gcd: ValueError: Duplicate dataset names"),
     ],
 )
 def test_a_wrong_task_says_what_is_wrong(keys: dict[str, Any], message: str) -> None:
@@ -212,18 +206,3 @@ def test_the_process_that_makes_rows_ends_with_its_dataset_and_says_how_it_ended
 def _generators() -> list[psutil.Process]:
     children = psutil.Process().children()
     return [child for child in children if "stretto_reasoning_gym.generator" in " ".join(arguments_of(child))]
-
-
-# -------------------------------------------------------------------------------------------- runs
-
-
-def test_a_run_trains_and_evaluates_on_tasks_by_name(start: Any) -> None:
-    run = start(
-        *("steps=2", "queue.max_staleness=0", "reward=reasoning_gym", "evaluation.rows=6"),
-        *("dataset.use=reasoning_gym", "dataset.task=leg_counting", "dataset.chat=false"),
-        "evaluation.dataset={use: reasoning_gym, task: leg_counting, chat: false, seed: 2}",
-        out="gym",
-    )
-    summary = run.assert_completed(steps=2, bound=0)
-    assert [each["samples"] for each in summary["evaluation"]] == [6, 6]
-    assert run.metrics()[-1]["reward/answered"] == 0.0

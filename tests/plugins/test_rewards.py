@@ -105,11 +105,3 @@ def test_what_is_no_number_is_a_failure(value: Any, words: str) -> None:
 
     with pytest.raises(RewardError, match=words):
         score_group(reward, ROW, ("ab",), {})
-
-
-def test_a_reward_of_groups_gives_a_value_for_each() -> None:
-    def reward(completions: list[str]) -> list[float]:
-        return [1.0]
-
-    with pytest.raises(RewardError, match="returned 1 values for 2 completions"):
-        score_group(reward, ROW, ("a", "b"), {})

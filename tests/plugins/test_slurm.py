@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from tests.conftest import write_run_file
 
-from patience import SOON_S, patience
+from patience import patience
 from stretto.assembly.compose import compose
 from stretto.assembly.worker_numbers import WorkerNumbers
 from stretto.cli.start.submit import submitted_resume
@@ -22,6 +21,7 @@ from stretto.nodes import Node
 from stretto_slurm import SlurmConfig, SlurmPart
 from stretto_slurm.allocation import Allocation, nodes_in
 from stretto_slurm.script import script_of
+from waiting import until
 from worker_jobs import job
 
 
@@ -70,10 +70,7 @@ def test_a_part_has_options_of_its_own() -> None:
         ({"options": ("gpu",)}, "'gpu' is no option of sbatch"),
         ({"options": ("--nodes=3",)}, "'--nodes=3' cannot be set"),
         ({"prologue": ("a\nb",)}, "without line breaks"),
-        (
-            {"parts": {"a": SlurmPart(workers=("rollout",)), "b": SlurmPart(workers=("rollout",))}},
-            "in two parts",
-        ),
+        ({"parts": dict.fromkeys("ab", SlurmPart(workers=("rollout",)))}, "in two parts"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, object], words: str) -> None:
@@ -96,11 +93,8 @@ def run(folder: Path, text: str, *, after: int = 0) -> tuple[int, str]:
             ["bash", "-c", text], env=environment, stdout=file, stderr=subprocess.STDOUT
         )
     try:
-        deadline = time.monotonic() + patience()
-        while after and "begun" not in output.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(SOON_S)
         if after:
+            until(lambda: "begun" in output.read_text())
             process.send_signal(after)
         return process.wait(patience()), output.read_text()
     finally:
@@ -144,11 +138,8 @@ def test_the_nodes_of_a_job_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "JobId=5 JobName=x NumNodes=3 Nodes=a[1-2] CPU_IDs=0-3,8 Mem=2048 GRES=gpu:h100:2(IDX:0-1) "
         "Nodes=b CPU_IDs=0 Mem=0 GRES= TresPerNode=gres:gpu:2"
     )
-    assert nodes_in(described) == [
-        Node("a1", 5, ("0", "1"), 2.0),
-        Node("a2", 5, ("0", "1"), 2.0),
-        Node("b", 1, (), None),
-    ]
+    alike = [Node(name, 5, ("0", "1"), 2.0) for name in ("a1", "a2")]
+    assert nodes_in(described) == [*alike, Node("b", 1, (), None)]
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho no controller >&2; exit 1\n")
     with pytest.raises(LaunchError, match="failed with status 1: no controller"):
         nodes_in(described)

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from stretto.array import Array
 from stretto.engine import GenerateRequest, Sampling
@@ -34,6 +34,7 @@ from stretto_torch.prefixes import Prefixes
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
 from stretto_torch.size_classes import SizeClasses
+from torch_engine import make_model
 
 # ------------------------------------------------------------------------- shapes, size classes, the pool
 
@@ -91,8 +92,6 @@ def test_fixed_shapes_do_not_depend_on_who_is_there() -> None:
 
 @dataclass(eq=False)
 class Row:
-    """A running sample."""
-
     block: Any
     text: int
     had: int  # tokens in the pool
@@ -198,7 +197,6 @@ def test_rows_and_kept_texts_stay_whole_wherever_they_go(seed: int, length: int,
 
 
 def assert_disjoint(blocks: list[Block], free: tuple[int, int], tokens: int) -> None:
-    """Blocks and what is free are the pool and do not overlap."""
     ends = sorted([(block.start, sum(block)) for block in blocks] + [free])
     assert [start for start, _ in ends] == [0, *(stop for _, stop in ends[:-1])]
     assert ends[-1][1] == tokens
@@ -304,12 +302,8 @@ def test_a_flat_distribution_keeps_more_tokens_than_are_looked_at_first() -> Non
     logits = torch.zeros(1, vocabulary).repeat(400, 1)
     logits[::2] = torch.linspace(20, 0, vocabulary)
     uniform = np.linspace(0, 0.999, 400, dtype=np.float32)
-    settings = SamplingSettings(
-        np.ones(400, np.float32),
-        np.zeros(400, np.int64),
-        np.full(400, 0.5, np.float32),
-        np.zeros(400, np.float32),
-    )
+    ones, zeros = np.ones(400, np.float32), np.zeros(400, np.float32)
+    settings = SamplingSettings(ones, np.zeros(400, np.int64), 0.5 * ones, zeros)
     tokens, logprobs, _ = draw(logits, uniform, settings)
 
     np.testing.assert_allclose(logprobs[1::2], np.log(1 / 500), atol=1e-5)
@@ -362,25 +356,8 @@ def test_a_norm_is_the_root_mean_square_norm(dtype: torch.dtype) -> None:
     torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (40,), weight, 1e-6))
 
 
-def tiny_model() -> Any:
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=100,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=160,
-        initializer_range=0.2,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    return Qwen2ForCausalLM(config).eval().requires_grad_(False)
-
-
 def test_a_decoder_that_computes_something_else_is_seen() -> None:
-    model = tiny_model()
+    model = make_model("qwen2")
     decoder = FastDecoder(model, rows=8, length=64, tokens=512, onednn=False)
     right = difference(decoder, model)
     model.model.rotary_emb.inv_freq *= 1.1
@@ -394,7 +371,7 @@ class Leaking(FastDecoder):
     """A decoder whose rows know something of each other, as bad kernels would have it."""
 
     def __init__(self, leak: Callable[[Tensor, Sequence[TokenSpan]], Tensor | float]) -> None:
-        super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
+        super().__init__(make_model("qwen2"), rows=24, length=160, tokens=24 * 160, onednn=False)
         self._leak = leak
 
     def decode(
@@ -419,7 +396,7 @@ class LeakingPrompts(FastDecoder):
     """A decoder whose prompts know how many others are computed with them."""
 
     def __init__(self) -> None:
-        super().__init__(tiny_model(), rows=24, length=160, tokens=24 * 160, onednn=False)
+        super().__init__(make_model("qwen2"), rows=24, length=160, tokens=24 * 160, onednn=False)
         self.prefills: list[int] = []
 
     def prefill(self, tokens: Tensor, *more: Any, **images: Any) -> Tensor:
@@ -487,7 +464,7 @@ def take(batcher: Batcher, name: str, prompt: int, max_tokens: int) -> None:
 def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
     decoder = LeakingPrompts()
     for solo in (False, True):
-        batcher = make_batcher(tiny_model(), decoder, slots=20, deterministic=True, solo_prompts=solo)
+        batcher = make_batcher(make_model("qwen2"), decoder, slots=20, deterministic=True, solo_prompts=solo)
         for i, length in enumerate((17, 3, 32, 16, 33)):
             take(batcher, f"{i}", length, 9)
         decoder.prefills.clear()
@@ -519,7 +496,7 @@ def test_fixed_shapes_give_the_same_answers() -> None:
             batcher.step()
         return {chunk.request: chunk.tokens.tolist() for chunk in batcher.collect()}
 
-    model = tiny_model()
+    model = make_model("qwen2")
     with torch.inference_mode():
         free = answers(fixed=False)
         assert answers(fixed=True) == free

@@ -35,7 +35,6 @@ def turn(id: str, before: GenerateRequest, answer: Sample, more: int, **options:
 
 
 def totals(logs: Any) -> dict[str, int]:
-    """What the engine says of itself when it stops."""
     (entry,) = [entry for entry in logs if entry["event"] == "torch inference engine stops"]
     return entry
 

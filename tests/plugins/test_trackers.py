@@ -178,10 +178,6 @@ def notes(kernel_of: Callable[..., Kernel], tmp_path: Path) -> Callable[..., Ker
     )
 
 
-def notes_of(kernel: Kernel) -> list[str]:
-    return (kernel.own / "notes").read_text().splitlines()
-
-
 # ------------------------------------------------------------------------------------ the readers
 
 
@@ -373,7 +369,8 @@ def test_a_process_sends_the_rest_when_its_kernel_ends_and_only_then_the_next_on
     kernel.step(3, 0.375)
     kernel.end()
     assert kernel.wait() == 0, kernel.output()
-    assert notes_of(kernel) == ["start", "step 1", "step 2", "start", "step 3", "end"]
+    noted = (kernel.own / "notes").read_text().splitlines()
+    assert noted == ["start", "step 1", "step 2", "start", "step 3", "end"]
 
 
 def test_errors_show_no_secrets(

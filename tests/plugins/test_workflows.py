@@ -230,9 +230,7 @@ def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
         f"workflow={{use: tool_use, tools: ['{tmp_path}/tools.py:add', '{tmp_path}/tools.py:slow']}}",
         f"workflow.tool_timeout_s={patience(0.3)}",
         f"reward={{use: function, function: {tmp_path}/reward.py:score}}",
-        "sampling.max_tokens=200",
-        "algorithm.group_size=2",
-        "steps=10",
+        *("sampling.max_tokens=200", "algorithm.group_size=2", "steps=10"),
         out="tools",
     )
     run.until_step(2)
@@ -275,9 +273,7 @@ def test_an_environment_rewards_and_one_that_hangs_fails_its_ticket(start: Start
     run = start(
         f"workflow={{use: multi_turn, environment: {tmp_path}/environment.py:count}}",
         f"workflow.environment_timeout_s={patience(0.5)}",
-        "verifier.children=2",
-        "algorithm.group_size=2",
-        "steps=6",
+        *("verifier.children=2", "algorithm.group_size=2", "steps=6"),
         out="environment",
     )
     summary = run.assert_completed(6)
@@ -381,24 +377,24 @@ def test_check_tries_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 PIECES = """
-from dataclasses import replace
-from stretto import Component, WorkflowConfig, hookimpl
 from stretto.workflow import Score, Trajectory, parts_of_sample
-from stretto_grpo import GRPO, GRPOConfig
 
-class Pieces:
+class make:
     \"\"\"The first of a group's samples is right and comes in three pieces, the others are wrong.\"\"\"
 
-    def __init__(self, config, context):
-        pass
+    def __init__(self, config, context): ...
 
     async def run(self, prompt, session):
         answers = await session.generate(prompt.ids, n=session.group_size)
         scores = [Score(float(number == 0)) for number in range(len(answers))]
         first, *others = [Trajectory.of(prompt.ids, *each) for each in zip(answers, scores)]
         return [*parts_of_sample([first] * 3), *others]
+"""
 
-class Looking(GRPO):
+LOOKING = """
+from stretto_grpo import GRPO
+
+class make(GRPO):
     def advantages(self, batch):
         found = super().advantages(batch)
         of_sequence = [part[-1].item() for part in found.split(batch.lengths)]
@@ -406,22 +402,15 @@ class Looking(GRPO):
         for start in range(0, len(batch), 6):  # rewards 1, 0, 0, 0: mean 1/4
             assert of_sequence[start : start + 6] == expected, of_sequence
         return found
-
-@hookimpl
-def stretto_workflow():
-    yield Component("pieces", Pieces, WorkflowConfig, "splits")
-
-@hookimpl
-def stretto_algorithm():
-    yield Component("looking", Looking, GRPOConfig, "looks")
 """
 
 
 @in_simulation
 def test_pieces_of_a_sample_count_once_in_a_run(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "pieces.py").write_text(PIECES)
+    pieces = write_plugin(tmp_path, "workflow", PIECES, "stretto.WorkflowConfig")
+    looking = write_plugin(tmp_path, "algorithm", LOOKING, "stretto_grpo.GRPOConfig")
     run = start(
-        *(f"plugins=[{tmp_path}/pieces.py]", "workflow=pieces", "algorithm=looking", "steps=2"),
+        *(f"plugins=[{pieces},{looking}]", "workflow=mine", "algorithm=mine", "steps=2"),
         *("algorithm.group_size=4", "algorithm.group_reward_norm=false"),
     )
     run.assert_completed(2)

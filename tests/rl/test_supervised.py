@@ -22,14 +22,8 @@ ADD = {"name": "add", "arguments": {"a": 1, "b": "é"}}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "2"}
 LAST = {"role": "assistant", "content": "two"}
 TRL = {"role": "assistant", "tool_calls": [{"type": "function", "function": ADD}]}
-OPENAI = {
-    "role": "assistant",
-    "content": None,
-    "refusal": None,
-    "tool_calls": [
-        {"id": "c", "type": "function", "function": {**ADD, "arguments": json.dumps(ADD["arguments"])}}
-    ],
-}
+CALL = {"id": "c", "type": "function", "function": {**ADD, "arguments": json.dumps(ADD["arguments"])}}
+OPENAI = {"role": "assistant", "content": None, "refusal": None, "tool_calls": [CALL]}
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}]
 WRITTEN = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": "é"}}</tool_call><|im_end|>'
 
@@ -92,14 +86,11 @@ def test_the_assistants_turns_are_trained_as_the_template_writes_them(
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        pytest.param(
-            TEXT, [TRL, RESULT, LAST], '⟦[add{"a": 1, "b": "é"}]<|im_end|>⟧ ⟦two<|im_end|>⟧', id="text"
-        ),
-        pytest.param(
-            THINKS, [LAST, ASK, LAST], "⟦two<|im_end|>⟧ ⟦<think></think>two<|im_end|>⟧", id="earlier"
-        ),
-        pytest.param(PLAIN, "two", "⟦two<|im_end|>⟧", id="an answer as text"),
+        (TEXT, [TRL, RESULT, LAST], '⟦[add{"a": 1, "b": "é"}]<|im_end|>⟧ ⟦two<|im_end|>⟧'),
+        (THINKS, [LAST, ASK, LAST], "⟦two<|im_end|>⟧ ⟦<think></think>two<|im_end|>⟧"),
+        (PLAIN, "two", "⟦two<|im_end|>⟧"),
     ],
+    ids=["text", "earlier", "an answer as text"],
 )
 def test_what_is_trained_follows_the_template(
     template: str, answer: Any, expected: str, tmp_path: Path
@@ -122,19 +113,11 @@ def test_what_is_trained_follows_the_template(
         (TEMPLATE, {"completion": [{**LAST, "content": "a</think>b"}, ASK, LAST]}, "changes its 'content'"),
         (OPENS, {"completion": [LAST]}, "opens the answer with '<think>', and writes"),
         (PLAIN, {"completion": [{**LAST, "reasoning_content": "why"}]}, "changes its 'reasoning_content'"),
-        (
-            PLAIN,
-            {"completion": [{**TRL, "tool_calls": ["add"]}]},
-            "expected tool calls with a function's name",
-        ),
+        (PLAIN, {"completion": [{**TRL, "tool_calls": ["add"]}]}, "expected tool calls with a function"),
         (PLAIN, {"completion": [LAST], "tools": ["add"]}, "column 'tools' of row 7: expected a list of JSON"),
         (PLAIN, {"completion": [ASK, LAST]}, "begins with a turn of the user; expected the answer alone"),
         (PLAIN, {"prompt": "1+1?", "completion": [LAST]}, "has chat messages, and the prompt is text"),
-        (
-            PLAIN,
-            {"completion": [{**LAST, "content": [{"type": "image"}]}]},
-            "only the prompt may have images",
-        ),
+        (PLAIN, {"completion": [{**LAST, "content": [{"type": "image"}]}]}, "only the prompt may have"),
         (None, {"completion": [LAST]}, "has no chat template"),
     ],
 )
@@ -158,13 +141,7 @@ def test_reasoning_may_leave_the_history_of_the_prompt(tmp_path: Path) -> None:
 
 def test_given_tokens_are_taken_if_they_are_those_of_the_model() -> None:
     tokenizer = ByteTokenizer()
-    row = {
-        "id": 7,
-        "prompt": "ab",
-        "completion": "cd",
-        "tokens": list(b"ab cd"),
-        "loss_mask": [1, 0, 0, 1, 1],
-    }
+    row = {"id": 7, "prompt": "ab", "completion": "cd", "tokens": [*b"ab cd"], "loss_mask": [1, 0, 0, 1, 1]}
     encoded = given_tokens(row, "completion", tokenizer)
     assert encoded == (list(b"ab cd"), [False, False, False, True, True])
     assert given_tokens({**row, "loss_mask": None}, "completion", tokenizer) is None

@@ -161,14 +161,8 @@ def runs_of(models: Mapping[str, Path], saved: Path, loads: Mapping[str, Path]) 
     return runs
 
 
-LORA: dict[str, Any] = {
-    "name": "lora",
-    "options": {
-        **ADAM,
-        "lr": 1e-2,
-        "lora": {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "merged"},
-    },
-}
+ADAPTERS = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "merged"}
+LORA: dict[str, Any] = {"name": "lora", "options": {**ADAM, "lr": 1e-2, "lora": ADAPTERS}}
 
 
 POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
@@ -176,7 +170,6 @@ POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
 
 @pytest.fixture(scope="session")
 def models(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Random models of three architectures, tied and not, with a tokenizer each."""
     folders: dict[str, Path] = {}
     for architecture, tied in TIED.items():
         folders[architecture] = tmp_path_factory.mktemp("models") / architecture
@@ -435,7 +428,6 @@ def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path
 
 
 def refusals(options: dict[str, Any], model: Path) -> list[str]:
-    """What an engine's check says of a section and a model, before any process starts."""
     check = layout_ranks.ENGINES[options["use"]].check
     run = RunConfig(
         name="n",
@@ -448,20 +440,15 @@ def refusals(options: dict[str, Any], model: Path) -> list[str]:
 
 
 def test_layouts_that_the_processes_do_not_fill_are_refused() -> None:
+    two_parts = LAYOUTS["tensor_parallel"]
     for options, message in (
         ({"use": "fsdp2", "processes": 3, "tensor_parallel": 2}, r"processes \(3\) must be a multiple"),
         ({"use": "pipeline", "processes": 3}, r"processes \(3\) must be a multiple of stages \(2\)"),
-        ({"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "lora": {}}, "lora and tensor_parallel"),
+        ({**two_parts, "lora": {}}, "lora and tensor_parallel"),
         ({"use": "fsdp2", "shard": False, "cpu_offload": True}, "cpu_offload needs shard"),
         ({"use": "fsdp2", "power_sgd": {}}, "power_sgd needs shard: false"),
-        (
-            {"use": "fsdp2", "processes": 2, "tensor_parallel": 2, "shard": False, "power_sgd": {}},
-            "power_sgd needs shard: false, tensor_parallel: 1",
-        ),
-        (
-            {"use": "fsdp2", "shard": False, "power_sgd": {}, "reduce_dtype": "bfloat16"},
-            "power_sgd needs .* reduce_dtype: float32",
-        ),
+        ({**two_parts, "shard": False, "power_sgd": {}}, "power_sgd needs shard: false, tensor_parallel: 1"),
+        ({"use": "fsdp2", "shard": False, "power_sgd": {}, "reduce_dtype": "bfloat16"}, "reduce_dtype: "),
     ):
         with pytest.raises(msgspec.ValidationError, match=message):
             layout_ranks.config_of(options)
@@ -475,7 +462,7 @@ def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str,
     ]
     [refusal] = refusals({"use": "pipeline", "processes": 4, "stages": 4}, models["llama"])
     assert refusal == "training.stages is 4, but the model has 3 layers; at most 3"
-    assert refusals({"use": "fsdp2", "processes": 2, "tensor_parallel": 2}, models["llama"]) == []
+    assert refusals(LAYOUTS["tensor_parallel"], models["llama"]) == []
     assert refusals({"use": "torch", "processes": 2}, models["llama"])[0].startswith(
         "training.processes is 2"
     )
@@ -484,11 +471,7 @@ def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str,
 @pytest.mark.parametrize(
     ("options", "architecture", "message"),
     [
-        (
-            {"use": "fsdp2", "tensor_parallel": 1, "lora": {"targets": ["to_q"]}},
-            "qwen2",
-            "'to_q' is no linear",
-        ),
+        ({"use": "fsdp2", "lora": {"targets": ["to_q"]}}, "qwen2", "'to_q' is no linear"),
         ({"use": "torch", "lora": {"targets": ["lm_head"]}}, "qwen2", "'lm_head' is no linear"),  # tied
         ({"use": "pipeline", "processes": 1, "stages": 1}, "gpt2", "it has no embed_tokens, layers, norm"),
         ({"use": "torch", "compile": True}, "mamba", "has no layers with a module 'mlp'"),

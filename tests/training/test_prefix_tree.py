@@ -47,14 +47,8 @@ def test_a_tree_by_hand() -> None:
     tree = PrefixTree(arrays([[1, 2, 4, 7], [1, 2, 3], [], [1, 2, 4], [5], [1, 2, 3]]))
     assert tree.tokens.tolist() == [1, 2, 3, 4, 7, 5]
     assert tree.depths.tolist() == [0, 1, 2, 2, 3, 0]
-    assert [nodes.tolist() for nodes in tree.nodes] == [
-        [0, 1, 3, 4],
-        [0, 1, 2],
-        [],
-        [0, 1, 3],
-        [5],
-        [0, 1, 2],
-    ]
+    nodes = [each.tolist() for each in tree.nodes]
+    assert nodes == [[0, 1, 3, 4], [0, 1, 2], [], [0, 1, 3], [5], [0, 1, 2]]
 
 
 @given(sequences=SEQUENCES, width=st.sampled_from([100, 20_000, 10**6]))
@@ -173,13 +167,9 @@ GROUPS = [[*range(5, 25), end, *range(end, end + 9)] for end in (30, 31, 31, 40)
     ],
 )
 def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, options: dict[str, Any]) -> None:
-    sides = [
-        engine_of(tiny_models("llama"), head=head, shared_prefixes=shared, **options)
-        for shared in (True, False)
-    ]
-    computed = [_count_nodes(side, batch_from(GROUPS)) for side in sides]
-    assert computed[0] < 0.5 * computed[1]
-    one, other = sides
+    model = tiny_models("llama")
+    one, other = (engine_of(model, head=head, shared_prefixes=shared, **options) for shared in (True, False))
+    assert _count_nodes(one, batch_from(GROUPS)) < 0.5 * _count_nodes(other, batch_from(GROUPS))
     assert_equal_steps(one, other, batch_from(GROUPS), 0.1 if head == "policy" else 0.0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,15 +123,14 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     engine = engine_of(folder, chunked_logits=chunked)
     found = engine.forward(drawn, temperature=temperature)
     loss = Loss(function, "token", entropy_coef=entropy_coef, whole_vocabulary=whole)
-    gradients, _ = step_of(engine, drawn, loss, temperature)
+    gradients, statistics = step_of(engine, drawn, loss, temperature)
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder).float()
     model.train(False)
     added = torch.zeros(VOCABULARY).index_put((torch.tensor([*bias]),), torch.tensor([*bias.values()]))
     dense = masks | ~masks.any(1, keepdim=True)
-    logits = torch.cat(
-        [torch.cat([part.new_zeros(1, VOCABULARY), part[0, :-1]]) for part in _logits(model, tokens, lengths)]
-    )
+    alone = [model(part[None]).logits[0, :-1] for part in tokens.split(list(lengths))]
+    logits = torch.cat([torch.cat([part.new_zeros(1, VOCABULARY), part]) for part in alone])
     inside = ((logits + added) / temperature).masked_fill(~dense, -torch.inf).log_softmax(-1)
     at = tokens[:, None]
     said = inside.gather(1, at)[:, 0]
@@ -140,12 +139,10 @@ def test_logprobs_and_gradients_over_kept_tokens_are_those_of_dense_masks(
     entropy = -(inside.exp() * inside.masked_fill(~dense, 0.0)).sum(-1)
     losses = (said - targets) ** 2 + 0.5 * whole * (said_whole + targets) ** 2 - entropy_coef * entropy
     losses[mask].mean().backward()
+    assert statistics["loss"] == pytest.approx(losses[mask].mean().item(), rel=1e-5)
+    assert statistics["entropy"] == pytest.approx(entropy[mask].mean().item(), rel=1e-5)
     torch.testing.assert_close(found[mask], said[mask], atol=1e-6, rtol=1e-6)
     assert off(gradients, {name: each.grad for name, each in model.named_parameters()}) < 1e-6
-
-
-def _logits(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    return [model(part[None]).logits for part in tokens.split(list(lengths))]
 
 
 @pytest.mark.usefixtures("chunks")

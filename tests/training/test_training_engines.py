@@ -91,36 +91,6 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(tiny_models: Models, red
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
-def test_an_entropy_bonus_adds_the_gradient_of_the_mean_entropy(tiny_models: Models) -> None:
-    engine = engine_of(tiny_models("qwen2"), micro_batch_tokens=20, optimizer="sgd", clip_norm=None)
-    batch, before = batch_of([6, 13, 4, 9]), parameters(engine)
-
-    def nothing(logprobs: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        return 0.0 * logprobs, {}
-
-    statistics = engine.train(batch, Loss(nothing, "token", entropy_coef=0.5), temperature=0.8)
-    update = {name: value - before[name] for name, value in parameters(engine).items()}
-
-    # By hand: minus half the mean, over the trained tokens, of -sum p log p of the state before each.
-    model = AutoModelForCausalLM.from_pretrained(tiny_models("qwen2"), dtype=torch.float32).eval()
-    entropies: list[Tensor] = []
-    for ids, mask in zip(
-        torch.split(batch["tokens"], batch.lengths),
-        torch.split(batch["loss_mask"], batch.lengths),
-        strict=True,
-    ):
-        distribution = torch.distributions.Categorical(logits=model(ids[None]).logits[0] / 0.8)
-        entropies.append(distribution.entropy()[:-1][mask[1:]])
-    entropy = torch.cat(entropies).mean()
-    (-0.5 * entropy).backward()
-    assert statistics["entropy"] == pytest.approx(float(entropy.detach()), rel=1e-5)
-    assert statistics["loss"] == pytest.approx(-0.5 * float(entropy.detach()), rel=1e-5)
-    for name, parameter in model.named_parameters():
-        gradient = parameter.grad
-        assert gradient is not None
-        torch.testing.assert_close(update[name], -0.1 * gradient, atol=1e-7, rtol=1e-3)
-
-
 def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
     tiny_models: Models,
 ) -> None:
@@ -157,13 +127,7 @@ def test_a_checkpoint_has_the_tokenizer_of_the_model(tiny_models: Models, tmp_pa
 
 def test_a_checkpoint_goes_on_bit_for_bit(tiny_models: Models, tmp_path: Path) -> None:
     loss = Loss(plain_loss, "token", lr_scale=lambda _, former: former / 2)
-    options: dict[str, Any] = {
-        "eps": 1e-8,
-        "lr": 1e-3,
-        "schedule": "cosine",
-        "decay_steps": 9,
-        "warmup_steps": 2,
-    }
+    options: Any = {"eps": 1e-8, "lr": 1e-3, "schedule": "cosine", "decay_steps": 9, "warmup_steps": 2}
     engine, again = (engine_of(tiny_models("qwen2"), **options) for _ in range(2))
 
     def train(engine: HFTraining, seed: int) -> Mapping[str, float]:
@@ -298,11 +262,8 @@ def test_a_loss_of_groups_sees_them_whole(tiny_models: Models) -> None:
 def test_adapters_are_published_merged_and_resume(
     tiny_models: Models, architecture: str, targets: list[str], tmp_path: Path
 ) -> None:
-    options: dict[str, Any] = {
-        "eps": 1e-8,
-        "lr": 1e-2,
-        "lora": LoraConfig(rank=4, alpha=8, targets=tuple(targets), send="merged"),
-    }
+    adapter = LoraConfig(rank=4, alpha=8, targets=tuple(targets), send="merged")
+    options: dict[str, Any] = {"eps": 1e-8, "lr": 1e-2, "lora": adapter}
     engine = engine_of(tiny_models(architecture), **options)
     whole = parameters(engine_of(tiny_models(architecture)))
     before = parameters(engine)
@@ -322,15 +283,14 @@ def test_adapters_are_published_merged_and_resume(
     again.load(tmp_path)
     assert again.train(batch, loss, temperature=1.0) == engine.train(batch, loss, temperature=1.0)
 
-    options["lora"] = msgspec.structs.replace(options["lora"], adapter=str(tmp_path / "adapter"))
+    options["lora"] = msgspec.structs.replace(adapter, adapter=str(tmp_path / "adapter"))
     for trainable in (True, False):  # another run continues the adapter, and its reference begins there too
         next_run = engine_of(tiny_models(architecture), trainable=trainable, **options)
         torch.testing.assert_close(next_run.forward(batch, temperature=1.0), expected, atol=2e-5, rtol=1e-5)
-    values = [engine_of(tiny_models(architecture), head="value", **options).forward(batch, temperature=1.0)]
-    options["lora"] = msgspec.structs.replace(options["lora"], adapter=None)
-    values.append(
-        engine_of(tiny_models(architecture), head="value", **options).forward(batch, temperature=1.0)
-    )
+    critic = engine_of(tiny_models(architecture), head="value", **options)
+    options["lora"] = adapter
+    other = engine_of(tiny_models(architecture), head="value", **options)
+    values = [each.forward(batch, temperature=1.0) for each in (critic, other)]
     assert torch.equal(*values)  # it is an adapter of the policy
 
 
@@ -346,9 +306,9 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
     for rank in range(ranks):
         later = {name: tensor.clone() for name, tensor in tensors.items()}
         copies = Copies(room)
-        writes = partial(_in_turn, ranks, rank)
-        folder = tmp_path / "m"
-        assert not write_tensors(folder, "model", later.items(), writes=writes, copies=copies, limit=80)
+        own = {number: number % ranks == rank for number in range(5)}
+        options: dict[str, Any] = {"writes": own.__getitem__, "copies": copies, "limit": 80}
+        assert not write_tensors(tmp_path / "m", "model", later.items(), **options)
         writers.append(copies.writer())
         for tensor in later.values():
             tensor.zero_()  # as the next step does
@@ -364,10 +324,6 @@ def test_large_weights_are_split_over_files_with_an_index(tmp_path: Path, ranks:
     ]
     for name, file in index["weight_map"].items():
         assert torch.equal(load_file(tmp_path / "m" / file)[name], tensors[name])
-
-
-def _in_turn(ranks: int, rank: int, number: int) -> bool:
-    return number % ranks == rank
 
 
 @pytest.mark.parametrize("head", ["policy", "value"])
@@ -414,10 +370,8 @@ def test_a_checkpoint_is_written_whatever_the_generation_config_says(
     shutil.copytree(tiny_models("qwen2"), source)
     (source / "generation_config.json").write_text(json.dumps({"do_sample": False, "temperature": 0.6}))
     engine_of(source).save(tmp_path / "saved")
-    assert (
-        json.loads((tmp_path / "saved" / "model" / "generation_config.json").read_text())["temperature"]
-        == 0.6
-    )
+    written = tmp_path / "saved" / "model" / "generation_config.json"
+    assert json.loads(written.read_text())["temperature"] == 0.6
     engine_of(tmp_path / "saved" / "model")
 
 

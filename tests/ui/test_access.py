@@ -118,13 +118,9 @@ async def test_a_request_reaches_only_the_page_and_the_runs(admitted: Client, ru
     (runs.parent / "secret.txt").write_text("secret")
 
     for path in (
-        "/static/../server.py",
-        "/static/%2e%2e/server.py",
-        "/static//etc/passwd",
-        "/api/runs/..%2f..%2fsecret.txt",
-        f"/api/runs/{'%2f'.join(runs.parts[1:])}",
-        "/api/runs/one",
-        "/api/runs/one/config",
+        *("/static/../server.py", "/static/%2e%2e/server.py", "/static//etc/passwd"),
+        *("/api/runs/..%2f..%2fsecret.txt", f"/api/runs/{'%2f'.join(runs.parts[1:])}"),
+        *("/api/runs/one", "/api/runs/one/config"),
     ):
         response = await admitted.get(URL(path, encoded=True))
         assert response.status == 404, path
@@ -156,9 +152,7 @@ def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: 
     with subprocess.Popen([*STRETTO, "ui", runs], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         address = process.stdout.readline().strip()
-        listening = [
-            each.laddr for each in psutil.Process(process.pid).net_connections() if each.status == "LISTEN"
-        ]
+        connections = psutil.Process(process.pid).net_connections()
         try:
             with urllib.request.urlopen(address) as page:
                 assert page.status == 200
@@ -167,7 +161,7 @@ def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: 
         finally:
             process.send_signal(signal.SIGINT)
 
-    assert [each.ip for each in listening] == ["127.0.0.1"]
+    assert [each.laddr.ip for each in connections if each.status == "LISTEN"] == ["127.0.0.1"]
     assert process.returncode == 0
 
 

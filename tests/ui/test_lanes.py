@@ -81,10 +81,8 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
         ("wait/late_ticket_s", "wait for late tickets 1.0 s · 3 %", 1.0),
     ]
     assert (found.begun, found.ended) == (100, 131)
-    assert [mark.text for mark in found.marks] == [
-        "a kernel began at version 0 (lease epoch 1)",
-        "the run ended: completed",
-    ]
+    marks = [mark.text for mark in found.marks]
+    assert marks == ["a kernel began at version 0 (lease epoch 1)", "the run ended: completed"]
 
 
 def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
@@ -100,11 +98,8 @@ def test_tickets_at_once_have_rows_of_their_own(tmp_path: Path) -> None:
 
     lane = _lane(_lanes(tmp_path, 0.0, 10.0), "rollout-0")
 
-    assert [(span.ticket, span.start, span.end, span.row) for span in lane.spans] == [
-        (7, 1, 5, 0),
-        (8, 2, 6, 1),
-        (9, 7, 9, 0),
-    ]
+    spans = [(span.ticket, span.start, span.end, span.row) for span in lane.spans]
+    assert spans == [(7, 1, 5, 0), (8, 2, 6, 1), (9, 7, 9, 0)]
     assert lane.rows == 2
     assert lane.spans[0].score == 0.25
     assert lane.spans[2].text.endswith("filtered: all rewards are equal")

@@ -52,7 +52,6 @@ def file(folder: Path) -> Path:
 
 
 def held(file: Path) -> dict[str, Any]:
-    """Return what a file holds: path and parameters -> answer."""
     [answers] = re.findall(r'<script type="application/json" id="saved">(.*?)</script>', file.read_text())
     assert "<" not in answers
     return json.loads(answers)
