@@ -3,26 +3,70 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from hashlib import sha256
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from stretto.engine import GenerateRequest
 from stretto.errors import WeightsError
-from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.digest import digest_of
 from torch_engine import (
     NORM,
     Folders,
     Update,
     assert_own,
     load,
+    own_logprobs,
     perturbed,
     request,
     serving,
     weights_of,
 )
+
+
+async def test_keep_cache_goes_on_over_what_older_weights_computed(folders: Folders) -> None:
+    # Prompts of more than one length, and answers that grow beyond the first class of rows.
+    requests = [request(f"{i}", prompt=6 + 30 * i, n=2, max_tokens=300) for i in range(5)]
+    models = [load(folders["qwen2"])]
+    models += [perturbed(models[0], 1)]
+    async with serving(folders["qwen2"], slots=16) as served:
+        for asked in requests:
+            served.engine.generate(asked)
+        await served.until(("0", 0), tokens=30)
+        await served.engine.swap(Update(weights_of(models[1]), 1))
+        keys = [(asked, i) for asked in requests for i in range(2)]
+        answers = await served.until(*((asked.id, i) for asked, i in keys))
+
+    drift: list[float] = []
+    for (asked, _), sample in zip(keys, answers, strict=True):
+        if set(sample.versions) == {0, 1}:
+            switch = sample.versions.index(1)
+            expected = logprobs_over_kept_cache(models, asked, sample.tokens, switch)
+            np.testing.assert_allclose(sample.logprobs, expected, atol=1e-4)
+            own = own_logprobs(models[1], asked, sample.tokens)[switch:]
+            drift += np.abs(own - sample.logprobs[switch:]).tolist()
+    assert 1e-4 < np.mean(drift) < 0.5
+
+
+def logprobs_over_kept_cache(
+    models: list[Any], asked: GenerateRequest, tokens: list[int], switch: int
+) -> list[float]:
+    """What was really sampled from: transformers' own cache, with other weights from token `switch` on.
+    The token before is sampled by the old weights and goes into the cache by the new ones."""
+    prompt = asked.prompt_ids.numpy().tolist()
+    known = torch.tensor([prompt + tokens[: switch - 1]])
+    before = models[0](known, use_cache=True)
+    found = before.logits[0, len(prompt) - 1 :].log_softmax(-1)
+    rows = [found]
+    for token in tokens[switch - 1 : -1]:
+        after = models[1](torch.tensor([[token]]), past_key_values=before.past_key_values, use_cache=True)
+        rows.append(after.logits[0].log_softmax(-1))
+    return torch.cat(rows).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
 async def test_products_by_onednn_use_the_weights_of_the_last_swap(folders: Folders) -> None:
@@ -34,13 +78,15 @@ async def test_products_by_onednn_use_the_weights_of_the_last_swap(folders: Fold
     assert_own(model, asked, [sample])
 
 
-async def test_a_swap_takes_a_tied_tensor_by_its_second_name_too(folders: Folders) -> None:
+async def test_a_swap_reports_the_digest_of_what_it_loaded(folders: Folders) -> None:
     weights = weights_of(load(folders["qwen2"]))
     tied = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     async with serving(folders["qwen2"], version=None) as served:
-        report = await served.engine.swap(Update(tied, 4))
+        report = await served.engine.swap(Update(weights, 3))
+        with_tied = await served.engine.swap(Update(tied, 4))
 
-    assert (report.version, report.digest) == (4, digest_of_weights(tied))
+    assert (report.version, report.digest) == (3, digest_by_hand(weights))
+    assert (with_tied.version, with_tied.digest) == (4, digest_by_hand(tied))
 
 
 class Unread(Update):
@@ -57,12 +103,16 @@ async def test_a_swap_reads_only_the_tensors_that_changed(folders: Folders) -> N
         dict(model.named_parameters())[NORM].data.mul_(1.5)
         report = await served.engine.swap(Unread(weights_of(model), 1))
         sample = await served.answer(asked := request(max_tokens=20, min_version=1))
-    assert report.digest == digest_of_weights(weights_of(model))
+    assert report.digest == digest_by_hand(weights_of(model))
     assert_own(model, asked, [sample])
 
 
-def digest_of_weights(weights: Mapping[str, Tensor]) -> str:
-    return digest_of((name, tensor_hash(tensor)) for name, tensor in weights.items())
+def digest_by_hand(weights: Mapping[str, Tensor]) -> str:
+    hashes: dict[str, str] = {}
+    for name, tensor in weights.items():
+        shape, values = "x".join(map(str, tensor.shape)), tensor.numpy().astype("<f4").tobytes()
+        hashes[name] = sha256(b"stretto tensor\0float32 " + shape.encode() + b"\n" + values).hexdigest()
+    return digest_of(hashes.items())
 
 
 @pytest.mark.parametrize(
@@ -101,7 +151,7 @@ async def test_of_several_swaps_the_last_counts_and_all_are_answered(folders: Fo
         assert served.engine.load().version == 4
 
     assert sorted(reports) == [1, 2, 3, 4]
-    assert reports[4].digest == digest_of_weights(updates[-1].weights)
+    assert reports[4].digest == digest_by_hand(updates[-1].weights)
     assert all(report.version >= version for version, report in reports.items())
 
 
