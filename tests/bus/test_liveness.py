@@ -453,8 +453,6 @@ class Endless:
 
 
 class EndlessLauncher:
-    """Starts such processes."""
-
     def __init__(self) -> None:
         self.launched: list[str] = []
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fixture_types import Models, Start
+from plugin_files import write_reward
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow, SwapDone
@@ -170,10 +171,7 @@ def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figu
 ) -> None:
     run = diverging(0.2, 0.0, "checkpoint.every=3", "steps=24")
     run.until_step(11)
-    trainer = run.worker("trainer-0")
-    run.process.kill()
-    trainer.kill()  # it would go on under the next kernel
-    run.process.wait()
+    run.kill("trainer-0")
     before = {line["step"]: line for line in run.metrics()}
     resumed = diverging(0.0, 0.0, resume=run)  # from here on, the trainer measures none
     resumed.assert_completed(24)
@@ -198,12 +196,12 @@ def test_the_policy_at_the_start_of_the_step_is_measured_in_every_minibatch(
     start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:
     """Without staleness the batch is on-policy, however far its own optimizer steps go."""
-    (tmp_path / "length.py").write_text("def score(prompt, completion):\n    return len(completion) / 10\n")
+    length = write_reward(tmp_path, "def score(prompt, completion): return len(completion) / 10")
     run = start(
         f"model={tiny_models('qwen2')}",
         *("training=torch", "training.lr=1e-2", "inference=torch", "algorithm.minibatches=4"),
         *("queue.max_divergence=0.01", "queue.max_staleness=0", "sampling.max_tokens=24", "steps=4"),
-        *("reward=function", f"reward.function={tmp_path}/length.py:score"),
+        *length,
     )
     run.assert_completed(4, bound=0)
     lines = run.metrics()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from fixture_types import Start
+from plugin_files import write_reward
 from step_lines import RUN, Line, Steps, advised
 from stretto.bus.messages.events import Evaluation
 from stretto.kernel.step_meter import causes
@@ -350,11 +350,6 @@ def test_advice_is_said_once_and_withdrawn_when_it_has_been_false_for_long() -> 
 # --------------------------------------------------------------------------------------- in runs
 
 
-def reward(tmp_path: Path, body: str) -> list[str]:
-    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
-    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
-
-
 @in_simulation
 def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     run = start("steps=8")  # random answers are never right
@@ -379,7 +374,7 @@ def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> N
         if n % 5 == 3: return None
         return float(len(completion))
     """
-    run = start(*reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
+    run = start(*write_reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
     advice = next(each for each in run.assert_completed(10)["advice"] if each["rule"] == "failures")
     assert "reward raised LookupError: row" in advice["message"]
     assert "the reward of completion 0 is None" in advice["message"]
@@ -398,7 +393,7 @@ COLLAPSING = """
 @in_simulation
 def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
     run = start(
-        *reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
+        *write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
     )
     assert run.end() == 1
     summary = run.assert_balanced()
@@ -417,7 +412,7 @@ def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: 
 def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_to_the_next_one(
     start: Start, tmp_path: Path
 ) -> None:
-    options = (*reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
+    options = (*write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
     run = start(*options, "training.seconds_per_step=0.02")
     run.until(lambda: "the run cannot go on" in run.text())
     run.kill()
@@ -469,7 +464,7 @@ def test_a_fault_in_a_real_run_is_said(
     start: Start, tmp_path: Path, rule: str, words: str, overrides: str, body: str
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
-    run = start(*reward(tmp_path, score), *overrides.split(), "steps=34")
+    run = start(*write_reward(tmp_path, score), *overrides.split(), "steps=34")
     run.assert_completed(34)
     adviser = Adviser(yaml.safe_load((run.folder / "config.yaml").read_text()))
     for line in run.metrics():

@@ -88,7 +88,6 @@ def few_steps(tape: Tape) -> Tape:
 
 
 def completed(tape: Tape, *faults: Fault, **changed: Any) -> Outcome:
-    """Run a universe with these faults and changes of its run file, and expect that it completes."""
     tape = msgspec.structs.replace(tape, faults=faults, run=tape.run | changed)
     outcome = run_tape(tape)
     assert not outcome.failed, "\n".join(describe(tape, outcome))

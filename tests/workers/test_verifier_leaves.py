@@ -40,8 +40,6 @@ class Children:
 
 
 class Service(SimpleNamespace):
-    """A reward on such children."""
-
     async def open(self, tasks: TaskGroup) -> None:
         del tasks
 
@@ -76,15 +74,10 @@ async def test_a_verifier_that_leaves_refuses_no_call(open_bus: OpenBus, names: 
         async with anyio.create_task_group() as all_tasks:
             all_tasks.start_soon(work)
             subject = names.worker("verifier", "verifier-0", "n", "score")
+            asked = ScoreSamples(b"", ("x",), b"")
             for _ in range(2):  # one in hand when it leaves, and one that comes later
                 with pytest.raises(NoAnswer):
-                    await rollout.request(
-                        subject,
-                        ScoreSamples(b"", ("x",), b""),
-                        Scored,
-                        who="verifier-0",
-                        deadline_s=patience(0.5),
-                    )
+                    await rollout.request(subject, asked, Scored, who="verifier-0", deadline_s=patience(0.5))
             assert left.is_set()
 
 
