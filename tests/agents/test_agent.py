@@ -22,6 +22,7 @@ from openai import AsyncOpenAI
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
 from bus_testing import until
 from patience import patience
+from processes import sleepers
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
@@ -555,12 +556,7 @@ async def test_many_killed_agents_leave_no_sockets(tokenizer: PolicyTokenizer, t
         await until(lambda: len(session.asked) >= 12)
         assert psutil.Process().num_fds() > files + 12 * 20
         tasks.cancel_scope.cancel()
-    await until(lambda: psutil.Process().num_fds() <= files and not _sleeping())
-
-
-def _sleeping() -> list[psutil.Process]:
-    """The processes that the agents of `HOLD` leave behind. They would end by themselves after 100 s."""
-    return [each for each in psutil.process_iter(["cmdline"]) if "100.25" in (each.info["cmdline"] or [])]
+    await until(lambda: psutil.Process().num_fds() <= files and not sleepers("100.25"))
 
 
 async def test_one_agent_cannot_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:

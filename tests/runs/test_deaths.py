@@ -95,7 +95,6 @@ def test_a_trainer_that_ends_too_often_ends_the_run_which_can_be_resumed(
 
 @in_simulation
 def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
-    """No version is announced or trained twice, and no engine swaps to weights that it has."""
     run = start("steps=14", "checkpoint.every=5", "inference.replicas=2")
     run.until_step(8)
     run.until(lambda: run.worker("trainer-0")).kill()

@@ -276,12 +276,9 @@ class Slice:
         self.start, self.end = packet.timestamp, 0
         self.track, self.name = event.track_uuid, event.name
         self.category = event.categories[0]
-        self.facts = {each.name: value_of(each) for each in event.debug_annotations}
+        notes: Any = event.debug_annotations
+        self.facts = {each.name: getattr(each, each.WhichOneof("value")) for each in notes}
         self.flows, self.ends = list(event.flow_ids), list(event.terminating_flow_ids)
-
-
-def value_of(annotation: Any) -> Any:
-    return getattr(annotation, annotation.WhichOneof("value"))
 
 
 def tracks_of(trace: Trace) -> dict[int, TrackDescriptor]:

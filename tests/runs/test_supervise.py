@@ -40,7 +40,6 @@ def kernel_of(run: Any) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
-    """Its workers live on."""
     run = start("--supervise", "steps=14", "checkpoint.every=5")
     workers = None
     for step in (3, 8):
