@@ -97,28 +97,15 @@ SAID: list[tuple[str, list[Part], str]] = [
     ("verifier_bound", [part(60, **SPEED["verifier_bound"])], "raise `verifier.children` from 1 to 2"),
     ("slow_swaps", [part(60, swap_pause_s=0.3)], "raise `queue.batch_size` from 32 to 64"),
 ]
+FALLING = [part(30, 0.6), part(30, 0.05)]
+NO_CORE = [part(60, train_s=0.2, cores_idle=0.05)]
 OF_RUN: list[tuple[dict[str, Any], str, list[Part], str]] = [
     (CLIPPED, "gradient_spikes", spikes(172.0), "set `training.clip_norm` to 1 (now 5)"),
-    (
-        UNCLIPPED,
-        "reward_collapse",
-        [part(30, 0.6), part(30, 0.05)],
-        "3e-05 (now 0.0003), or set `training.cl",
-    ),
-    (
-        UNCLIPPED,
-        "reward_collapse",
-        [part(30, 0.6), part(30, 0.05)],
-        "`training.clip_norm` to 0.3 (now null)\n",
-    ),
+    (UNCLIPPED, "reward_collapse", FALLING, "3e-05 (now 0.0003), or set `training.cl"),
+    (UNCLIPPED, "reward_collapse", FALLING, "`training.clip_norm` to 0.3 (now null)\n"),
     (TOOLS, "verifier_bound", [part(60, **SPEED["verifier_bound"])], "`verifier.tool_children` from 4 to 8"),
     (AT_ONCE, "training_waits", [part(60, train_s=0.2)], "from 0 to 1, or raise `inference.replicas`"),
-    (
-        AT_ONCE,
-        "training_waits",
-        [part(60, train_s=0.2, cores_idle=0.05)],
-        "`queue.max_staleness` from 0 to 1\n",
-    ),
+    (AT_ONCE, "training_waits", NO_CORE, "`queue.max_staleness` from 0 to 1\n"),
 ]
 CASES = [*((RUN, *each) for each in SAID), *OF_RUN]
 SILENT: dict[str, list[Part]] = {
@@ -171,7 +158,7 @@ def test_a_collapse_of_the_reward_is_said_soon_with_the_keys_that_hold_a_policy(
 
 
 def test_a_collapse_is_one_of_any_scale_and_sign_of_the_reward() -> None:
-    lines = series(part(30, 0.6), part(30, 0.05))
+    lines = series(*FALLING)
     for line in lines:
         line["reward"], line["reward_std"] = 40 * line["reward"] - 100, 40 * line["reward_std"]
     only(advised(lines), "reward_collapse")

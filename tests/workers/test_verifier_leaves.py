@@ -9,15 +9,13 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from bus_testing import until, welcome
+from bus_testing import context_of, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.bus.client import Bus
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import NoAnswer
-from stretto.workers.context import WorkerContext
-from stretto.workers.process import HostProcess
 from stretto.workers.scoring import verifier
 from stretto.workers.scoring.verifier import VerifierWorker
 
@@ -45,9 +43,10 @@ class Service(SimpleNamespace):
 
 
 def worker_with(children: Children, bus: Bus) -> VerifierWorker:
-    names = Subjects("test-run")
-    context = WorkerContext(bus, names, "verifier-0", "verifier", "n", welcome("test-run", 0), HostProcess())
-    worker, service = cast("Any", VerifierWorker(context)), Service(children=children, score=children.score)
+    worker, service = (
+        cast("Any", VerifierWorker(context_of(bus, "verifier-0"))),
+        Service(children=children, score=children.score),
+    )
     worker._services, worker._rewards = [service], {"": service}
     return worker
 
