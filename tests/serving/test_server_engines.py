@@ -184,7 +184,7 @@ Started = tuple[Engine, Answers]
 
 
 @asynccontextmanager
-async def started(folder: Path, version: int | None = 0, **options: Any) -> AsyncGenerator[Started]:
+async def started(folder: Path, version: int | None = 0, /, **options: Any) -> AsyncGenerator[Started]:
     """An engine that serves a version, and what it emits."""
     options = {"python": sys.executable, "slots": 4, "start_timeout_s": patience(20.0)} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
