@@ -211,21 +211,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 def _make_tiny_model(architecture: str, folder: Path) -> None:
     """About 0.1 M parameters over printable ASCII; sharp enough that errors show."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    special = ["<pad>", "<|im_end|>"]
-    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
-    vocabulary = {token: index for index, token in enumerate([*special, *characters])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>", unk_token="<pad>"
-    )
-    fast.save_pretrained(folder)
+    from vision_models import ascii_tokenizer
+
+    tokenizer = ascii_tokenizer()
+    tokenizer.save_pretrained(folder)
     common = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": len(tokenizer),
         "eos_token_id": 1,
         "pad_token_id": 0,
         "bos_token_id": None,
@@ -301,7 +294,6 @@ class Run(TestedRun):
         return result
 
     def end(self) -> int:
-        """Its exit status, once it has ended by itself."""
         deadline = time.monotonic() + patience(_RUN_S)
         while (status := self.process.poll()) is None:
             assert time.monotonic() < deadline, f"does not end:\n{self.text()}"
@@ -321,7 +313,6 @@ class Run(TestedRun):
         return output_of(verb, self.folder, *arguments, status=status)
 
     def assert_nothing_is_left(self) -> None:
-        """No process of the run is there any more, and no weights in shared memory."""
         deadline = time.monotonic() + patience()
         while alive := self.look():
             assert time.monotonic() < deadline, [(process.pid, arguments_of(process)) for process in alive]

@@ -20,7 +20,9 @@ from anyio.abc import SocketStream
 from openai import AsyncOpenAI
 
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
-from patience import SOON_S, patience
+from bus_testing import until
+from patience import patience
+from processes import sleepers
 from stretto import Context
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
@@ -34,6 +36,7 @@ from stretto_agent import AgentConfig, check
 from stretto_agent.workflow import AgentError, AgentWorkflow
 
 ADD: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+FLAT: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +48,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
 async def agent_of(
     session: FakeSession, limits: CallLimits | None = None
 ) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
-    """OpenAI's client, with the key of an agent run."""
     async with recorded_agent(session, limits) as (url, key, recorder):
         async with AsyncOpenAI(base_url=url, api_key=key) as client:
             yield client, recorder
@@ -216,22 +218,21 @@ async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> No
 
 async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"ok {CALL}", "abc", "thin")
-    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
     async with agent_of(session) as (client, recorder):
         create = client.responses.create
-        first = await create(model="", input="abc ok?", tools=[tool])
+        first = await create(model="", input="abc ok?", tools=[FLAT])
         text, call = first.output
         assert text.type == "message"
         assert call.type == "function_call"
         assert first.output_text == "ok "
         assert json.loads(call.arguments) == {"a": 1, "b": [2, 3]}
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "6"}
-        second = await create(model="", input=[result], previous_response_id=first.id, tools=[tool])
+        second = await create(model="", input=[result], previous_response_id=first.id, tools=[FLAT])
         assert (second.output_text, second.status) == ("abc", "completed")
         assert second.usage
         assert second.usage.output_tokens == 2
         items: Any = [USER, *first.output, result, *second.output, {"role": "user", "content": "and?"}]
-        third = await create(model="", input=items, tools=[tool])
+        third = await create(model="", input=items, tools=[FLAT])
         assert third.output_text == "thin"
         cut = await create(model="", input="abc", instructions="Be brief.", max_output_tokens=1)
         assert cut.status == "incomplete"
@@ -245,9 +246,8 @@ async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) ->
 
 async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"abc {CALL}", "ok")
-    tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
     async with agent_of(session) as (client, recorder):
-        async with client.responses.stream(model="", input="abc ok?", tools=[tool]) as stream:
+        async with client.responses.stream(model="", input="abc ok?", tools=[FLAT]) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
         kinds = [event.type for event in events]
@@ -265,7 +265,7 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
         assert call.type == "function_call"
         result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "6"}
         await client.responses.create(
-            model="", input=[result], previous_response_id=final.id, tools=[tool], stream=False
+            model="", input=[result], previous_response_id=final.id, tools=[FLAT], stream=False
         )
     check_exact(session, recorder)
     assert session.conversation_ids == ["a0c1", "a0c1"]
@@ -382,9 +382,7 @@ async def test_a_closed_recorder_ends_its_calls(tokenizer: PolicyTokenizer) -> N
                     await client.chat.completions.create(model="", messages=[USER])
 
             tasks.start_soon(ask)
-            with anyio.fail_after(patience()):
-                while not session.asked:
-                    await anyio.sleep(SOON_S)
+            await until(lambda: session.asked)
     with pytest.raises(openai.AuthenticationError):
         await client.models.list()
     await client.close()
@@ -424,12 +422,6 @@ CHAT = """curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" \
 SANDBOXED = pytest.mark.skipif(bool(sandbox_problem()), reason="bubblewrap cannot start")
 
 
-class Group(FakeSession):
-    """Of two samples."""
-
-    group_size = 2
-
-
 async def run_agent(session: FakeSession, sandbox: Any = "unsafe", **options: Any) -> Sequence[Trajectory]:
     config = AgentConfig(use="agent", **options)
     workflow = AgentWorkflow(config, Context(run="r", name="r", seed=1, sandbox=sandbox))
@@ -446,7 +438,8 @@ async def test_a_command_is_an_agent(
 ) -> None:
     monkeypatch.setenv("SECRET", "x")
     (tmp_path / "words").write_text("beside")
-    session = Group(tokenizer, "thin", "thin", "thin", "thin")
+    session = FakeSession(tokenizer, *["thin"] * 4)
+    session.group_size = 2
     command = f'{CHAT}; {CHAT}; cat words; echo " $SECRET $MINE"; cat'
     options: Any = {"command": command, "folder": str(tmp_path), "env": {"MINE": "m"}}
     trajectories = await run_agent(session, sandbox, **options)
@@ -558,20 +551,12 @@ async def test_many_killed_agents_leave_no_sockets(tokenizer: PolicyTokenizer, t
     session.group_size = 12
     files = psutil.Process().num_fds()
     options = {"command": ["python", "hold.py", CHAT], "folder": str(tmp_path)}
-    with anyio.fail_after(patience()):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: run_agent(session, "bubblewrap", **options))
-            while len(session.asked) < 12:
-                await anyio.sleep(SOON_S)
-            assert psutil.Process().num_fds() > files + 12 * 20
-            tasks.cancel_scope.cancel()
-        while psutil.Process().num_fds() > files or _sleeping():
-            await anyio.sleep(SOON_S)
-
-
-def _sleeping() -> list[psutil.Process]:
-    """The processes that the agents of `HOLD` leave behind. They would end by themselves after 100 s."""
-    return [each for each in psutil.process_iter(["cmdline"]) if "100.25" in (each.info["cmdline"] or [])]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: run_agent(session, "bubblewrap", **options))
+        await until(lambda: len(session.asked) >= 12)
+        assert psutil.Process().num_fds() > files + 12 * 20
+        tasks.cancel_scope.cancel()
+    await until(lambda: psutil.Process().num_fds() <= files and not sleepers("100.25"))
 
 
 async def test_one_agent_cannot_take_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -643,7 +628,6 @@ async def socket_of_endpoint() -> AsyncGenerator[
 
 
 async def answers(connection: SocketStream) -> bool:
-    """Whether the endpoint answers a request, rather than close the connection."""
     try:
         await connection.send(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
         return (await connection.receive()).startswith(b"HTTP/1.1 401")

@@ -35,7 +35,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 async def agent_of(
     session: FakeSession, limits: CallLimits | None = None
 ) -> AsyncGenerator[tuple[AsyncAnthropic, CallRecorder]]:
-    """Anthropic's client, with the key of an agent run."""
     async with recorded_agent(session, limits) as (url, key, recorder):
         async with AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key) as client:
             yield client, recorder

@@ -94,8 +94,6 @@ async def test_a_plain_text_goes_on(tmp_path: Any) -> None:
 
 
 class Untouched(ByteTokenizer):
-    """Refuses to tokenise."""
-
     def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
         raise AssertionError(f"tokenises {len(text)} characters")
 

@@ -24,7 +24,8 @@ from anyio.abc import TaskGroup
 from openai import OpenAI
 
 from agent_session import FakeSession
-from patience import SOON_S, patience
+from bus_testing import until
+from patience import patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -68,7 +69,6 @@ class Client:
         return await anyio.to_thread.run_sync(call)
 
     async def ask(self, session: Any) -> str:
-        """One answer of the policy, over OpenAI's client."""
         return await anyio.to_thread.run_sync(ask, session)
 
 
@@ -270,8 +270,7 @@ async def test_a_start_waits_for_a_sample(tmp_path: Path, monkeypatch: pytest.Mo
         tasks.start_soon(start_next)
         late = Ticket(ticket._workflow, group("b"))  # pyright: ignore[reportPrivateUsage]
         tasks.start_soon(late.run)
-        while not started:
-            await anyio.sleep(SOON_S)
+        await until(lambda: started)
         assert await registry.ask(started[0]) == "b"
 
 

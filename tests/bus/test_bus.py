@@ -143,11 +143,7 @@ async def test_a_verifier_may_answer_and_nobody_comes_in_without_a_login(
     server: NatsServer, names: Subjects, tmp_path: Path
 ) -> None:
     errors: list[Exception] = []
-
-    async def note(error: Exception) -> None:
-        errors.append(error)
-
-    raw = await raw_client(tmp_path, "verifier", error_cb=note)
+    raw = await raw_client(tmp_path, "verifier", errors)
     await raw.publish(f"{names.inbox('rollout')}.from.verifier.x.1", b"x")
     await raw.flush()
     await raw.close()

@@ -21,7 +21,7 @@ import pytest
 from anyio.from_thread import start_blocking_portal
 from structlog.testing import capture_logs
 
-from bus_testing import lock_holder, one_at_a_time, server_pid, until, welcome
+from bus_testing import context_of, lock_holder, one_at_a_time, server_pid, until, welcome
 from fixture_types import OpenBus
 from patience import patience
 from processes import spawning
@@ -46,7 +46,6 @@ from stretto.launcher import Job, Resources
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
-from stretto.workers.process import HostProcess
 from stretto_local import LocalLauncher
 from worker_jobs import job
 
@@ -453,8 +452,6 @@ class Endless:
 
 
 class EndlessLauncher:
-    """Starts such processes."""
-
     def __init__(self) -> None:
         self.launched: list[str] = []
 
@@ -557,9 +554,7 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
 
     async with open_bus("kernel") as kernel, open_bus("trainer") as former, open_bus("trainer") as present:
         for bus, nonce, lease_epoch in ((former, "former", 1), (present, "present", 2)):
-            context = WorkerContext(
-                bus, names, "trainer-0", "trainer", nonce, welcome("test-run", lease_epoch), HostProcess()
-            )
+            context = context_of(bus, "trainer-0", nonce, lease_epoch)
 
             async def end(message: EndStep, context: WorkerContext = context) -> StepEnded:
                 heard.append(context.nonce)
@@ -574,17 +569,14 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
 
 
 def test_a_worker_works_for_a_later_kernel_when_that_has_welcomed_it() -> None:
-    no_bus: Any = None
-    context = WorkerContext(
-        no_bus, Subjects("r"), "rollout-0", "rollout", "n", welcome("r", 1), HostProcess()
-    )
+    context = context_of(None, "rollout-0", lease_epoch=1)
     context.receive_beacon(Beacon(1, "running"))
     assert not context.leave.is_set()
     context.receive_beacon(Beacon(2, "running"))
     assert context.has_successor.is_set()
     context.receive_dismissal(Dismissal(2))
     assert not context.leave.is_set(), "the later kernel does not know this process yet"
-    context.welcome(welcome("r", 2))
+    context.welcome(welcome("test-run", 2))
     assert not context.has_successor.is_set()
     context.receive_dismissal(Dismissal(2))
     assert context.leave.is_set()

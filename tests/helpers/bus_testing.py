@@ -20,9 +20,12 @@ from stretto.array import Array
 from stretto.bus.connection import NatsClient
 from stretto.bus.lock import KernelLock
 from stretto.bus.messages.membership import Welcome
+from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.bus.server import NatsServer, lock_run
 from stretto.config import BusConfig
+from stretto.workers.context import WorkerContext
+from stretto.workers.process import HostProcess
 
 T = TypeVar("T")
 
@@ -68,8 +71,14 @@ def server_pid(folder: Path) -> int:
     return int(file.read_text() or 0) if file.exists() else 0
 
 
-async def raw_client(folder: Path, role: str, **options: Any) -> Client:
-    """A plain NATS client with the credentials of a role, which sends whatever a test wants."""
+async def raw_client(folder: Path, role: str, errors: list[Exception] | None = None) -> Client:
+    """A plain NATS client with the credentials of a role, which sends whatever a test wants. What the server
+    says against it goes into the list."""
+    noted = [] if errors is None else errors
+
+    async def note(error: Exception) -> None:
+        noted.append(error)
+
     login = msgspec.json.decode((folder / "bus" / f"{role}.json").read_bytes())
     client = NatsClient()
     await client.connect(
@@ -77,9 +86,16 @@ async def raw_client(folder: Path, role: str, **options: Any) -> Client:
         user=login["user"],
         password=login["password"],
         inbox_prefix=f"st.{login['run']}.inbox.{role}".encode(),
-        **options,
+        error_cb=note,
     )
     return client
+
+
+def context_of(bus: Any, worker: str, nonce: str = "n", lease_epoch: int = 0) -> WorkerContext:
+    """What a worker has after the welcome to such a run."""
+    role: Any = worker.partition("-")[0]
+    given = welcome("test-run", lease_epoch)
+    return WorkerContext(bus, Subjects("test-run"), worker, role, nonce, given, HostProcess())
 
 
 def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:

@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 SPECIAL = ("<x>", "<e>", "<r>", "<b>", "<u>", "<a>", "<o>", "<c>", "<m>", "<k>", "<i>", "</i>")
 """Document end, turn end, role, begin of text, three roles, channel, message, call, instruction."""
@@ -21,13 +16,13 @@ ADDED = ("<think>", "</think>")
 """Tokens that are not special."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Form:
     """A template, its tokenizer, and what its chat form is to be."""
 
     template: Any
     eos: str = "<e>"
-    ends: tuple[str, ...] = ("<e>",)  # `eos_token_id` of the generation config
+    ends: tuple[str, ...] = ()  # `eos_token_id` of the generation config; empty for `eos` alone
     closing: str = "<e>"  # what ends the last turn
     call_closing: str = ""  # what ends a last turn with calls, if it differs
     opened: str = ""
@@ -58,6 +53,9 @@ class Form:
     given: dict[str, Any] = field(default_factory=dict[str, Any])  # arguments of the template
     sft: str = ""  # why supervised rows of several turns are refused; empty if they are not
 
+    def __post_init__(self) -> None:
+        self.ends = self.ends or (self.eos,)
+
 
 def _turns(turn: str, before: str = "", opening: str = "<r>assistant\n") -> str:
     opens = f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}" if opening else ""
@@ -73,13 +71,12 @@ _XML = _CALLS.replace(
     "CALL", "c.function.name + ':' + (c.function.arguments.items() | map('join', '=') | join(',')) | string"
 )
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
-_RAISE = "{% if TEST %}{{ raise_exception('REASON') }}{% endif %}"
 
 _PLAIN_TURNS = _turns("{{ '<r>' + m.role + '\n' }}CONTENT" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS)
 
 
 def _raising(test: str, reason: str) -> str:
-    return _RAISE.replace("TEST", test).replace("REASON", reason)
+    return f"{{% if {test} %}}{{{{ raise_exception('{reason}') }}}}{{% endif %}}"
 
 
 _ARGUMENTS = "c.function.arguments"
@@ -90,6 +87,7 @@ _LINES = _turns(
     f"{{{{ '<r>' + {_ROLE} + '\n' + m.content }}}}" + _QUOTED + "{{ '<e>\n' }}{% endif %}",
     "{% if messages[0].role != 'system' %}{{ '<r>system\nBe kind.<e>\n' }}{% endif %}" + _TOOLS,
 )
+_WORDS = _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n")
 
 FORMS: dict[str, Form] = {
     "plain lines": Form(_LINES),
@@ -98,7 +96,6 @@ FORMS: dict[str, Form] = {
         .replace("'<r>' + ('<a>'", "('<a>'")
         .replace("<r>assistant\n", "<a>"),
         eos="<x>",
-        ends=("<x>",),
         lead="\n",
     ),
     "thinker by switch": Form(
@@ -221,7 +218,6 @@ FORMS: dict[str, Form] = {
             "",
         ),
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         bos=True,
         sentence_piece="first",
@@ -235,7 +231,6 @@ FORMS: dict[str, Form] = {
             "\n<r>assistant\n",
         ),
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         keeps=False,
     ),
@@ -286,9 +281,8 @@ FORMS: dict[str, Form] = {
         keeps=False,
     ),
     "words for headers": Form(
-        _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n"),
+        _WORDS,
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         sentence_piece="always",
     ),
@@ -308,9 +302,8 @@ FORMS: dict[str, Form] = {
         sentence_piece="llama",
     ),
     "space before a text": Form(
-        _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n"),
+        _WORDS,
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         prefixes=True,
         merges=(("a", "o"), ("Ġ", "Ċ"), ("o", "k"), ("Ġ", "ok")),
@@ -318,7 +311,6 @@ FORMS: dict[str, Form] = {
     "roles alone": Form(
         _turns("{{ ('<a>' if m.role == 'assistant' else '<u>') + m.content }}" + _AS_JSON, _TOOLS, "<a>"),
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         keeps=False,
     ),
@@ -330,7 +322,6 @@ FORMS: dict[str, Form] = {
             "",
         ),
         eos="<x>",
-        ends=("<x>",),
         closing="<x>",
         lead=" ",
         sentence_piece="first",
@@ -358,7 +349,6 @@ FORMS: dict[str, Form] = {
     "end of the chat": Form(
         _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",
         eos="<x>",
-        ends=("<x>",),
         final="<x>",
     ),
     "calls as they are": Form(_LINES.replace(_QUOTED, _WRITTEN), arguments="mapping or text"),
@@ -392,7 +382,6 @@ FORMS: dict[str, Form] = {
             ),
         },
         eos="<x>",
-        ends=("<x>",),
         shows_calls=False,
         merges=(("Ġ", "o"), ("o", "k")),
     ),
@@ -441,7 +430,6 @@ def write_model(form: Form, folder: Path) -> str:
 
 
 def write_weights(form: Form, folder: Path) -> Path:
-    """Write a form's model with small random weights into a folder, and return the folder."""
     vocabulary = len(PreTrainedTokenizerFast.from_pretrained(write_model(form, folder)))
     sizes = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
     config = Qwen2Config(vocab_size=vocabulary, hidden_size=32, intermediate_size=32, **sizes)

@@ -28,5 +28,4 @@ def write_run(folder: Path, **values: Any) -> Path:
 
 
 def make_setup(folder: Path, run: str = "test", **values: Any) -> RunSetup:
-    """Return the set-up of a run with this id and these values."""
     return RunSetup(Assembly(compose(write_run(folder, **values)), folder=folder, run=run), resumed=None)

@@ -216,7 +216,6 @@ def _table(
 
 
 def _lists(flat: np.ndarray[Any, Any], length: int, kind: Any) -> Any:
-    """Make lists of one length from their values one after the other."""
     offsets = np.arange(0, len(flat) + 1, length, dtype=np.int32)
     narrow = flat.astype(kind.to_pandas_dtype())
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(narrow, kind))

@@ -18,8 +18,6 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Mutation:
-    """A small mistake in the code of a module."""
-
     name: str
     """What goes wrong, in a few words."""
     module: str

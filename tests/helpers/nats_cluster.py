@@ -44,8 +44,6 @@ def outer_address() -> str:
 
 
 class Server:
-    """One nats-server with a configuration of the test's own."""
-
     def __init__(self, folder: Path, name: str, configuration: Mapping[str, Any]) -> None:
         self.name = name
         self.port: int = configuration.get("port") or free_ports(1)[0]
@@ -60,7 +58,6 @@ class Server:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, and wait until it takes connections."""
         self._process = subprocess.Popen([binary(), "-c", str(self._file)], stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + patience()
         while True:

@@ -6,6 +6,12 @@ import textwrap
 from pathlib import Path
 
 
+def write_reward(folder: Path, body: str) -> list[str]:
+    """Write a reward `score`; the overrides of a run that has it."""
+    (folder / "mine.py").write_text(textwrap.dedent(body))
+    return ["reward=function", f"reward.function={folder}/mine.py:score"]
+
+
 def write_plugin(folder: Path, kind: str, body: str, config: str) -> str:
     """Write a plugin that offers `mine`, a component of a kind that `make` of the body makes. Its path.
 

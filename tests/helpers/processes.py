@@ -40,6 +40,12 @@ def spawning() -> Generator[Spawn]:
         process.communicate()
 
 
+def sleepers(mark: str) -> list[psutil.Process]:
+    """The processes of the command `sleep MARK`."""
+    processes = psutil.process_iter(["cmdline"])
+    return [each for each in processes if (each.info["cmdline"] or [])[:2] == ["sleep", mark]]
+
+
 def arguments_of(process: psutil.Process) -> list[str]:
     """Its command line; nothing once it has ended, whether or not its parent has collected its status."""
     try:

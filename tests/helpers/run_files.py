@@ -16,8 +16,6 @@ T = TypeVar("T")
 
 
 class TestedRun(ABC):
-    """A run that a test has started."""
-
     __test__ = False
     process: Any
     """Its kernel."""
@@ -28,6 +26,10 @@ class TestedRun(ABC):
     @abstractmethod
     def until(self, condition: Callable[[], Any]) -> Any:
         """Let it run until a condition holds, and return its value."""
+
+    @abstractmethod
+    def worker(self, name: str) -> Any:
+        """The process of a worker; None if it does not live."""
 
     @abstractmethod
     def end(self) -> int:
@@ -50,7 +52,6 @@ class TestedRun(ABC):
         return audit_run(self.folder)
 
     def assert_audit_is_clean(self) -> None:
-        """`stretto audit` finds nothing wrong."""
         report = self.audit()
         assert report.status == "clean", [check for check in report.checks if check.violations]
 
@@ -66,8 +67,11 @@ class TestedRun(ABC):
     def operate(self, verb: str, *arguments: str, status: int = 0) -> str:
         """What `stretto scale` or `stretto stop` prints, which ends with this status."""
 
-    def kill(self) -> None:
-        self.process.kill()
+    def kill(self, *workers: str) -> None:
+        """Kill the kernel, and workers, which would go on under the next one."""
+        found = [self.worker(name) for name in workers]
+        for process in (self.process, *found):
+            process.kill()
         self.process.wait()
 
     def journal(self) -> list[Event]:

@@ -188,7 +188,6 @@ def check(records: Iterable[Record]) -> list[str]:
 
 
 def main() -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("action", choices=["write", "check"])
     parser.add_argument("file", type=Path)

@@ -51,8 +51,6 @@ def seen_by(folder: Path | str) -> VisionPrompt:
 
 
 class SeeingEngine(TorchInferenceEngine):
-    """Puts the image before each text."""
-
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
         super().__init__(msgspec.structs.replace(config, context_length=POSITIONS + PREFIX), context)
         self._model = context.model

@@ -92,7 +92,6 @@ class _Driver:
         return event
 
     def start(self, *overrides: str, accept_dataset: bool = False, expire_batch: bool = False) -> None:
-        """Start a kernel: `stretto run`, or later `stretto resume`."""
         self._universe.server.calm()
         first = self._kernel is None
         kernels = self._first_kernels if first else partial(self._resumed_kernels, overrides, expire_batch)
@@ -247,8 +246,6 @@ class _Process:
 
 
 class SimulatedRun(TestedRun):
-    """A run in a universe of its own."""
-
     def __init__(self, folder: Path, ask: Callable[..., Any]) -> None:
         super().__init__(folder)
         self.ask = ask

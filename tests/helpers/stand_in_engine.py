@@ -30,8 +30,6 @@ class _Event(msgspec.Struct):
 
 
 class StandInEngine(ServerEngine):
-    """Speaks with the stand-in server."""
-
     health = "/health"
     program: tuple[str, ...] = (str(STAND_IN),)
     prompt_tokens = 0

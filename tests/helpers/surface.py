@@ -23,7 +23,6 @@ _BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 def surface() -> str:
-    """The whole list, one thing a line."""
     lines = {*_options(typer.main.get_command(app), "stretto"), *_keys(), *_documented()}
     return "\n".join(sorted(lines)) + "\n"
 

@@ -94,8 +94,6 @@ def make_model(name: str, seed: int = 0) -> Any:
 
 
 class Folders:
-    """Model folders by name, made when first asked for."""
-
     def __init__(self, parent: Path) -> None:
         self._parent = parent
 
@@ -122,8 +120,6 @@ def perturbed(model: Any, seed: int, by: float = 0.02) -> Any:
 
 @dataclass
 class Update:
-    """A version of the weights in memory."""
-
     weights: Mapping[str, Tensor]
     version: int
     folder: Path | None = None
@@ -164,7 +160,6 @@ class Served:
         self._news = anyio.Event()
 
     async def until(self, *keys: tuple[str, int], tokens: int | None = None) -> list[Sample]:
-        """Wait until these samples have finished, or have so many tokens."""
         with anyio.fail_after(patience()):
             while not all(self._reached(key, tokens) for key in keys):
                 await self._news.wait()

@@ -18,7 +18,6 @@ FOLDER = Path(__file__).parents[2] / "build" / "universes"
 
 
 def main() -> int:
-    """Run the command; its exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("size", choices=["small", "large"])
     parser.add_argument("first", type=int, help="the first seed")

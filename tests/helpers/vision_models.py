@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 ARCHITECTURES = ["llava", "qwen2_5_vl"]
 PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
@@ -28,8 +30,6 @@ def make_vision_model(
         most_pixels: larger images are made smaller, for Qwen.
         positions: tokens that a text may have.
     """
-    from transformers import AutoConfig
-
     vocabulary = _save_tokenizer(architecture, folder)
     if architecture != "llava":
         from transformers import Qwen2VLImageProcessorPil
@@ -83,24 +83,10 @@ def llava_options(text: dict[str, Any]) -> dict[str, Any]:
 
 def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     """Printable ASCII and what stands for images, a chat template, and the processor; the vocabulary."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
     special = [_IMAGE[architecture]]
     if architecture != "llava":
         special += ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-    vocabulary = {token: id for id, token in enumerate(["<pad>", "<|im_end|>", *characters, *special])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        unk_token="<pad>",
-        additional_special_tokens=special,
-    )
+    fast = ascii_tokenizer(special)
     fast.chat_template = (
         "{% for turn in messages %}{{ turn.role }}:{% for part in turn.content %}"
         "{% if part.type == 'image' %}" + PLACE[architecture] + "{% else %}{{ part.text }}{% endif %}"
@@ -109,7 +95,20 @@ def _save_tokenizer(architecture: str, folder: Path) -> dict[str, int]:
     fast.save_pretrained(folder)
     if architecture == "llava":
         save_llava_processor(fast, folder)
-    return vocabulary
+    return fast.get_vocab()
+
+
+def ascii_tokenizer(special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """A token for each printable character, and these."""
+    characters = ["Ġ" if code == 32 else chr(code) for code in range(32, 127)]
+    vocabulary = {token: id for id, token in enumerate(["<pad>", "<|im_end|>", *characters, *special])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "unk_token": "<pad>"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **names, additional_special_tokens=list(special)
+    )
 
 
 def never_sample_images(folder: Path) -> None:

@@ -23,15 +23,11 @@ _NOBODY = 2**30
 
 
 class HostsConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section of the launcher."""
-
     folder: str
     """Has the file `cut` while the cable is cut."""
 
 
 class _ProcessOnB:
-    """The process of a worker on host B."""
-
     def __init__(self, process: StartedProcess, cut: Path) -> None:
         self._process = process
         self._cut = cut

@@ -116,7 +116,6 @@ class RunOnHosts:
         hosts("mend")
 
     def complete(self) -> dict[str, Any]:
-        """Wait until the run is complete; its summary."""
         assert self.process.wait(patience(200)) == 0, self.text()[-3000:]
         audit = [*self._program, "audit", str(self.folder)]
         done = subprocess.run(audit, capture_output=True, text=True, check=False)

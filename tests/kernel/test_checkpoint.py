@@ -28,7 +28,6 @@ def state(version: int, lowest: int = 1) -> KernelState:
 
 
 def newest(root: Path) -> int | None:
-    """The version of the newest intact checkpoint."""
     found = newest_intact(root)
     return found and found[1].version
 

@@ -27,8 +27,6 @@ CONTEXT = Context(run="run-1", name="run", seed=1, worker="trainer-0")
 
 
 class Stored:
-    """A run's folder, and its folder in a store."""
-
     def __init__(self, folder: Path) -> None:
         self.run = folder / "run"
         self.root = self.run / "checkpoints"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fixture_types import Models, Start
+from plugin_files import write_plugin, write_reward
 from stretto import Context
 from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow, SwapDone
@@ -95,53 +96,38 @@ def test_where_no_engine_can_be_compared_the_whole_figure_counts() -> None:
 
 # ------------------------------------------------------------------------------------- whole runs
 
-DIVERGING = '''
-"""A trainer that measures a given divergence, and an engine with a given error."""
+DIVERGING = """
+    from pathlib import Path
+    import numpy as np
+    from stretto_mock.training import MockTraining
 
-from pathlib import Path
+    class make(MockTraining):
+        def forward(self, batch, *, temperature):
+            return -np.log(2) * (batch["loss_mask"].float())
 
-import numpy as np
+        def train(self, batch, loss, *, temperature):
+            measured, _ = map(float, Path(__file__).with_name("figures.txt").read_text().split())
+            return {**super().train(batch, loss, temperature=temperature), "divergence": measured}
+"""
+INEXACT = """
+    from pathlib import Path
+    import numpy as np
+    from stretto_mock.inference import MockInference
 
-from stretto import Component, hookimpl
-from stretto_mock import MockInferenceConfig, MockTrainingConfig
-from stretto_mock.inference import MockInference
-from stretto_mock.training import MockTraining
-
-FIGURES = Path(__file__).with_name("figures.txt")
-
-
-class Diverging(MockTraining):
-    def forward(self, batch, *, temperature):
-        return -np.log(2) * (batch["loss_mask"].float())
-
-    def train(self, batch, loss, *, temperature):
-        measured, error = map(float, FIGURES.read_text().split())
-        return {**super().train(batch, loss, temperature=temperature), "divergence": measured}
-
-
-class Inexact(MockInference):
-    async def logprobs(self, sequences):
-        measured, error = map(float, FIGURES.read_text().split())
-        return [np.full(len(tokens) - 1, -np.log(2) + error, np.float32) for tokens in sequences]
-
-
-@hookimpl
-def stretto_training():
-    yield Component("diverging", Diverging, MockTrainingConfig, "diverges", needs_model=False)
-
-
-@hookimpl
-def stretto_inference():
-    yield Component("inexact", Inexact, MockInferenceConfig, "is inexact", needs_model=False)
-'''
+    class make(MockInference):
+        async def logprobs(self, sequences):
+            _, error = map(float, Path(__file__).with_name("figures.txt").read_text().split())
+            return [np.full(len(tokens) - 1, -np.log(2) + error, np.float32) for tokens in sequences]
+"""
 
 
 @pytest.fixture
 def diverging(start: Start, tmp_path: Path) -> Start:
     """A run whose figures stand in `figures.txt`: what the trainer measures, and the engine's error in each
     logprob."""
-    (tmp_path / "diverging.py").write_text(DIVERGING)
-    engines = ["training=diverging", "inference=inexact", f"plugins=[{tmp_path}/diverging.py]"]
+    trainer = write_plugin(tmp_path, "training", DIVERGING, "stretto_mock.MockTrainingConfig")
+    engine = write_plugin(tmp_path, "inference", INEXACT, "stretto_mock.MockInferenceConfig")
+    engines = ["training=mine", "inference=mine", f"plugins=[{trainer}, {engine}]"]
 
     def start_run(measured: float, error: float, *overrides: str, **named: Any) -> Any:
         (tmp_path / "figures.txt").write_text(f"{measured} {error}")
@@ -170,10 +156,7 @@ def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figu
 ) -> None:
     run = diverging(0.2, 0.0, "checkpoint.every=3", "steps=24")
     run.until_step(11)
-    trainer = run.worker("trainer-0")
-    run.process.kill()
-    trainer.kill()  # it would go on under the next kernel
-    run.process.wait()
+    run.kill("trainer-0")
     before = {line["step"]: line for line in run.metrics()}
     resumed = diverging(0.0, 0.0, resume=run)  # from here on, the trainer measures none
     resumed.assert_completed(24)
@@ -198,12 +181,12 @@ def test_the_policy_at_the_start_of_the_step_is_measured_in_every_minibatch(
     start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:
     """Without staleness the batch is on-policy, however far its own optimizer steps go."""
-    (tmp_path / "length.py").write_text("def score(prompt, completion):\n    return len(completion) / 10\n")
+    length = write_reward(tmp_path, "def score(prompt, completion): return len(completion) / 10")
     run = start(
         f"model={tiny_models('qwen2')}",
         *("training=torch", "training.lr=1e-2", "inference=torch", "algorithm.minibatches=4"),
         *("queue.max_divergence=0.01", "queue.max_staleness=0", "sampling.max_tokens=24", "steps=4"),
-        *("reward=function", f"reward.function={tmp_path}/length.py:score"),
+        *length,
     )
     run.assert_completed(4, bound=0)
     lines = run.metrics()

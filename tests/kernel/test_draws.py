@@ -235,15 +235,6 @@ def test_a_ticket_keeps_its_row_through_kills(
     assert list(rows) == list(range(len(rows)))  # `World` holds each row against its record
 
 
-def test_all_tickets_of_an_admission_have_one_record_which_comes_first() -> None:
-    scheduler = Scheduler(run_of(1, 2), curriculum=Chain())
-    scheduler.start()
-    record, *issues = scheduler.commands()
-    assert isinstance(record, RecordDraws)
-    assert [ticket for ticket, _ in record.draws] == [0, 1, 2, 3]
-    assert [ticket.id for ticket in issued_by(issues)] == [0, 1, 2, 3]
-
-
 def test_without_a_curriculum_rows_come_in_epochs_and_nothing_is_recorded() -> None:
     draws = Draws(5, shuffle=True, seed=7, curriculum=None)
     rows = [draws.next(ticket, 0).row for ticket in range(15)]

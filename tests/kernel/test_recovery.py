@@ -135,7 +135,6 @@ class History:
         self.newest = FOLDER, msgspec.structs.replace(state, events_after=end, journal=self.head)
 
     def change(self, **changes: Any) -> None:
-        """Change the checkpoint's state."""
         self.newest = self.newest[0], msgspec.structs.replace(self.newest[1], **changes)
 
     # ---- what may happen to the run
@@ -253,7 +252,6 @@ async def recovered(history: History) -> tuple[Stored, Recovered, Scheduler]:
 
 
 def assert_fits(scheduler: Scheduler) -> None:
-    """The ledger adds up, and every open ticket can be trained in time."""
     ledger = scheduler.ledger
     assert ledger.issued == (
         ledger.trained + ledger.filtered + ledger.expired + ledger.failed + ledger.in_flight

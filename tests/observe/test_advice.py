@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from fixture_types import Start
+from plugin_files import write_reward
 from step_lines import RUN, Line, Steps, advised
 from stretto.bus.messages.events import Evaluation
 from stretto.kernel.step_meter import causes
@@ -97,28 +97,15 @@ SAID: list[tuple[str, list[Part], str]] = [
     ("verifier_bound", [part(60, **SPEED["verifier_bound"])], "raise `verifier.children` from 1 to 2"),
     ("slow_swaps", [part(60, swap_pause_s=0.3)], "raise `queue.batch_size` from 32 to 64"),
 ]
+FALLING = [part(30, 0.6), part(30, 0.05)]
+NO_CORE = [part(60, train_s=0.2, cores_idle=0.05)]
 OF_RUN: list[tuple[dict[str, Any], str, list[Part], str]] = [
     (CLIPPED, "gradient_spikes", spikes(172.0), "set `training.clip_norm` to 1 (now 5)"),
-    (
-        UNCLIPPED,
-        "reward_collapse",
-        [part(30, 0.6), part(30, 0.05)],
-        "3e-05 (now 0.0003), or set `training.cl",
-    ),
-    (
-        UNCLIPPED,
-        "reward_collapse",
-        [part(30, 0.6), part(30, 0.05)],
-        "`training.clip_norm` to 0.3 (now null)\n",
-    ),
+    (UNCLIPPED, "reward_collapse", FALLING, "3e-05 (now 0.0003), or set `training.cl"),
+    (UNCLIPPED, "reward_collapse", FALLING, "`training.clip_norm` to 0.3 (now null)\n"),
     (TOOLS, "verifier_bound", [part(60, **SPEED["verifier_bound"])], "`verifier.tool_children` from 4 to 8"),
     (AT_ONCE, "training_waits", [part(60, train_s=0.2)], "from 0 to 1, or raise `inference.replicas`"),
-    (
-        AT_ONCE,
-        "training_waits",
-        [part(60, train_s=0.2, cores_idle=0.05)],
-        "`queue.max_staleness` from 0 to 1\n",
-    ),
+    (AT_ONCE, "training_waits", NO_CORE, "`queue.max_staleness` from 0 to 1\n"),
 ]
 CASES = [*((RUN, *each) for each in SAID), *OF_RUN]
 SILENT: dict[str, list[Part]] = {
@@ -171,7 +158,7 @@ def test_a_collapse_of_the_reward_is_said_soon_with_the_keys_that_hold_a_policy(
 
 
 def test_a_collapse_is_one_of_any_scale_and_sign_of_the_reward() -> None:
-    lines = series(part(30, 0.6), part(30, 0.05))
+    lines = series(*FALLING)
     for line in lines:
         line["reward"], line["reward_std"] = 40 * line["reward"] - 100, 40 * line["reward_std"]
     only(advised(lines), "reward_collapse")
@@ -350,11 +337,6 @@ def test_advice_is_said_once_and_withdrawn_when_it_has_been_false_for_long() -> 
 # --------------------------------------------------------------------------------------- in runs
 
 
-def reward(tmp_path: Path, body: str) -> list[str]:
-    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
-    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
-
-
 @in_simulation
 def test_a_run_says_its_advice_everywhere(start: Start) -> None:
     run = start("steps=8")  # random answers are never right
@@ -379,7 +361,7 @@ def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> N
         if n % 5 == 3: return None
         return float(len(completion))
     """
-    run = start(*reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
+    run = start(*write_reward(tmp_path, body), "steps=10", "queue.max_failures=1000")
     advice = next(each for each in run.assert_completed(10)["advice"] if each["rule"] == "failures")
     assert "reward raised LookupError: row" in advice["message"]
     assert "the reward of completion 0 is None" in advice["message"]
@@ -398,7 +380,7 @@ COLLAPSING = """
 @in_simulation
 def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
     run = start(
-        *reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
+        *write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
     )
     assert run.end() == 1
     summary = run.assert_balanced()
@@ -417,7 +399,7 @@ def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: 
 def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_to_the_next_one(
     start: Start, tmp_path: Path
 ) -> None:
-    options = (*reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
+    options = (*write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
     run = start(*options, "training.seconds_per_step=0.02")
     run.until(lambda: "the run cannot go on" in run.text())
     run.kill()
@@ -469,7 +451,7 @@ def test_a_fault_in_a_real_run_is_said(
     start: Start, tmp_path: Path, rule: str, words: str, overrides: str, body: str
 ) -> None:
     score = f"def score(prompt, completion):\n    {body}return float(len(completion) % 2)\n"
-    run = start(*reward(tmp_path, score), *overrides.split(), "steps=34")
+    run = start(*write_reward(tmp_path, score), *overrides.split(), "steps=34")
     run.assert_completed(34)
     adviser = Adviser(yaml.safe_load((run.folder / "config.yaml").read_text()))
     for line in run.metrics():

@@ -230,7 +230,6 @@ def test_the_server_keeps_only_what_a_resume_may_need(start: Start) -> None:
 
 
 async def span_of_journal(folder: Path) -> tuple[int, int]:
-    """The numbers of the first and the last message that the server has."""
     bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
     client = await open_once(bootstrap, bootstrap.url, patience())
     state = (await client.jetstream().stream_info(Subjects(bootstrap.run).journal_stream)).state
@@ -270,10 +269,7 @@ def test_figures_follow_from_the_files(start: Start, tmp_path: Path) -> None:
 def test_a_repeated_step_has_its_own_time(start: Start) -> None:
     run = start("steps=12", "checkpoint.every=4")
     run.until_step(7)
-    trainer = run.worker("trainer-0")
-    run.process.kill()
-    trainer.kill()  # it would go on under the next kernel
-    run.process.wait()
+    run.kill("trainer-0")
     resumed = start(resume=run)
     resumed.assert_completed(12)
     cut = [json.loads(line) for line in (run.folder / "metrics.cut.jsonl").read_text().splitlines()]

@@ -31,7 +31,6 @@ def judged(
 
 
 def clauses(**figures: Any) -> list[str]:
-    """What is said of 60 steps with these figures."""
     return judged(Steps()(60, 0.5, **figures)).text.split("; ")
 
 
@@ -234,15 +233,10 @@ def share_of(count: int, rise: float, correlation: float) -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_of_200_runs_whose_reward_does_not_change_at_most_5_percent_get_another_verdict() -> None:
-    states = share_of(200, 0.0, -0.17)
-    assert states["flat"] >= 190, states
-
-
-@pytest.mark.slow
-def test_of_200_runs_that_rise_by_a_tenth_95_percent_learn() -> None:
-    states = share_of(200, 0.1, -0.17)
-    assert states["learning"] >= 190, states
+@pytest.mark.parametrize(("rise", "verdict"), [(0.0, "flat"), (0.1, "learning")])
+def test_of_200_runs_at_most_5_percent_get_another_verdict(rise: float, verdict: str) -> None:
+    states = share_of(200, rise, -0.17)
+    assert states[verdict] >= 190, states
 
 
 def test_the_trend_of_short_and_of_correlated_series() -> None:

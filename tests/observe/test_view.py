@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import structlog
 
+from bus_testing import until
 from kernel_setup import make_setup
-from patience import SOON_S, patience
 from stretto.assembly.logs import log_to
 from stretto.bus.messages.tickets import GroupFailed
 from stretto.errors import printable
@@ -102,24 +102,24 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
         scheduler.group_failed(outcome)
     setup.facts.note = SAID
     shown = ""
-    with anyio.fail_after(patience()):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(view.run)
-            while "main cause" not in shown or "now" not in shown:
-                shown += read(terminal)
-                await anyio.sleep(SOON_S)
-            view.stop()
-            tasks.cancel_scope.cancel()
+
+    def shows(*words: str) -> bool:
+        nonlocal shown
+        shown += read(terminal)
+        return all(word in shown for word in words)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(view.run)
+        await until(lambda: shows("main cause", "now"))
+        view.stop()
+        tasks.cancel_scope.cancel()
     log_to(None, console=True, run="test", role="kernel")
     structlog.get_logger().warning("ticket failed", reason=SAID, agent="\x1b[2J")
     ending = Ending()
     ending.end("failed", SAID)
     summary = observers.report.finish(ending.status, ending.reason)
     print(final_lines(summary, setup.folder), file=sys.stderr)
-    with anyio.fail_after(patience()):
-        while "see " not in shown:
-            shown += read(terminal)
-            await anyio.sleep(SOON_S)
+    await until(lambda: shows("see "))
     return shown
 
 

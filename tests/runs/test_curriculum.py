@@ -33,7 +33,6 @@ def mix_of(folder: Path) -> list[str]:
 
 
 def draws(run: Any) -> list[RowsDrawn]:
-    """The draws in the journal of a run whose kernel is dead."""
     return [event for event in run.journal() if isinstance(event, RowsDrawn)]
 
 

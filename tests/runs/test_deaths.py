@@ -19,7 +19,7 @@ from tests.conftest import write_run_file
 from commands import stretto
 from fixture_types import Start
 from patience import patience
-from plugin_files import write_plugin
+from plugin_files import write_plugin, write_reward
 from run_files import TestedRun
 from stretto.bus.messages.events import StepTrained, VersionPublished, WeightsServed
 from stretto.kernel.fleet.fleet import _SILENT_S as SILENT_S  # pyright: ignore[reportPrivateUsage]
@@ -55,11 +55,9 @@ def test_a_killed_worker_is_started_again_and_nothing_is_lost(start: Start) -> N
 @in_both_worlds
 def test_a_worker_that_cannot_live_ends_the_run_with_its_last_words(start: Start, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
-    (tmp_path / "mine.py").write_text(
-        "def score(prompt, completion):\n    return 1\n"
-        f"import os\nif os.path.exists({str(broken)!r}): raise LookupError('no data')\n"
-    )
-    run = start("reward=function", f"reward.function={tmp_path}/mine.py:score", "launcher.max_restarts=2")
+    body = "def score(prompt, completion): return 1\nimport os\n"
+    body += f"if os.path.exists({str(broken)!r}): raise LookupError('no data')\n"
+    run = start(*write_reward(tmp_path, body), "launcher.max_restarts=2")
     run.until_step(1)
     broken.touch()
     run.worker("verifier-0").kill()
@@ -97,7 +95,6 @@ def test_a_trainer_that_ends_too_often_ends_the_run_which_can_be_resumed(
 
 @in_simulation
 def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
-    """No version is announced or trained twice, and no engine swaps to weights that it has."""
     run = start("steps=14", "checkpoint.every=5", "inference.replicas=2")
     run.until_step(8)
     run.until(lambda: run.worker("trainer-0")).kill()
@@ -285,11 +282,7 @@ def test_a_killed_kernels_run_goes_on_and_trains_every_ticket_once(start: Start,
         f"bus.grace_s={patience(60)}",
     )
     run.until_step(8)
-    trainer = run.worker("trainer-0")
-    run.process.kill()
-    if not trainer_lives:
-        trainer.kill()
-    run.process.wait()
+    run.kill(*([] if trainer_lives else ["trainer-0"]))
     before = run.metrics()
     resumed = start(resume=run)
     summary = resumed.assert_completed(20, bound=1)

@@ -42,8 +42,6 @@ def score(prompt, completion, answer):
 
 
 class Scrape:
-    """The figures of one moment."""
-
     def __init__(self, text: str) -> None:
         self.families = {family.name: family for family in text_string_to_metric_families(text)}
         self.samples = [sample for family in self.families.values() for sample in family.samples]
@@ -52,7 +50,6 @@ class Scrape:
         return [sample.value for sample in self.samples if sample.name == f"stretto_{name}"]
 
     def __call__(self, name: str) -> float:
-        """The value of the one sample with this name."""
         [value] = self.values(name)
         return value
 
@@ -263,7 +260,6 @@ def test_every_step_says_what_training_waited_for(watched: Watched) -> None:
 
 @pytest.fixture(scope="module")
 def trace(watched: Watched) -> Trace:
-    """What `stretto trace` writes, read by the format's own schema."""
     file = watched.folder / "shown.pftrace"
     done = stretto("trace", str(watched.folder), "-o", str(file))
     assert done.returncode == 0, done.stderr
@@ -275,19 +271,14 @@ def trace(watched: Watched) -> Trace:
 
 
 class Slice:
-    """A span of the trace."""
-
     def __init__(self, packet: TracePacket) -> None:
         event = packet.track_event
         self.start, self.end = packet.timestamp, 0
         self.track, self.name = event.track_uuid, event.name
         self.category = event.categories[0]
-        self.facts = {each.name: value_of(each) for each in event.debug_annotations}
+        notes: Any = event.debug_annotations
+        self.facts = {each.name: getattr(each, each.WhichOneof("value")) for each in notes}
         self.flows, self.ends = list(event.flow_ids), list(event.terminating_flow_ids)
-
-
-def value_of(annotation: Any) -> Any:
-    return getattr(annotation, annotation.WhichOneof("value"))
 
 
 def tracks_of(trace: Trace) -> dict[int, TrackDescriptor]:

@@ -48,12 +48,10 @@ def certs(tmp_path: Path) -> Path:
 
 
 def client_tls(certs: Path) -> str:
-    """The section `bus.tls` of a run file."""
     return f"{{ca: {certs}/ca.pem, certificate: {certs}/client.pem, key: {certs}/client.key}}"
 
 
 def lines_of(run: Any, event: str) -> list[dict[str, Any]]:
-    """The lines of the kernel's log about an event."""
     return [line for line in run.log() if line["event"] == event]
 
 

@@ -110,7 +110,6 @@ def test_the_model_forgets_carries_as_its_teacher_did(script: ModuleType) -> Non
 
 
 def without_carries(prompt: str) -> str:
-    """The running sums of somebody who never carries."""
     terms = [int(term) for term in prompt.removesuffix("=").split("+")]
     return " ".join(str(sum(terms[: n + 1]) % 10) for n in range(1, len(terms)))
 

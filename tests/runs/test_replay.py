@@ -38,13 +38,11 @@ def replay(run: Path, *arguments: str, status: int = 0) -> tuple[dict[str, Any],
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The hash of every file below a folder."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def last_weights(folder: Path) -> str:
-    """The hash of the model in the newest checkpoint."""
     newest = max((folder / "checkpoints").glob("step-*"))
     return hashlib.sha256((newest / "model" / "model.safetensors").read_bytes()).hexdigest()
 
@@ -93,7 +91,6 @@ def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit
 
 
 def events(folder: Path) -> list[dict[str, Any]]:
-    """The lines of the kernel's log."""
     return [json.loads(line) for line in (folder / "logs" / "kernel.jsonl").read_text().splitlines()]
 
 
@@ -142,7 +139,6 @@ def finished(module_start: Start) -> Any:
 
 
 def refusal(run: Path, *overrides: str, start: str | None = None, stop: int | None = None) -> str:
-    """The text with which a replay is refused. No folder is made."""
     with pytest.raises(ConfigError) as refused:
         replay_run(run, ReplayOptions(start, stop, run.with_name("never")), overrides)
     assert not run.with_name("never").exists()

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import stat
-import subprocess
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -17,15 +14,14 @@ import msgspec
 import pytest
 from nats.js.errors import NotFoundError
 
-from commands import STRETTO
 from fixture_types import Start
-from patience import patience
-from plugin_files import write_plugin
+from plugin_files import write_plugin, write_reward
 from processes import arguments_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.records.run_folder import RunFolder
+from terminals import Terminal
 from worlds import in_both_worlds, in_simulation
 
 # ------------------------------------------------------------------------------------- it works
@@ -155,9 +151,7 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
     training = "training={use: mine, seconds_per_step: 0.4}"
     run = start(f"plugins=[{drifting}]", training, "checkpoint.every=3", "steps=14")
     run.until_step(8)
-    trainer = run.worker("trainer-0")
-    run.kill()
-    trainer.kill()  # it would go on under the next kernel
+    run.kill("trainer-0")
     resumed = start(resume=run)
     summary = resumed.assert_completed(14)
     assert "repetition differs" in resumed.text()
@@ -170,37 +164,26 @@ def test_a_repetition_that_differs_begins_a_new_incarnation(start: Start, tmp_pa
 def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) -> None:
     """And shows what a reward raises as plain text. A browser may look on."""
     del start  # it writes the run file
-    (tmp_path / "mine.py").write_text(
-        "def score(prompt, completion, n=0):\n"
-        "    if n % 5 == 4: raise ValueError('no [/INST] \\x1b]0;x\\x07')\n"
-        "    return len(completion)\n"
-    )
-    parent, child = pty.openpty()
-    shown, address = b"", ""
+    body = """
+        def score(prompt, completion, n=0):
+            if n % 5 == 4: raise ValueError('no [/INST] \\x1b]0;x\\x07')
+            return len(completion)
+    """
     command = [
-        *(*STRETTO, "run", "--ui", str(tmp_path / "run.yaml"), f"out={tmp_path}/tty", "steps=12"),
-        *("reward=function", f"reward.function={tmp_path}/mine.py:score", "training.seconds_per_step=0.2"),
+        *("run", "--ui", f"{tmp_path}/run.yaml", f"out={tmp_path}/tty", "steps=12"),
+        *(*write_reward(tmp_path, body), "training.seconds_per_step=0.2"),
         *("queue.max_attempts=1", "queue.max_failures=1000"),
     ]
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=child, stderr=child, env=environment
-    ) as process:
-        os.close(child)
-        while True:
-            try:
-                shown += os.read(parent, 4096)
-            except OSError:  # the other end is closed
-                break
-            found = re.search(rb"in a browser: (http\S+)\r", shown)
-            if found and not address:
-                address = found[1].decode()
-                assert urlopen(address).status == 200
-        assert process.wait(patience()) == 0
-    os.close(parent)
+    in_browser = re.compile(r"in a browser: (http\S+)\r")
+    with closing(Terminal(*command)) as terminal:
+        terminal.until(lambda: in_browser.search(terminal.shown))
+        url = in_browser.findall(terminal.shown)[0]
+        assert urlopen(url).status == 200
+        terminal.until(lambda: "completed at step 12" in terminal.shown)
+        assert terminal.end() == 0
+        text = terminal.shown
     with pytest.raises(URLError, match="refused"):
-        urlopen(address)
-    text = shown.decode(errors="replace")
+        urlopen(url)
     assert "failed: RewardError: reward raised ValueError: no [/INST] \\x1b]0;x\\x07 (" in text
     assert "\x1b]0;x" not in text
     words = "step 12/12, reward, staleness, tokens/s, tickets, workers, 4 ready, folder, s left, verdict"
@@ -212,7 +195,6 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
 
 
 async def deliver_again(folder: Path) -> int:
-    """Store every ticket once more, and return how many there are."""
     bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
     user, password = bootstrap.store_user or bootstrap.user, bootstrap.store_password or bootstrap.password
     client = await open_once(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +14,13 @@ import psutil
 import pytest
 from tests.conftest import write_run_file
 
-from commands import STRETTO
 from fixture_types import Start
 from patience import patience
 from plugin_files import write_plugin
 from processes import arguments_of
 from stretto.cli.start import supervise
 from stretto.launcher import ROLES
+from terminals import Terminal
 
 PLAIN = """
 from stretto_local import LocalLauncher
@@ -42,7 +40,6 @@ def kernel_of(run: Any) -> psutil.Process:
 
 @pytest.mark.slow
 def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
-    """Its workers live on."""
     run = start("--supervise", "steps=14", "checkpoint.every=5")
     workers = None
     for step in (3, 8):
@@ -147,18 +144,9 @@ def test_overrides_are_kept_until_they_are_in_force(tmp_path: Path, monkeypatch:
 def test_ctrl_c_reaches_the_run_once(tmp_path: Path) -> None:
     """The terminal sends it to supervisor and kernel."""
     file, folder = write_run_file(tmp_path), tmp_path / "by-hand"
-    command = [*STRETTO, "run", str(file), "steps=100", f"out={folder}", "--supervise"]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(command[0], command)
-    shown, interrupted, metrics = b"", False, folder / "metrics.jsonl"
-    with suppress(OSError):  # the terminal's end
-        while data := os.read(terminal, 4096):
-            shown += data
-            if not interrupted and metrics.exists() and metrics.read_text().count("\n") > 2:
-                os.write(terminal, b"\x03")
-                interrupted = True
-    _, status = os.waitpid(pid, 0)
-    assert os.waitstatus_to_exitcode(status) == 130, shown.decode(errors="replace")[-3000:]
-    assert interrupted
+    metrics = folder / "metrics.jsonl"
+    with closing(Terminal("run", f"{file}", "steps=100", f"out={folder}", "--supervise")) as terminal:
+        terminal.until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
+        terminal.press("\x03")
+        assert terminal.end() == 130, terminal.shown
     assert json.loads((folder / "summary.json").read_text())["reason"] == "SIGINT"

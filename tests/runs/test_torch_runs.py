@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from bus_testing import until
 from fixture_types import Models, Start
-from patience import SOON_S, patience
 from stretto import Context, Sampling
 from stretto.algorithm import Loss
 from stretto.array import Array
@@ -51,9 +51,7 @@ class Collected:
         return np.concatenate([getattr(chunk, name) for chunk in self.chunks[key]])
 
     async def until(self, finished: int) -> None:
-        with anyio.fail_after(patience()):
-            while self.finished < finished:
-                await anyio.sleep(SOON_S)
+        await until(lambda: self.finished >= finished)
 
 
 def transport_ends(folder: Path) -> tuple[FolderPublisher, FileSubscriber]:

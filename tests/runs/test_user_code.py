@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import textwrap
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 
 from fixture_types import Start
 from patience import patience
-from plugin_files import write_plugin
+from plugin_files import write_plugin, write_reward
 from processes import figures_of
 from stretto.bus.connection import open_once
 from stretto.bus.messages.subjects import Subjects
@@ -23,11 +22,6 @@ from stretto.bus.server import Bootstrap
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
 # ------------------------------------------------------------------------------- what users write
-
-
-def reward(tmp_path: Path, body: str) -> list[str]:
-    (tmp_path / "mine.py").write_text(textwrap.dedent(body))
-    return ["reward=function", f"reward.function={tmp_path}/mine.py:score"]
 
 
 FAULTY_REWARD = """
@@ -67,7 +61,7 @@ def faulty(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -> Any
     folder = tmp_path_factory.mktemp("faulty")
     flow = write_plugin(folder, "workflow", FAULTY_WORKFLOW, "stretto.WorkflowConfig")
     run = module_start(
-        *(*reward(folder, FAULTY_REWARD), f"reward.timeout_s={patience(0.5)}", "steps=6"),
+        *(*write_reward(folder, FAULTY_REWARD), f"reward.timeout_s={patience(0.5)}", "steps=6"),
         *("queue.max_failures=1000", "queue.max_attempts=1", "queue.max_staleness=0"),
         # Five ends of a scoring process belong to one row, each with the start of another one.
         *(f"plugins=[{flow}]", "workflow=mine", f"workflow.timeout_s={patience(30)}"),
@@ -110,7 +104,7 @@ GROUPS_OF_8 = ("algorithm.group_size=8", "steps=6", "evaluation=null")
 
 @in_both_worlds
 def test_an_answer_that_the_reward_cannot_take_has_the_lowest_reward(start: Start, tmp_path: Path) -> None:
-    run = start(*reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8)
+    run = start(*write_reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8)
     summary = run.assert_completed(6)
     assert summary["members"]["trained"] == summary["members"]["sampled"] == 6 * 4 * 8
     assert summary["failures"]["penalized"] == sum(summary["reasons"].values()) > 0
@@ -122,7 +116,7 @@ def test_an_answer_that_the_reward_cannot_take_has_the_lowest_reward(start: Star
 
 @in_both_worlds
 def test_answers_that_the_reward_cannot_take_can_be_left_out(start: Start, tmp_path: Path) -> None:
-    run = start(*reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8, "workflow.failure_reward=missing")
+    run = start(*write_reward(tmp_path, FOR_SOME_ANSWERS), *GROUPS_OF_8, "workflow.failure_reward=missing")
     summary = run.assert_completed(6)
     members, missing = summary["members"], 0
     assert (summary["ledger"]["failed"], summary["given_up"]) == (0, [])
@@ -140,7 +134,7 @@ def test_answers_that_the_reward_cannot_take_can_be_left_out(start: Start, tmp_p
 def test_a_reward_that_always_raises_stops_the_run_with_the_reason(start: Start, tmp_path: Path) -> None:
     # It scores what it is tried on before the run, and nothing else.
     body = "def score(prompt, completion):\n    if completion != '0': raise KeyError('gold')\n    return 0"
-    run = start(*reward(tmp_path, body))
+    run = start(*write_reward(tmp_path, body))
     assert run.end() == 1
     summary = run.summary()
     assert "8 groups failed one after the other" in summary["reason"]

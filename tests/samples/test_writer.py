@@ -9,11 +9,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import anyio
-
 from bus_testing import until
 from fixture_types import OpenBus
-from patience import SOON_S, patience
 from sample_messages import done, record, retired, trained, trajectories
 from stretto.bus.client import Bus
 from stretto.bus.messages.subjects import Subjects
@@ -61,7 +58,6 @@ class Log:
         )
 
     async def trained(self, *tickets: int, version: int = 0) -> int:
-        """Append the trainers' figures of groups, and return their sequence number."""
         ids = [f"{ticket}/1/{index}" for ticket in tickets for index in (0, 1)]
         return await self.bus.store.append(self.names.trained, trained(ids, version), id=f"trained/{tickets}")
 
@@ -188,9 +184,7 @@ async def test_only_the_last_steps_are_kept(open_bus: OpenBus, names: Subjects, 
             for step in range(1, 9):
                 await log.group(step, version=step - 1, images=named(b"in all", b"%d" % step))
                 last = await log.trained(step, version=step - 1)
-                with anyio.fail_after(patience()):
-                    while log.kept_below <= last:
-                        await anyio.sleep(SOON_S)
+                await until(lambda last=last: log.kept_below > last)
             await end(process)
         steps = {row["step"] for row in SampleStore(tmp_path).find(SampleFilter(outcome="trained"))}
         assert {6, 7, 8} <= steps

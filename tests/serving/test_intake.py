@@ -38,7 +38,6 @@ def intake(*names: str, version: int = 0) -> Intake[OpenSample]:
 
 
 def started(line: Intake[OpenSample]) -> list[str]:
-    """Take every sample that can start out of the line."""
     names: list[str] = []
     while line.ready:
         names.append(line.pop().request.id)

@@ -7,7 +7,6 @@ import hashlib
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -20,6 +19,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from bus_testing import until
 from kernel_setup import write_run
@@ -33,12 +33,11 @@ from stretto.cli.start.checks import problems
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
-from stretto.models.digest import bytes_hash, digest_of
+from stretto.models.version_files import FolderPublisher, open_version
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
 from stretto.serving.server import Server, ServerCommand
 from stretto.serving.streams import Ask, StreamChunk
-from stretto.weights import WeightsNote
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
 from stretto_sglang.engine import SglangEngine
@@ -141,30 +140,10 @@ class Engine(StandInEngine):
     prompt_tokens = len(PROMPT)
 
 
-class Update:
-    """One version in a folder, as the `file` transport gives it."""
-
-    def __init__(self, folder: Path, version: int) -> None:
-        data = struct.pack("<f", version)
-        self._hashes = {"w": bytes_hash(data, "float32", (1,))}
-        self.note = WeightsNote(version, str(folder), digest_of(self._hashes.items()))
-        self.folder: Path | None = folder / f"v{version}"
-        self.folder.mkdir(parents=True)
-        header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-        content = len(header).to_bytes(8, "little") + header + data
-        (self.folder / "model.safetensors").write_bytes(content)
-        files = {"model.safetensors": self._hashes}
-        manifest = {"version": version, "digest": self.note.digest, "files": files}
-        (self.folder / "manifest.json").write_bytes(msgspec.json.encode(manifest))
-
-    def hashes(self) -> Mapping[str, str]:
-        return self._hashes
-
-    def tensors(self) -> Any:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        pass
+def version_of(folder: Path, version: int) -> Any:
+    """A version of weights, as the `file` transport gives it."""
+    note = FolderPublisher(folder / f"{version}", 1, 1.0).publish(version, iter([("w", torch.ones(1))]))
+    return open_version(note, Path(note.address))
 
 
 class Answers:
@@ -205,13 +184,16 @@ Started = tuple[Engine, Answers]
 
 
 @asynccontextmanager
-async def started(folder: Path, **options: Any) -> AsyncGenerator[Started]:
+async def started(folder: Path, version: int | None = 0, /, **options: Any) -> AsyncGenerator[Started]:
+    """An engine that serves a version, and what it emits."""
     options = {"python": sys.executable, "slots": 4, "start_timeout_s": patience(20.0)} | options
     context = Context(run="r", name="n", seed=1, folder=str(folder), worker="inference-0")
     engine, answers = Engine(ServerEngineConfig(use="stand_in", **options), context), Answers()
     try:
         async with anyio.create_task_group() as tasks:
             await engine.start(answers.emit, tasks)
+            if version is not None:
+                await engine.swap(version_of(folder / "weights", version))
             yield engine, answers
             tasks.cancel_scope.cancel()
     finally:
@@ -229,13 +211,13 @@ def process_of(folder: Path) -> psutil.Process:
 
 
 async def test_nothing_is_served_before_a_swap_and_every_version_is_told_right(tmp_path: Path) -> None:
-    async with started(tmp_path) as (engine, answers):
+    async with started(tmp_path, None) as (engine, answers):
         engine.generate(request("early", 6, tokens=150))
         engine.generate(request("later", 1, tokens=5, min_version=2))
         await anyio.sleep(patience(0.1))
         assert not answers.tokens
         for version in range(3):
-            report = await engine.swap(Update(tmp_path / "weights", version))
+            report = await engine.swap(version_of(tmp_path / "weights", version))
             assert report.pause_s < 5
             if version < 2:
                 assert ("later", 0) not in answers.tokens
@@ -254,8 +236,8 @@ async def test_nothing_is_served_before_a_swap_and_every_version_is_told_right(t
 
 
 async def test_a_killed_server_is_started_again_and_no_token_is_lost_or_doubled(tmp_path: Path) -> None:
-    async with started(tmp_path) as (engine, answers):
-        update = Update(tmp_path / "weights", 0)
+    async with started(tmp_path, None) as (engine, answers):
+        update = version_of(tmp_path / "weights", 0)
         await engine.swap(update)
         assert update.folder is not None
         for file in update.folder.iterdir():  # its publisher removes old versions
@@ -273,7 +255,6 @@ async def test_a_killed_server_is_started_again_and_no_token_is_lost_or_doubled(
 
 async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: Path) -> None:
     async with started(tmp_path, silence_s=patience(0.5)) as (engine, answers):
-        await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a", 2))
         await until(lambda: engine.load().generated_tokens > 10)
         os.kill(process_of(tmp_path).pid, signal.SIGSTOP)
@@ -283,8 +264,7 @@ async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: P
 
 async def test_a_server_lost_too_often_ends_the_engine_with_its_log(tmp_path: Path) -> None:
     async def lose() -> None:
-        async with started(tmp_path, restarts=0) as (engine, _):
-            await engine.swap(Update(tmp_path / "weights", 0))
+        async with started(tmp_path, restarts=0):
             os.kill(process_of(tmp_path).pid, signal.SIGKILL)
             await anyio.sleep(patience(20))
 
@@ -316,7 +296,6 @@ async def test_a_start_that_fails_says_why(
 
 async def test_an_abort_reaches_the_server(tmp_path: Path) -> None:
     async with started(tmp_path) as (engine, answers):
-        await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a", 6, tokens=1000))
         await until(lambda: len(answers.tokens) == 4)
         engine.abort("a")
@@ -339,7 +318,6 @@ async def test_tokens_that_arrived_before_an_abort_do_not_follow_the_last_chunk(
             yield StreamChunk([2], [-0.0])
 
         engine.stream = stream
-        await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a"))
         await until(lambda: ("a", 0) in answers.finish and engine.load().running == 0)
         assert engine.load().generated_tokens == 1
@@ -365,13 +343,12 @@ async def test_tokens_are_lost_that_the_server_had_and_computes_again(tmp_path: 
             return engine.load().lost_tokens
 
         engine.stream = stream
-        await engine.swap(Update(tmp_path / "weights", 0))
         assert await lost("new", 1000, 0) is None
         assert await lost("not found", 1200, 0) is None  # perhaps it has no prefix cache
         assert await lost("found", 1400, 1152) == 0
         assert await lost("found in blocks", 1500, 1280) == 0
         assert await lost("lost", 1600, 640) == 1472 - 640  # of the whole pieces of 32 in 1500
-        await engine.swap(Update(tmp_path / "weights", 1))
+        await engine.swap(version_of(tmp_path / "weights", 1))
         assert await lost("other weights", 1700, 0) == 1472 - 640
 
         async def stops(server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:
@@ -395,7 +372,6 @@ BEFORE_ITS_END_S = 0.2
 
 async def test_begun_answers_go_on_and_wrong_requests_are_answered(tmp_path: Path) -> None:
     async with started(tmp_path, context_length=150) as (engine, answers):
-        await engine.swap(Update(tmp_path / "weights", 0))
         begun = (Array.of(np.array(right(30), np.int32)), Array.of(np.array([], np.int32)))
         answers.tokens["a", 0] = right(30)
         engine.generate(request("a", 2, begun=begun, have=(30, -1)))
@@ -416,10 +392,9 @@ async def test_a_stop_string_is_found_over_a_swap(tmp_path: Path, tiny_models: C
     text = load_tokenizer(str(tiny_models("qwen2"))).decode(np.array(right(60), np.int32))
     async with started(tmp_path) as (engine, answers):
         engine._samples._model = str(tiny_models("qwen2"))  # pyright: ignore[reportPrivateUsage]
-        await engine.swap(Update(tmp_path / "weights", 0))
         engine.generate(request("a", tokens=80, stop=(text[10:50],)))
         await until(lambda: len(answers.tokens.get(("a", 0), ())) > 20)
-        await engine.swap(Update(tmp_path / "weights", 1))
+        await engine.swap(version_of(tmp_path / "weights", 1))
         await until(lambda: bool(answers.finish))
         assert answers.finish["a", 0] == "stop"
         assert answers.tokens["a", 0] == right(50)
@@ -428,10 +403,9 @@ async def test_a_stop_string_is_found_over_a_swap(tmp_path: Path, tiny_models: C
 
 async def test_weights_that_are_refused_leave_the_old_ones(tmp_path: Path) -> None:
     async with started(tmp_path) as (engine, answers):
-        await engine.swap(Update(tmp_path / "weights", 0))
-        wrong = Update(tmp_path / "weights", 1)
+        wrong = version_of(tmp_path / "weights", 1)
         assert wrong.folder is not None
-        (wrong.folder / "model.safetensors").unlink()
+        (wrong.folder / "model-00000.safetensors").unlink()
         with pytest.raises(WeightsError, match="no weights in"):
             await engine.swap(wrong)
         wrong.folder = None
@@ -450,7 +424,6 @@ async def test_an_attached_server_is_used_and_its_loss_told(tmp_path: Path) -> N
     async def lose() -> None:
         options = {"python": None, "urls": (f"http://127.0.0.1:{port}",), "api_key": "secret"}
         async with started(tmp_path, **options) as (engine, answers):
-            await engine.swap(Update(tmp_path / "weights", 0))
             engine.generate(request("a", tokens=200))
             await until(lambda: bool(answers.tokens))
             for child in children():

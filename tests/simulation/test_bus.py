@@ -51,7 +51,6 @@ OUTCOMES = GroupDone | GroupFailed
 
 
 async def join(bus: Bus, subject: str, seconds: float, place: str = "p") -> Welcome:
-    """Ask the kernel, as a worker that wants to join."""
     question = Join("trainer-0", "trainer", place, "n", "t")
     return await bus.request(subject, question, Welcome, who="kernel", deadline_s=patience(seconds))
 

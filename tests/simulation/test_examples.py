@@ -14,6 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from patience import patience
+from plugin_files import write_plugin
 from stretto.cli.main import app
 from stretto.errors import StrettoError
 from stretto.simulation import ServiceTimes
@@ -92,34 +93,27 @@ def test_every_new_component_can_be_simulated_and_planned(kind: str, rows: Path,
 
 
 STUCK = """
-import asyncio
-from stretto import Component, WorkflowConfig, hookimpl
-from stretto_single_turn import SingleTurn
+    import asyncio
+    from stretto_single_turn import SingleTurn
 
-
-class Waiting(SingleTurn):
-    async def run(self, prompt, session):
-        await asyncio.Event().wait()
-
-
-@hookimpl
-def stretto_workflow():
-    yield Component("waiting", Waiting, WorkflowConfig, "")
+    class make(SingleTurn):
+        async def run(self, prompt, session):
+            await asyncio.Event().wait()
 """
 
 
 def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "stuck.py").write_text(STUCK)
+    plugin = write_plugin(tmp_path, "workflow", STUCK, "stretto.WorkflowConfig")
     file = EXAMPLES / "quickstart" / "run.yaml"
     monkeypatch.chdir(tmp_path)
-    stuck = (f"plugins=[{tmp_path}/stuck.py]", f"workflow={{use: waiting, timeout_s: {patience(1e9)}}}")
+    stuck = (f"plugins=[{plugin}]", f"workflow={{use: mine, timeout_s: {patience(1e9)}}}")
     told = simulated(*small_run(file, rows, *stuck))
     assert "without any fault, the simulated run fails:\nseed 0: " in told
     assert "to repeat it: stretto simulate --replay tape-0.json" in told
     tape = json.loads((tmp_path / "tape-0.json").read_text())
     assert (tape["seed"], tape["faults"]) == (0, [])
     again = said("simulate", "--replay", "tape-0.json")
-    assert "Waiting.run:" in again
+    assert "make.run:" in again
     assert "waits: kernel: " in again

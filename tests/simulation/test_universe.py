@@ -88,7 +88,6 @@ def few_steps(tape: Tape) -> Tape:
 
 
 def completed(tape: Tape, *faults: Fault, **changed: Any) -> Outcome:
-    """Run a universe with these faults and changes of its run file, and expect that it completes."""
     tape = msgspec.structs.replace(tape, faults=faults, run=tape.run | changed)
     outcome = run_tape(tape)
     assert not outcome.failed, "\n".join(describe(tape, outcome))
@@ -173,7 +172,6 @@ def test_a_replaced_kernel_that_wakes_up_while_the_next_one_starts_changes_nothi
 
 
 def test_workers_go_on_under_the_next_kernel(run_file: Path) -> None:
-    """Nobody starts again, and no step is trained again."""
     seeds = [7, 10, 13]  # there the next kernel comes in time
     for tape in tapes_of(run_file, seeds, overrides=["queue.max_staleness=0", "steps=6"]):
         outcome = completed(tape, Fault(kind="kill", at=2.3, who="kernel"))

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from patience import patience
+from processes import sleepers
 from stretto.component import SandboxMode
 from stretto.user_code import seccomp
 from stretto.user_code.forwarded_port import ForwardedPort
@@ -253,20 +254,15 @@ def test_systemd_limits_the_whole_sandbox_where_it_works(
 BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    processes = psutil.process_iter(["cmdline"])
-    return [each for each in processes if (each.info["cmdline"] or [])[:2] == ["sleep", mark]]
-
-
 @BOTH
 async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}1"
     process = await sandbox_command(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
-    until(lambda: len(marked(mark)) == 2)
+    until(lambda: len(sleepers(mark)) == 2)
     kill(process)
     with anyio.fail_after(patience()):
         await process.wait()
-    until(lambda: not marked(mark))
+    until(lambda: not sleepers(mark))
     await process.aclose()
 
 
@@ -287,11 +283,11 @@ def test_it_ends_with_whoever_started_it(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}2"
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(mark=mark, sandbox=sandbox)])
     try:
-        until(lambda: marked(mark))
+        until(lambda: sleepers(mark))
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    until(lambda: not marked(mark))
+    until(lambda: not sleepers(mark))
 
 
 def test_a_machine_without_it_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import pytest
 
 from bus_testing import until
 from patience import SOON_S, patience
+from processes import sleepers
 from stretto.user_code import environment
 from stretto.user_code.environment import Question, Reaction
 from stretto.user_code.guard import guarded
@@ -213,14 +214,6 @@ def environment(completion):
         time.sleep(1000)
     return "left"
 """
-
-
-def sleepers(mark: str) -> list[int]:
-    found: list[int] = []
-    for each in psutil.process_iter(["cmdline", "status"]):
-        if (each.info["cmdline"] or [])[:2] == ["sleep", mark]:
-            found.append(each.pid)
-    return found
 
 
 @pytest.mark.parametrize("end", ["killed", "out of time", "closed"])

@@ -10,17 +10,13 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from bus_testing import welcome
+from bus_testing import context_of
 from fixture_types import OpenBus
-from stretto.bus.client import Bus
 from stretto.bus.messages.inference import AskImage, ImagePart
 from stretto.bus.messages.membership import WorkerProcess
-from stretto.bus.messages.subjects import Subjects
 from stretto.errors import BusError, Refused
 from stretto.models.images import MAX_FILE_BYTES, OpenImage
-from stretto.workers.context import WorkerContext
 from stretto.workers.images import ImageFetcher, RolloutImages
-from stretto.workers.process import HostProcess
 
 ROLLOUT = WorkerProcess("rollout-0", "n")
 
@@ -28,11 +24,6 @@ ROLLOUT = WorkerProcess("rollout-0", "n")
 def image_of(size: int) -> OpenImage:
     """An image whose pixels nobody looks at."""
     return OpenImage(os.urandom(size), cast("Any", None))
-
-
-def context_of(bus: Bus, worker: str) -> WorkerContext:
-    role: Any = worker.partition("-")[0]
-    return WorkerContext(bus, Subjects("test-run"), worker, role, "n", welcome("test-run", 0), HostProcess())
 
 
 @asynccontextmanager

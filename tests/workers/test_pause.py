@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from patience import SOON_S
+from bus_testing import until
 from stretto.machine import clock
 from stretto.user_code.faults import SampleFault
 from stretto.workers.scoring import pause
@@ -42,8 +42,7 @@ async def test_calls_pause_and_succeed_when_the_service_is_back() -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(30):
             tasks.start_soon(call)
-        while service.calls < 33:
-            await anyio.sleep(SOON_S)
+        await until(lambda: service.calls >= 33)
         assert calls.reason == "no answer"
         assert len(results) == 9, "those before the pause have failed"
         service.is_there = True

@@ -9,15 +9,13 @@ import anyio
 import pytest
 from anyio.abc import TaskGroup
 
-from bus_testing import until, welcome
+from bus_testing import context_of, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.bus.client import Bus
 from stretto.bus.messages.scoring import Scored, ScoreSamples
 from stretto.bus.messages.subjects import Subjects
 from stretto.errors import NoAnswer
-from stretto.workers.context import WorkerContext
-from stretto.workers.process import HostProcess
 from stretto.workers.scoring import verifier
 from stretto.workers.scoring.verifier import VerifierWorker
 
@@ -40,16 +38,15 @@ class Children:
 
 
 class Service(SimpleNamespace):
-    """A reward on such children."""
-
     async def open(self, tasks: TaskGroup) -> None:
         del tasks
 
 
 def worker_with(children: Children, bus: Bus) -> VerifierWorker:
-    names = Subjects("test-run")
-    context = WorkerContext(bus, names, "verifier-0", "verifier", "n", welcome("test-run", 0), HostProcess())
-    worker, service = cast("Any", VerifierWorker(context)), Service(children=children, score=children.score)
+    worker, service = (
+        cast("Any", VerifierWorker(context_of(bus, "verifier-0"))),
+        Service(children=children, score=children.score),
+    )
     worker._services, worker._rewards = [service], {"": service}
     return worker
 
@@ -76,15 +73,10 @@ async def test_a_verifier_that_leaves_refuses_no_call(open_bus: OpenBus, names: 
         async with anyio.create_task_group() as all_tasks:
             all_tasks.start_soon(work)
             subject = names.worker("verifier", "verifier-0", "n", "score")
+            asked = ScoreSamples(b"", ("x",), b"")
             for _ in range(2):  # one in hand when it leaves, and one that comes later
                 with pytest.raises(NoAnswer):
-                    await rollout.request(
-                        subject,
-                        ScoreSamples(b"", ("x",), b""),
-                        Scored,
-                        who="verifier-0",
-                        deadline_s=patience(0.5),
-                    )
+                    await rollout.request(subject, asked, Scored, who="verifier-0", deadline_s=patience(0.5))
             assert left.is_set()
 
 
