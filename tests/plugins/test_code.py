@@ -381,8 +381,8 @@ def test_values_are_compared_as_json() -> None:
     same += [([1, [2]], (1, [2])), ({"a": 1}, {"a": 1.0}), ({"1": 1}, {1: 1}), ("a", "a"), (None, None)]
     other: list[Any] = [(0.31, 0.3), (1000000400.0, 1000000007), (5.000000001, 5), (10**400, 1.5), (True, 1)]
     other += [(1, True), ([1], [1, 2]), ({"a": 1}, {"b": 1}), ("5", 5), (None, 0)]
-    assert [pair for pair in same if not same_value(*pair, 1e-6)] == []
-    assert [pair for pair in other if same_value(*pair, 1e-6)] == []
+    assert [(one, other) for one, other in same if not same_value(one, other, 1e-6)] == []
+    assert [(one, another) for one, another in other if same_value(one, another, 1e-6)] == []
 
 
 def test_output_is_compared_by_lines_and_words() -> None:

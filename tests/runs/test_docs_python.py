@@ -24,7 +24,7 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         for before, fence, part in zip(parts, parts[1:], parts[2:], strict=False)
         if fence == "python" and _NOT_RUN not in before[-200:]
     ]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     monkeypatch.chdir(tmp_path)
     with copy_quickstart(Path("quickstart")):
         pass
@@ -38,4 +38,4 @@ def test_the_blocks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert lines[2].startswith(unknown)
     assert lines[3] == "training.learning_rate"
     assert lines[4].startswith("completed [")
-    assert [line.split()[0] for line in lines[5:]] == ["1", "2"]
+    assert [line.split()[0] for line in lines[5:]] == ["1", "2", "0/1", "1", "2"]

@@ -292,34 +292,6 @@ def test_many_models_train_alike_in_any_layout_and_go_on_in_another(
 
 
 @pytest.mark.slow
-def test_a_repetition_across_a_change_uses_the_values_of_each_part(
-    deterministic: Start, start: Start
-) -> None:
-    short = "steps=2", "checkpoint.every=1", "checkpoint.keep=9", "training.warmup_steps=0"
-    run = deterministic("changed", *short)
-    assert run.end() == 0, run.text()
-    changes = (f"steps={STEPS + 1}", "training.lr=1e-3", "training.schedule=constant")
-    extended = start(*changes, resume=run)
-    assert extended.end() == 0, extended.text()
-    assert [line["lr"] for line in run.metrics()] == [1e-2, 1e-2, 1e-3, 1e-3]
-    last = run.folder / "checkpoints" / f"step-{STEPS + 1:06d}" / "model" / "model.safetensors"
-    expected = load_file(last)
-    # Only the checkpoint of version 1 is left, before the change.
-    for folder in (run.folder / "checkpoints").glob("step-*"):
-        if folder.name != "step-000001":
-            shutil.rmtree(folder)
-    (run.folder / "summary.json").unlink()
-    offset = len(run.text())
-    again = start(resume=run)
-    assert again.end() == 0, again.text()
-    text = again.text()[offset:]
-    assert text.count("step repeated") == STEPS
-    assert "repetition differs" not in text
-    assert [line["lr"] for line in run.metrics()] == [1e-2, 1e-2, 1e-3, 1e-3]
-    assert equal(load_file(last), expected)
-
-
-@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_published(
     start: Start, tiny_models: Models, tmp_path: Path
 ) -> None:

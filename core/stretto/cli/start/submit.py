@@ -37,9 +37,12 @@ def _submitted(
     assembly: Assembly, begin: tuple[str, ...], resume: tuple[str, ...], *, dry_run: bool, resumed: bool
 ) -> bool:
     launcher: Launcher = assembly.make("launcher")
-    jobs = tuple(worker.job() for worker in assembly.workers)
-    submission = Submission(begin=begin, resume=resume, folder=str(assembly.folder), jobs=jobs)
-    if not isinstance(launcher, SubmittingLauncher) or (text := launcher.submission(submission)) is None:
+    text: str | None = None
+    if isinstance(launcher, SubmittingLauncher):
+        jobs = tuple(worker.job() for worker in assembly.workers)
+        submission = Submission(begin=begin, resume=resume, folder=str(assembly.folder), jobs=jobs)
+        text = launcher.submission(submission)
+    if not isinstance(launcher, SubmittingLauncher) or text is None:
         if dry_run:
             name = assembly.config.launcher.use
             raise ConfigError(
