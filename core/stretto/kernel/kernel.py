@@ -71,7 +71,7 @@ _ATTEMPTS_PER_KERNEL = 1000
 """A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Kernel:
     """One kernel of a run, from its first message to the end of its workers."""
 

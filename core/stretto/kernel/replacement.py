@@ -32,7 +32,7 @@ _NAMED = 3
 """Number of sequences that are named as the longest ones of a batch."""
 
 
-@dataclass
+@dataclass(eq=False)
 class TrainerReplacement:
     """Replaces one kernel's trainers. Without the lost weights, the run resumes at its newest checkpoint."""
 

@@ -25,7 +25,7 @@ from stretto.kernel.step_meter import StepMeter
 from stretto.weights import WeightsNote
 
 
-@dataclass
+@dataclass(eq=False)
 class Steps:
     """The steps of one kernel. `hear` takes in an event, then records figures of the step it completes."""
 

@@ -270,10 +270,10 @@ def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
 
 def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
     first, *others = runs
+    rows, versions = _fingerprint(first), {version for version, _ in first.series(first.held_out)}
     for number, run in enumerate(others, 1):
-        versions = {version for version, _ in first.series(first.held_out)}
         common = [version for version, _ in run.series(run.held_out) if version in versions]
-        if not common or not (_fingerprint(first) == _fingerprint(run) is not None):
+        if not common or rows is None or _fingerprint(run) != rows:
             continue
         one, other = (
             row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (first, run)

@@ -87,7 +87,6 @@ class InferenceWorker:
         self._context = context
         self._bus = context.bus
         self._engine: InferenceEngine
-        self._has_engine = False
         self._subscriber: Subscriber
         self._tasks: TaskGroup
         self._images = ImageFetcher(context)
@@ -113,7 +112,6 @@ class InferenceWorker:
         """Start the engine, then serve until cancelled."""
         context = self._context
         engine = self._engine = await anyio.to_thread.run_sync(context.make, "inference")
-        self._has_engine = True
         subscriber = self._subscriber = context.make("weights").subscriber(BusWire(context))
         expect_contract(subscriber, Subscriber, context.composed.origin("weights").label)
         self._merged_root = RunFolders(context.component_context, None).own("whole")
@@ -142,7 +140,7 @@ class InferenceWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add the engine's own figures."""
-        if not self._has_engine:
+        if not hasattr(self, "_engine"):  # it is still made
             return heartbeat
         load = self._engine.load()
         return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)

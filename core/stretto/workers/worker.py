@@ -58,8 +58,9 @@ _WORKERS: dict[Role, Callable[[WorkerContext], RoleWorker]] = {
 _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
 _JOIN_S = 60.0  # a living kernel answers long before; a worker that gets no answer ends
-_AGAIN_S, _AGAIN_PAUSE_S = 5.0, 0.2
-"""Deadline for a later kernel's answer. Without one, the worker asks again after the pause."""
+_AGAIN_S = 5.0
+"""Deadline for a later kernel's answer. Without one, the worker asks again after `_AGAIN_PAUSE_S`."""
+_AGAIN_PAUSE_S = 0.2
 _LEAVE_S = 4.0
 """Seconds until the process ends even if a thread does not end, such as a train step of minutes."""
 _MOST_PATHS = 10

@@ -35,7 +35,7 @@ _PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses before each further attempt to write a checkpoint that the run cannot do without."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Checkpointer:
     """Writes and prunes the checkpoints of one kernel."""
 

@@ -250,7 +250,7 @@ async def read_store(
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Repetition:
     """Trains the stored events' batches again, and brings a scheduler into the state after them. After each
     step, `on_repeated` gets batch, result, divergence if known, and digest; for steps that `living` trainers

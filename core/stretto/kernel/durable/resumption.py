@@ -26,7 +26,7 @@ from stretto.records.metrics_file import MetricsFile
 log = structlog.get_logger()
 
 
-@dataclass
+@dataclass(eq=False)
 class Resumption:
     """The beginning of a kernel that continues a run, or trains the batches of a replay."""
 

@@ -36,7 +36,7 @@ _START_S = 900.0
 """Deadline for all workers to be ready, models loaded."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Admission:
     """Admits the workers of one kernel."""
 

@@ -482,10 +482,7 @@ class Scheduler:
         evaluation = self.evaluation
         if self._phase == "training":
             self._start_batch()
-            admitted: list[OpenTicket] = []
-            while len(self.tickets.open) < self.room and not self._closing:
-                admitted.append(self._open_next())
-            self._issue(admitted)
+            self._admit()
             if not self._closing:  # last, because the next batch must not wait for the many tickets
                 evaluation.begin_next()
             if self.version == self.settings.steps and not evaluation.needed_versions and not self._held:
@@ -501,6 +498,12 @@ class Scheduler:
             self._commands.append(Finish())
 
     # ------------------------------------------------------------------------- tickets and ledger
+
+    def _admit(self) -> None:
+        room, admitted = self.room, list[OpenTicket]()
+        while len(self.tickets.open) < room and not self._closing:
+            admitted.append(self._open_next())
+        self._issue(admitted)
 
     def _issue(self, tickets: Iterable[OpenTicket]) -> None:
         """Record the draws before, also those whose records a damaged store has lost."""
