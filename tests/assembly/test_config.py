@@ -344,7 +344,11 @@ def test_a_run_of_no_steps_may_say_how_long_its_schedule_would_be(run_file: Path
         ("a: [1", "", "cannot be read as YAML"),
         ("- 1", "", "expected a mapping of keys, found a list"),
         (b"steps: 1\nname: caf\xe9\n", "", "run.yaml:2: not UTF-8 (byte 0xe9); save the file as UTF-8"),
-        (f"{RUN}trackers: [wandb]\n", "trackers.0=trackio", "trackers: is a list, which an override"),
+        (
+            f"{RUN}trackers: [wandb]\n",
+            "trackers.0=trackio",
+            "trackers: is a list, which an override replaces as a whole",
+        ),
     ],
 )
 def test_refusals_in_the_file_name_its_line(
@@ -370,7 +374,11 @@ MOCK = "training=mock"
         ([], "model: required by the training engine 'torch'; give a local folder or a hub id"),
         (["models.actor.path=model"], "model: required by the training engine 'torch'"),
         ([MOCK, "algorithm.correction.use=none"], "stale samples need a correction"),
-        ([MOCK, "algorithm.minibatches=3"], "8 groups cannot be split into the 3 minibatches of call"),
+        (
+            [MOCK, "algorithm.minibatches=3"],
+            "queue.batch_size: 8 groups cannot be split into the 3 minibatches of call 'train(actor)'; "
+            "expected a multiple of 3",
+        ),
         ([MOCK, "sampling.top_p=0.9"], "need engines that agree on what tokens are drawn from"),
         ([MOCK, "sampling.temperature=0"], "greedy"),
         ([MOCK, "dataset.path=model"], "cannot read"),
@@ -381,10 +389,16 @@ MOCK = "training=mock"
         (["model=empty"], "no config.json"),
         ([MODEL, "groups.critics.use=mock"], "groups.critics: no model is in this group"),
         ([MODEL, "models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
-        ([MODEL, "models.actor.group=trainin"], "actor.group: no worker group 'trainin'; did you mean"),
+        (
+            [MODEL, "models.actor.group=trainin"],
+            "models.actor.group: no worker group 'trainin'; did you mean 'training'?",
+        ),
         ([MOCK, "training.processes=64"], "32 sequences for the 64 data-parallel ranks"),
         ([MODEL, "models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
-        ([MODEL, "algorithm.kl.coef=1", "models.reference.path=other"], "has a vocabulary of 99 tokens, but"),
+        (
+            [MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
+            "has a vocabulary of 99 tokens, but the run's model",
+        ),
         ([MOCK, "algorithm=reward_model", HELD_OUT], "'reward', which is not a policy"),
     ],
 )

@@ -76,9 +76,18 @@ WRONG_LOSS = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentTy
     ("calls", "words"),
     [
         ([*ppo(), score()], "two calls are named 'score'"),
-        ([*ppo(), other("late", ["reward"], [])], "reads 'reward', which no call writes; did you mean"),
-        ([*ppo(), other("twice", [], ["values"])], "the key 'values': 'forward(critic)' and 'twice'"),
-        ([*ppo(), other("one", ["b"], ["a"]), other("two", ["a"], ["b"])], "one, two wait for each other"),
+        (
+            [*ppo(), other("late", ["reward"], [])],
+            "reads 'reward', which no call writes; did you mean 'rewards'?",
+        ),
+        (
+            [*ppo(), other("twice", [], ["values"])],
+            "two calls write the key 'values': 'forward(critic)' and 'twice'",
+        ),
+        (
+            [*ppo(), other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
+            "the calls one, two wait for each other in a cycle",
+        ),
         ([*ppo(), forward("referense", writes="x")], "did you mean 'reference'"),
         ([*ppo(), train("reference", loss(), reads=[])], "which is not trainable"),
         ([call for call in ppo() if call.op != "train"], "no call trains a model"),

@@ -185,7 +185,10 @@ def test_a_run_that_a_kernel_owns_or_of_another_version_of_stretto_is_refused(tm
     folder = books.write(tmp_path / "run")
     with pytest.raises(RunError, match="checkpoint step-000004 is of another version of stretto"):
         audit_run(folder)
-    with lock_run(folder / "bus"), pytest.raises(RunError, match=r"by pid \d+.*; try again when it has"):
+    with (
+        lock_run(folder / "bus"),
+        pytest.raises(RunError, match=r"is owned by pid \d+.*; try again when it has"),
+    ):
         audit_run(folder)
 
 
@@ -324,19 +327,47 @@ VIOLATIONS: list[Violation] = [
         "no ticket twice: ticket 0 is in the batches of versions 0, 2",
         "trajectory 0/1/0 is in",
     ),
-    (lambda books: change_rows(books, lambda rows: [*rows, rows[-1]]), "5/1/1 is in the batches of"),
-    (lambda books: books.journal.append(books.batch(3, 8, 9)), "one batch a version: version 3 has two"),
-    (lambda books: books.journal.__delitem__(2), "version 1 has no batch", "to version 2 has no earlier"),
-    (lambda books: books.metrics[2]["ledger"].update(in_flight=1), "step 3: issued 8 tickets, and accounts"),
+    (
+        lambda books: change_rows(books, lambda rows: [*rows, rows[-1]]),
+        "trajectory 5/1/1 is in the batches of versions 2, 2",
+    ),
+    (
+        lambda books: books.journal.append(books.batch(3, 8, 9)),
+        "one batch a version: version 3 has two batches in incarnation 0",
+    ),
+    (
+        lambda books: books.journal.__delitem__(2),
+        "version 1 has no batch",
+        "to version 2 has no earlier batch",
+    ),
+    (
+        lambda books: books.metrics[2]["ledger"].update(in_flight=1),
+        "no ticket lost: metrics.jsonl, step 3: issued 8 tickets, and accounts for 7",
+    ),
     (
         lambda books: books.checkpoint["snapshot"]["open"][0].update(id=3),
         "no ticket lost: checkpoint step-000004: ticket 3 is open, but the journal trained it",
     ),
-    (lambda books: books.summary["ledger"].update(trained=9, in_flight=1), "says 9 tickets trained; the"),
-    (lambda books: books.summary["ledger"].update(failed=1, in_flight=1), "1 tickets failed, with reasons"),
-    (lambda books: write_versions(books, -1, -1, 0, 1), "of version 2: tokens of versions 0 to 1, allowed 1"),
-    (lambda books: write_versions(books, -1, -1, 1, 2, honest=False), "5/1: its samples differ from their"),
-    (lambda books: books.metrics[1].update(staleness_max=2), "token: step 2 has staleness_max 2, allowed 1"),
+    (
+        lambda books: books.summary["ledger"].update(trained=9, in_flight=1),
+        "summary.json: says 9 tickets trained; the journal has 8",
+    ),
+    (
+        lambda books: books.summary["ledger"].update(failed=1, in_flight=1),
+        "summary.json: 1 tickets failed, with reasons for 0",
+    ),
+    (
+        lambda books: write_versions(books, -1, -1, 0, 1),
+        "staleness of each token: trajectory 5/1/1 of version 2: tokens of versions 0 to 1, allowed 1",
+    ),
+    (
+        lambda books: write_versions(books, -1, -1, 1, 2, honest=False),
+        "trained samples: group 5/1: its samples differ from their digest",
+    ),
+    (
+        lambda books: books.metrics[1].update(staleness_max=2),
+        "staleness of each token: step 2 has staleness_max 2, allowed 1",
+    ),
     (
         lambda books: change_rows(books, lambda rows: [*rows[:2], rows[3], rows[2]]),
         "trained samples: group 5/1 of version 2: 5/1/1, 5/1/0 were trained; its samples are 5/1/0, 5/1/1",
@@ -347,8 +378,14 @@ VIOLATIONS: list[Violation] = [
         ),
         "trajectory 5/1/1 of version 2: its sample has 4 tokens, expected 7",
     ),
-    (lambda books: books.checkpoint.update(digest="other"), "digest-4, checkpoint step-000004 has other"),
-    (lambda books: books.journal.append(VersionPublished(0, 2, "other")), "digest-2, the journal has other"),
+    (
+        lambda books: books.checkpoint.update(digest="other"),
+        "digests: version 4 of incarnation 0: the journal has digest-4, checkpoint step-000004 has other",
+    ),
+    (
+        lambda books: books.journal.append(VersionPublished(0, 2, "other")),
+        "digests: version 2 of incarnation 0: the journal has digest-2, the journal has other",
+    ),
     (lambda books: books.metrics.pop(1), "metrics.jsonl: line 2 of the steps is that of step 3"),
     (
         lambda books: books.metrics.insert(2, books.metrics[1]),
@@ -359,12 +396,18 @@ VIOLATIONS: list[Violation] = [
         lambda books: books.summary.update(status="completed", version=STEPS - 1, ledger=ledger(STEPS - 1)),
         "steps x batch_size: summary.json says completed at version 3; the journal ends at 4",
     ),
-    (mix_an_evaluation, "of one version: evaluation sample eval-0/1/0 has tokens of versions 3-4"),
+    (
+        mix_an_evaluation,
+        "evaluations of one version: evaluation sample eval-0/1/0 has tokens of versions 3-4",
+    ),
     (
         lambda books: books.journal.__setitem__(-1, EvaluationEnded(Evaluation(STEPS, 0.9, GROUP, 0))),
         "the evaluation of version 4: 2 samples, score 0.9; the kept ones are 2, score 0.5",
     ),
-    (lambda books: books.journal.append(books.journal[-1]), "version 4 has two results in incarnation 0"),
+    (
+        lambda books: books.journal.append(books.journal[-1]),
+        "evaluations of one version: version 4 has two results in incarnation 0",
+    ),
 ]
 
 

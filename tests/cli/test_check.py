@@ -219,7 +219,11 @@ def test_two_trackers_need_two_folders(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "fault"),
     [
-        ("dataset", "def __len__(self): ...\n    def __getitem__(self, index): ...", "no attribute 'fin"),
+        (
+            "dataset",
+            "def __len__(self): ...\n    def __getitem__(self, index): ...",
+            "has no attribute 'fingerprint'",
+        ),
         ("algorithm", "models = {}\n    def calls(self): return []", "has no method 'keep'"),
         (
             "dataset",
@@ -240,8 +244,14 @@ def test_what_is_wrong_with_a_plugin_is_told_with_its_component_and_line(
 @pytest.mark.parametrize(
     ("hook", "fault"),
     [
-        ("def stretto_rewardd():\n    yield", "no hook 'stretto_rewardd'; did you mean 'stretto_reward'?"),
-        ("def stretto_reward(config):\n    yield", "has no argument 'config' ({file}:3); stretto calls it"),
+        (
+            "def stretto_rewardd():\n    yield",
+            "there is no hook 'stretto_rewardd'; did you mean 'stretto_reward'? ({file}:3)",
+        ),
+        (
+            "def stretto_reward(config):\n    yield",
+            "has no argument 'config' ({file}:3); stretto calls it without arguments",
+        ),
         (
             "def stretto_reward():\n    return Component('mine', None, RewardConfig, 'mine')",
             "returns a Component; expected it to yield each Component",
@@ -351,32 +361,68 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("reward={use: function, function: user.py:Scorer}",), "'Scorer' is a class; expected a function"),
         (("reward={use: function, function: user.py:PI}",), "'PI' is a value; expected a function"),
         ((*TORCH, "sampling.stop_token_ids=[99999]"), "error sampling.stop_token_ids: has the token 99999"),
-        ((*TORCH, HELD, "evaluation.sampling.logit_bias={99999: 5}"), "evaluation.sampling.logit_bias: has"),
-        ((*TORCH, "variants={a: {}, b: {sampling: {stop_token_ids: [99999]}}}"), "b.sampling.stop_token_ids"),
+        (
+            (*TORCH, HELD, "evaluation.sampling.logit_bias={99999: 5}"),
+            "error evaluation.sampling.logit_bias: has the token 99999, but",
+        ),
+        (
+            (*TORCH, "variants={a: {}, b: {sampling: {stop_token_ids: [99999]}}}"),
+            "error variants.b.sampling.stop_token_ids: has the token 99999",
+        ),
         ((*TORCH, "inference.context_length=100000"), "error inference.context_length: is 100000, but"),
         ((*TORCH, "sampling.max_tokens=600"), "error sampling.max_tokens: is 600, but"),
         ((*TORCH, "sampling.max_tokens=5000"), "error inference.context_length: is at most 4096 by default"),
-        ((*TORCH, HELD, "evaluation.sampling.max_tokens=600"), "evaluation.sampling.max_tokens: is 600"),
-        ((*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"), "is 64, but inference."),
+        (
+            (*TORCH, HELD, "evaluation.sampling.max_tokens=600"),
+            "error evaluation.sampling.max_tokens: is 600",
+        ),
+        (
+            (*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"),
+            "error evaluation.sampling.max_tokens: is 64, but inference.context_length",
+        ),
         ((*TORCH, "inference.canary.tokens=600"), "error inference.canary.tokens: is 600, more than"),
         ((*TORCH, "training.lora={targets: [q_prj]}"), "'q_prj' is no linear module of"),
-        ((*TORCH, "training.betas=[0.9,1.0]"), "error override training.betas.1: expected float < 1.0"),
+        (
+            (*TORCH, "training.betas=[0.9,1.0]"),
+            "error override training.betas.1: expected float < 1.0; found",
+        ),
         (("model=bare", *TORCH[1:]), "bare' has no weights: expected *.safetensors"),
         ((*TORCH, "training.lr=1e-30"), "warning training.lr: is 1e-30: such steps change no weight"),
-        ((*TORCH, "training.lr=1e-5", "training.lora.rank=4"), "training.lr: is 1e-05, and adapters need"),
-        ((*TORCH, f"dataset.{TRAIN}", "sampling.max_tokens=1"), "warning sampling.max_tokens: is 1, but the"),
+        (
+            (*TORCH, "training.lr=1e-5", "training.lora.rank=4"),
+            "warning training.lr: is 1e-05, and adapters need about ten times the rate",
+        ),
+        (
+            (*TORCH, f"dataset.{TRAIN}", "sampling.max_tokens=1"),
+            "warning sampling.max_tokens: is 1, but the answer in the first",
+        ),
         ((*TORCH, HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"), f"{ANSWER}: is 1, but the answer"),
         ((*TORCH, "training.warmup_steps=1000"), "warning training.warmup_steps: is 1000, but the run has 5"),
         ((*TORCH, "training.decay_steps=3"), "warning training.decay_steps: is 3, and has no effect"),
-        ((*TORCH, "training.final_lr_ratio=0.2"), "warning training.final_lr_ratio: is 0.2, and has"),
+        (
+            (*TORCH, "training.final_lr_ratio=0.2"),
+            "warning training.final_lr_ratio: is 0.2, and has no effect",
+        ),
         ((*TORCH, "training.betas=[0.999, 0.9]"), "warning training.betas: is [0.999, 0.9]: the first is"),
-        ((*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"), "is 15, but the"),
-        (("workflow={use: agent, function: user.py:solve}",), "parameter 'question_text'; available: prompt"),
-        (("workflow={use: multi_turn, environment: user.py:env}",), "a parameter 'foo'; available: prompt"),
+        (
+            (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
+            "error training.decay_steps: is 15, but the warm-up alone takes 20",
+        ),
+        (
+            ("workflow={use: agent, function: user.py:solve}",),
+            "parameter 'question_text'; available: prompt, row",
+        ),
+        (
+            ("workflow={use: multi_turn, environment: user.py:env}",),
+            "has a parameter 'foo'; available: prompt",
+        ),
         (("workflow={use: agent, command: nosuchprogram --x}",), "there is no program 'nosuchprogram' on"),
         (("workflow={use: agent, command: [nosuchprogram]}",), "there is no program 'nosuchprogram' on"),
         (("dataset.path=no_prompt.jsonl",), "1 of 2 rows have no valid prompt, and their tickets would fail"),
-        (("reward={use: function, function: user.py:slip}",), "no column of the rows is called 'anwser'"),
+        (
+            ("reward={use: function, function: user.py:slip}",),
+            "warning reward: no column of the rows is called 'anwser', an optional parameter",
+        ),
         (("reward={use: sum, parts: {a: exact}, weights: {a: 0}}",), "are all 0, so every reward is 0"),
         (("dataset.path=no_answer.jsonl",), "the reward cannot score 2 of 3 rows, and their tickets would"),
         (("algorithm=sft", "dataset.path=pairs.jsonl"), "warning dataset: row 2: "),
@@ -395,14 +441,23 @@ def all_found(file: Path, *overrides: str) -> list[str]:
         (("sampling.temperature=5",), "warning sampling.temperature: is 5"),
         ((*TORCH, "sampling.ignore_eos=true"), "warning sampling.ignore_eos: is true"),
         (("algorithm.eps_clip=5",), "warning algorithm.eps_clip: is 5"),
-        (("algorithm={use: dapo, overlong: {limit: 9, buffer: 20}}",), "buffer (20) must be at most limit"),
-        (("algorithm={use: dapo, overlong: {limit: 999, buffer: 2}}",), "algorithm.overlong.limit: is 999"),
+        (
+            ("algorithm={use: dapo, overlong: {limit: 9, buffer: 20}}",),
+            "buffer (20) must be at most limit (9)",
+        ),
+        (
+            ("algorithm={use: dapo, overlong: {limit: 999, buffer: 2}}",),
+            "warning algorithm.overlong.limit: is 999",
+        ),
         ((*TORCH, "algorithm=distill"), "warning models.teacher.path: is not set"),
         (("bus.max_payload_mb=100",), "error override bus.max_payload_mb: expected int <= 64"),
         (("bus.listen='127.0.0.1:99999'",), "listen has the port 99999"),
         (("bus.credentials=user.py",), "credentials are for your own server"),
         (("training={use: fsdp2, interface: eth99}",), "this machine has no network interface 'eth99'"),
-        (("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",), "workflow.max_tokens"),
+        (
+            ("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",),
+            "warning workflow.max_tokens",
+        ),
         (("dataset.path=array.jsonl",), "array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array"),
         (("dataset.path=pretty.jsonl",), "an object goes over several lines"),
         (("dataset.path=rows.csv",), "it looks like CSV"),

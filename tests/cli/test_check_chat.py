@@ -64,7 +64,10 @@ def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> Non
     ("prompt", "words"),
     [
         ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
-        ([{"role": "human", "content": "hidden"}, ASK], "not as it is written (row 2: message 1"),
+        (
+            [{"role": "human", "content": "hidden"}, ASK],
+            "does not show, or not as it is written (row 2: message 1",
+        ),
         ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
         ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
         ("", "have no token, and are left out"),
@@ -86,7 +89,9 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
     prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
     said = checked(tmp_path, prompt, more=("dataset.special_tokens=text",))
-    assert "have reasoning whose marks are text (dataset.special_tokens): it is not dropped" in said
+    assert (
+        "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess" in said
+    )
 
 
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
@@ -166,7 +171,9 @@ def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(t
 def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
     assert fitted(row, rows, 4) == row
-    with pytest.raises(ConfigError, match="4 tokens, and the model has 3 positions"):
+    with pytest.raises(
+        ConfigError, match="4 tokens, and the model has 3 positions; dataset\\.max_tokens cuts"
+    ):
         fitted(row, rows, 3)
     cut = fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
     assert cut == Encoded([1, 2, 3], [False, False, True])

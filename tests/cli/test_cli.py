@@ -29,7 +29,10 @@ def test_the_docstring_of_the_command_line_names_every_command() -> None:
         (["run", QUICKSTART, "--steps=3"], "no option '--steps'.* write steps=3$"),
         (["run", QUICKSTART, "--steps", "3"], "no option '--steps'.* write steps=3$"),
         (["run", QUICKSTART, "seed=1", "--steps", "3", "out=x"], "no option '--steps'.* write steps=3$"),
-        (["run", QUICKSTART, "--ui", "--detach", "out=x"], "--ui: another process owns this run; start it"),
+        (
+            ["run", QUICKSTART, "--ui", "--detach", "out=x"],
+            "--ui: another process owns this run; start it, then stretto ui ",
+        ),
         (["evaluate", "somewhere", "--temprature", "0"], "No such option"),
     ],
 )

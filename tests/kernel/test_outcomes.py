@@ -44,7 +44,7 @@ def changed(**changes: Any) -> GroupDone:
         (group(GOOD, purpose="eval"), "expected 'eval-5/1/0'"),
         (changed(id="x"), "the id of member 0 is 'x'; expected '5/1/0'"),
         (changed(sequence=7), "lies at 7 of the log; its outcome lies at 7"),
-        (changed(sequence=0), "lies at 0 of the log"),
+        (changed(sequence=0), "lies at 0 of the log; its outcome lies at 7"),
         (changed(index=-1), "member 0 has index -1"),
         (changed(index=1), "member 0 has index 1 in its bundle of at most 1"),
         (changed(length=-9), "-9 tokens, 5 of them sampled"),

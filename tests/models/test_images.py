@@ -94,7 +94,7 @@ def test_what_is_no_image_is_one_clear_error(tmp_path: Path) -> None:
         ({"images": "a.png"}, "column 'images': expected a list of images, found str 'a.png'"),
         ({"images": [3]}, r"column 'images': expected a path, or \{'bytes'.*found int '3'"),
         ({"image": "a", "images": ["b"]}, "and the column 'image' both hold images"),
-        ({"image": str(tmp_path / "large.png")}, "png' has 33554433 bytes; expected at most 33554432"),
+        ({"image": str(tmp_path / "large.png")}, "large.png' has 33554433 bytes; expected at most 33554432"),
         ({"image": str(tmp_path / "pipe.png")}, r"pipe.png' is not a regular file"),
     ]
     for row, message in rows:

@@ -93,7 +93,11 @@ def test_a_model_in_several_files_is_put_together_from_all(tiny_models: Models, 
         ("model.layers.0.mlp.up_proj.lora_A.weight", torch.ones(4, 32), "the other one is missing"),
         ("model.layers.9.mlp.up_proj.weight", torch.ones(4, 32), "the other one is missing"),
         ("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 3), "its factors have"),
-        ("model.layers.0.self_attn.q_proj.lora_A.weight", torch.ones(4, 64).double(), "is F64; expected F32"),
+        (
+            "model.layers.0.self_attn.q_proj.lora_A.weight",
+            torch.ones(4, 64).double(),
+            "is F64; expected F32, F16, BF16",
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

@@ -120,7 +120,10 @@ def test_a_sum_has_the_limits_of_its_parts(tmp_path: Path) -> None:
     ("reward", "message"),
     [
         ({"use": "sum", "parts": {"a": {"use": "mth"}}}, r"reward\.parts\.a\.use: .*did you mean 'math'"),
-        ({"use": "sum", "parts": {"a": {"use": "math", "colum": 1}}}, r"reward\.parts\.a\.colum: unknown"),
+        (
+            {"use": "sum", "parts": {"a": {"use": "math", "colum": 1}}},
+            r"reward\.parts\.a\.colum: unknown key",
+        ),
         ({"use": "sum", "parts": {"A b": "math"}}, r"'A b' cannot be the name of a part"),
         ({"use": "sum", "parts": ["math"]}, r"reward\.parts: expected a mapping of names"),
         ({"use": "sum", "parts": {"a": "math"}, "weights": {"b": 1}}, r"weights: no part 'b'; the parts: a"),

@@ -106,3 +106,12 @@ def test_steps_can_be_scaled_by_the_effective_sample_size() -> None:
     assert scale({"behaviour_kl": 9.0, "ess": 0.25}, 1.0) == 0.5
     assert scale({"behaviour_kl": 9.0, "ess": 1.0}, 0.5) == 1.0
     assert scale({"behaviour_kl": 9.0, "ess": math.nan}, 0.5) == 0.5
+
+
+def test_without_correction_stale_tokens_weigh_one() -> None:
+    batch = batch_of([1.0, 0.0], [0, 0], [1, 1], prompt=1).with_columns(
+        {"advantages": torch.ones(4), "behaviour_logprobs": torch.full((4,), -3.0)}
+    )
+    losses, statistics = grpo(correction=CorrectionConfig(use="none")).loss(torch.zeros(4), batch)
+    torch.testing.assert_close(losses, -torch.ones(4))
+    torch.testing.assert_close(statistics["importance_weight"], torch.ones(4))

@@ -166,7 +166,10 @@ def test_what_is_no_plain_data_is_refused() -> None:
     ("keys", "message"),
     [
         ({"task": "leg_countin"}, "reasoning_gym has no task 'leg_countin'; did you mean 'leg_counting'"),
-        ({"task": "gcd", "options": {"max_number": 2}}, "'gcd' has no option 'max_number'; did you mean"),
+        (
+            {"task": "gcd", "options": {"max_number": 2}},
+            "task 'gcd' has no option 'max_number'; did you mean",
+        ),
         ({"task": "gcd", "options": {"seed": 2}}, "task 'gcd' has no option 'seed'"),
         ({"task": "gcd", "options": {"max_numbers": 1}}, "gcd: AssertionError: "),
         ({"tasks": (WeightedTask(task="gcd"),) * 2}, "gcd, gcd: ValueError: Duplicate dataset names"),
@@ -186,7 +189,9 @@ def test_a_config_names_one_task_or_several() -> None:
 
 
 def test_rows_of_another_dataset_are_refused() -> None:
-    with pytest.raises(ValueError, match="no column 'task'; this reward is for rows of dataset reasoning"):
+    with pytest.raises(
+        ValueError, match="no column 'task'; this reward is for rows of dataset reasoning_gym"
+    ):
         scored({"prompt": "1+1=", "answer": "2"}, "2")
 
 

@@ -64,7 +64,11 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.python={this}"], "inference.python", "has no module 'vllm'"),
         (["inference.python=/bin/sh"], "inference.python", "is not a Python interpreter"),
         (["inference.urls=[http://a:1]", "inference.replicas=2"], "inference.urls", "1 server(s) for 2"),
-        (["inference.urls=[http://a:1]", "inference.python=/bin/sh"], "inference.urls", "excludes inference"),
+        (
+            ["inference.urls=[http://a:1]", "inference.python=/bin/sh"],
+            "inference.urls",
+            "excludes inference.python",
+        ),
         (["inference.urls=[http://a:1]", "inference.args={x: 1}"], "inference.args", "urls are running"),
         (
             [
