@@ -112,10 +112,8 @@ async def test_the_server_refuses_to_fork_once_a_module_has_started_a_thread(
     assert not forks.can_fork(command("show"), process_environment(Resources(), ()))
 
 
-async def test_the_local_launcher_forks_only_workers_with_the_servers_environment(
-    folder_with_modules: None, tmp_path: Path
-) -> None:
-    del folder_with_modules
+@pytest.mark.usefixtures("folder_with_modules")
+async def test_the_local_launcher_forks_only_workers_with_the_servers_environment(tmp_path: Path) -> None:
     forks = ForkServer(tmp_path, [])  # pytest changes the environment for each phase of a test
     launcher = LocalLauncher(LauncherConfig(), Context(run="run", name="run", seed=0))
     launcher.use_forks(forks)

@@ -8,13 +8,8 @@ import pytest
 
 from stretto.kernel.schedule.lending import Demand, Lending
 
-NONE, BESIDE, TWO, RESTING = (
-    Demand(),
-    Demand(10, (10,)),
-    Demand(10, (10, 20)),
-    Demand(10, (10,), resting=True),
-)
-UNTRAINED = Demand(0, (0,), untrained=True)
+NONE, BESIDE, TWO = Demand(), Demand(10, (10,)), Demand(10, (10, 20))
+RESTING, UNTRAINED = Demand(10, (10,), resting=True), Demand(0, (0,), untrained=True)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
@@ -19,12 +20,6 @@ from stretto.kernel.fleet import sample_writer_supervisor
 from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 
 
-class Connected:
-    """A bus with a connection, over which nothing comes."""
-
-    connected = True
-
-
 @asynccontextmanager
 async def running(supervisor: SampleWriterSupervisor) -> AsyncGenerator[None]:
     async with anyio.create_task_group() as tasks:
@@ -34,8 +29,9 @@ async def running(supervisor: SampleWriterSupervisor) -> AsyncGenerator[None]:
 
 
 def make_supervisor(folder: Path) -> tuple[SampleWriterSupervisor, list[str]]:
-    setup, bus = make_setup(folder, steps=1), Connected()
-    return SampleWriterSupervisor(setup, cast("Any", bus), 1), setup.facts.problems
+    setup = make_setup(folder, steps=1)
+    bus = cast(Any, SimpleNamespace(connected=True))  # over which nothing comes
+    return SampleWriterSupervisor(setup, bus, 1), setup.facts.problems
 
 
 async def test_a_writer_that_hangs_is_killed_started_again_and_reported(
