@@ -543,16 +543,6 @@ TestScheduler.settings = settings(
 # --------------------------------------------------------------------------------- rules by example
 
 
-def test_admission_fills_the_queue_and_follows_retirement() -> None:
-    scheduler = started(steps=10, batch_size=2, max_staleness=1)
-    tickets = issued(scheduler)
-    assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
-    scheduler.group_done(done(tickets[0], 0))
-    assert scheduler.commands() == []  # finished is not retired
-    scheduler.group_failed(failed(tickets[1], filtered=True))
-    assert [ticket.id for ticket in issued(scheduler)] == [4]  # what is left out gives its slot back
-
-
 def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs() -> None:
     scheduler = started(steps=9, max_staleness=1)
     slow, quick = issued(scheduler)  # both due by version 1
@@ -1038,6 +1028,7 @@ def take_step(
     scheduler: Scheduler, tickets: deque[Ticket], reward: float, *, skipped: bool = False
 ) -> list[str]:
     """Train a batch of one group with this reward. The reasons to end the run."""
+    scheduler.release()
     scheduler.group_done(done(tickets.popleft(), scheduler.version, reward=reward))
     scheduler.step_finished(skipped=skipped, hold=True)
     commands = scheduler.commands()
@@ -1055,8 +1046,6 @@ def test_steps_that_change_nothing_end_the_run_also_when_kernels_change_in_betwe
     for skipped in (True, True, False, True, True, True, True):
         assert take_step(scheduler, tickets, 0.0, skipped=skipped) == []
         scheduler = continued(scheduler)
-        scheduler.release()
-        tickets.extend(issued_by(scheduler.commands()))
     assert take_step(scheduler, tickets, 0.0, skipped=True) == [NOT_FINITE]
     scheduler.release()
     assert not scheduler.training
@@ -1075,8 +1064,7 @@ def test_what_ends_the_run_while_it_closes_is_kept_for_the_next_kernel() -> None
     scheduler, tickets = begun()
     for _ in range(4):
         assert take_step(scheduler, tickets, 0.0, skipped=True) == []
-        scheduler.release()
-        tickets.extend(issued_by(scheduler.commands()))
+    scheduler.release()
     scheduler.group_done(done(tickets.popleft(), scheduler.version))
     scheduler.close()  # for other numbers of trainers
     scheduler.step_finished(skipped=True)
@@ -1095,8 +1083,6 @@ def test_a_collapse_ends_the_run_at_the_same_step_also_when_kernels_change_in_be
                 ends.append((scheduler.version, reasons))
                 break
             scheduler = continued(scheduler) if kernels_change else scheduler
-            scheduler.release()
-            tickets.extend(issued_by(scheduler.commands()))
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert 22 < ends[0][0] < 32
