@@ -91,10 +91,8 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             async def finish(waited_for: Awaitable[object]) -> None:
                 done.append(await waited_for)
 
-            tasks.start_soon(
-                finish,
-                kernel.request(subject, AskLoad(), LoadReport, who="inference-0", deadline_s=patience(3)),
-            )
+            asking = kernel.request(subject, AskLoad(), LoadReport, who="inference-0", deadline_s=patience(3))
+            tasks.start_soon(finish, asking)
             await asked.wait()
             with standing_still(server_pid(tmp_path)):
                 await until(lambda: not kernel.connected and not inference.connected)
@@ -332,11 +330,11 @@ async def test_a_worker_that_looks_for_another_server_is_not_silent(
     assert int(how.removeprefix("silent for ").removesuffix(" s")) >= 3
 
 
+@pytest.mark.usefixtures("server")
 async def test_servers_that_stand_still_keep_a_client_only_shortly_from_the_others(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sockets that take connections and say nothing, as the system does for a stopped server."""
-    del open_bus
     monkeypatch.setattr("nats.aio.client.shuffle", list)  # leaves them in their order
     bootstrap = Bootstrap.read(tmp_path / "bus" / "rollout.json")
     with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
@@ -377,13 +375,12 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
     bootstrap = Bootstrap.read(tmp_path / "bus" / "rollout.json")
     first = Heartbeat("rollout-0", "n", ready=False)
 
+    def note(beat: Heartbeat) -> None:
+        arrivals.append((time.monotonic(), beat))
+
     async def receive() -> None:
         async with open_bus("kernel") as kernel:
-            await kernel.subscribe(
-                names.kernel("rollout", "heartbeat"),
-                Heartbeat,
-                lambda beat: arrivals.append((time.monotonic(), beat)),
-            )
+            await kernel.subscribe(names.kernel("rollout", "heartbeat"), Heartbeat, note)
             await anyio.sleep_forever()
 
     with start_blocking_portal() as portal:  # the kernel has a loop of its own here
@@ -403,7 +400,7 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
 
 
 @pytest.mark.slow
-def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
+async def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet, "_HUNG_S", 5.0)
@@ -413,27 +410,23 @@ def test_a_worker_whose_loop_hangs_is_ended_after_it_has_written_its_stacks(
         "def hang_here():\n    print('up', flush=True)\n    while True: pass\nhang_here()"
     )
     rollout = job("rollout-0", code=script, folder=tmp_path)
-
-    async def run() -> None:
-        config: Any = None
-        launcher = LocalLauncher(config, config)
-        [handle] = await launcher.launch([rollout])
-        await until(lambda: rollout.tail(1) == "up")
-        workers, lost = fleet_of(tmp_path, launcher)
-        workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
-        join(workers, tmp_path)
-        async with watched(workers):
-            workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=4.0))
-            await anyio.sleep(patience(1.5))
-            assert not lost
-            workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=6.0))
-            with anyio.fail_after(patience(30)):
-                assert await handle.wait() < 0
-        [(_, how, _)] = lost
-        assert how == "its event loop stood still for 6 s"
-        assert "in hang_here" in rollout.tail(20)
-
-    anyio.run(run)
+    config: Any = None
+    launcher = LocalLauncher(config, config)
+    [handle] = await launcher.launch([rollout])
+    await until(lambda: rollout.tail(1) == "up")
+    workers, lost = fleet_of(tmp_path, launcher)
+    workers._handles["rollout-0"] = handle  # pyright: ignore[reportPrivateUsage]
+    join(workers, tmp_path)
+    async with watched(workers):
+        workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=4.0))
+        await anyio.sleep(patience(1.5))
+        assert not lost
+        workers.beat(Heartbeat("rollout-0", "n", ready=True, blocked_s=6.0))
+        with anyio.fail_after(patience(30)):
+            assert await handle.wait() < 0
+    [(_, how, _)] = lost
+    assert how == "its event loop stood still for 6 s"
+    assert "in hang_here" in rollout.tail(20)
 
 
 class Endless:
@@ -503,10 +496,8 @@ async def test_a_worker_waits_for_a_kernel_that_stands_still_and_leaves_a_dead_o
         assert "its lock is free" in await watch.until_gone()
 
 
-async def test_a_worker_leaves_when_another_kernel_has_taken_the_lock(
-    kernel: subprocess.Popen[str], tmp_path: Path
-) -> None:
-    del kernel
+@pytest.mark.usefixtures("kernel")
+async def test_a_worker_leaves_when_another_kernel_has_taken_the_lock(tmp_path: Path) -> None:
     former = msgspec.structs.replace(KernelLock.of(tmp_path), owner="pid 1, since the day before")
     assert former.visible
     assert not former.is_held()
