@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
+from bus_testing import running_server
+from fixture_types import OpenBus
 from patience import patience
-from stretto.bus.client import Bus, connect
-from stretto.bus.server import Bootstrap, NatsServer, lock_run, restart_server
+from stretto.bus.client import connect
+from stretto.bus.server import Bootstrap, restart_server
 from stretto.config import BusConfig
 from stretto.simulation.loop import SimulatedLoop
 from stretto.simulation.patches import World, patched
@@ -26,7 +27,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 
 @pytest.fixture
-async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyncContextManager[Bus]]]:
+async def open_bus(tmp_path: Path) -> AsyncIterator[OpenBus]:
     """`async with open_bus("rollout") as bus`: a bus of a role, on the server that belongs to the loop."""
     loop = asyncio.get_running_loop()
     if isinstance(loop, SimulatedLoop):
@@ -34,12 +35,8 @@ async def open_bus(tmp_path: Path) -> AsyncIterator[Callable[[str], AbstractAsyn
         with patched(World(loop, 0)):
             yield lambda role: connect(Bootstrap(url="nats://simulated:4222", run=RUN, role=role))
     else:
-        lock = lock_run(tmp_path / "bus")
-        config = BusConfig(grace_s=patience(2.0), max_payload_mb=1)
-        server = await NatsServer.start(tmp_path / "bus", RUN, config, tmp_path / "logs")
-        yield lambda role: connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
-        await server.stop()
-        lock.close()
+        async with running_server(tmp_path, BusConfig(grace_s=patience(2.0), max_payload_mb=1), RUN):
+            yield lambda role: connect(Bootstrap.read(tmp_path / "bus" / f"{role}.json"))
 
 
 @pytest.fixture
