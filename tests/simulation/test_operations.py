@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,9 +13,9 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from patience import SOON_S, patience
+from nats_cluster import Server
+from patience import patience
 from stretto.bus.connection import NatsClient
-from stretto.bus.server import binary
 from stretto.simulation.loop import SimulatedLoop
 from stretto.simulation.patches import World, patched
 from stretto.simulation.server import SimulatedServer
@@ -201,20 +199,8 @@ async def _connected(url: str) -> list[list[Any]]:
 
 
 def _on_a_real_server(folder: Path) -> list[list[Any]]:
-    options = ["-js", "-sd", str(folder), "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", str(folder)]
-    with subprocess.Popen([binary(), *options], stderr=subprocess.DEVNULL) as server:
-        try:
-            return asyncio.run(_connected(_address(folder, server.pid)))
-        finally:
-            server.kill()
-
-
-def _address(folder: Path, pid: int) -> str:
-    deadline = time.monotonic() + patience(20)
-    while not (found := [*folder.glob(f"*_{pid}.ports")]) or not found[0].read_text():
-        assert time.monotonic() < deadline, "nats-server did not start"
-        time.sleep(SOON_S)
-    return json.loads(found[0].read_text())["nats"][0]
+    with Server(folder, "real", {"jetstream": {"store_dir": str(folder)}}) as server:
+        return asyncio.run(_connected(f"nats://{server.address}"))
 
 
 def _on_the_simulated_server() -> list[list[Any]]:
