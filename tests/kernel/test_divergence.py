@@ -12,16 +12,13 @@ import torch
 
 from fixture_types import Models, Start
 from plugin_files import write_plugin, write_reward
-from stretto import Context
 from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow, SwapDone
 from stretto.engine import SwapReport
 from stretto.errors import EngineError
 from stretto.kernel.calls.engine_errors import EngineErrors
-from stretto.rl.batch import Batch
-from stretto.training.engine import HFTraining
 from stretto.workers.shared_rows import choose_rows, engine_kl, score_rows
-from stretto_torch import TorchTrainingConfig
+from training_engines import batch_of, loaded_engine
 from worlds import in_simulation
 
 # ------------------------------------------------------------------------------------ the shared rows
@@ -47,20 +44,15 @@ def test_the_engines_error_is_k3_over_the_trained_tokens() -> None:
         engine_kl(rows, [np.array([np.nan, np.nan], np.float32), found[1]])
 
 
-def test_the_trainer_scores_the_beginnings_of_rows(tiny_models: Models, tmp_path: Path) -> None:
+def test_the_trainer_scores_the_beginnings_of_rows(tiny_models: Models) -> None:
     """Up to the 64th trained token; what comes later changes nothing before it."""
-    where = Context(run="r", name="test", seed=1, model=str(tiny_models("qwen2")), folder=str(tmp_path))
-    trainer = HFTraining(TorchTrainingConfig(), where)
-    trainer.load(None)
-    lengths = [100, 30]
-    tokens = torch.randint(2, 97, (130,), generator=torch.Generator().manual_seed(1))
-    mask = torch.arange(130) % 100 >= 10
-    batch = Batch(lengths, {"tokens": tokens, "loss_mask": mask}, {})
+    trainer = loaded_engine(tiny_models("qwen2"))
+    batch = batch_of([100, 30], loss_mask=torch.arange(130) % 100 >= 10)
     long, short = score_rows(trainer, batch)
     whole = trainer.forward(batch, temperature=1.0)
     assert (len(long.tokens), len(short.tokens)) == (74, 30)
     assert long.trained.numpy().sum() == 64
-    assert np.array_equal(short.tokens.numpy(), tokens[100:].numpy())
+    assert np.array_equal(short.tokens.numpy(), batch["tokens"][100:].numpy())
     assert long.logprobs.numpy() == pytest.approx(whole[1:74].numpy(), abs=1e-5)
     assert short.logprobs.numpy() == pytest.approx(whole[101:].numpy(), abs=1e-5)
 
