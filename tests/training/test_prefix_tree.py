@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -120,16 +120,11 @@ engine_of = partial(loaded_engine, lr=1e-6, optimizer="sgd", clip_norm=None)
 @pytest.fixture(scope="module")
 def sides(tiny_models: Models) -> Callable[[str, int], tuple[HFTraining, HFTraining]]:
     """Engines with and without shared prefixes; several examples train the same two."""
-    made: dict[tuple[str, int], tuple[HFTraining, HFTraining]] = {}
 
+    @cache
     def engines(architecture: str, budget: int) -> tuple[HFTraining, HFTraining]:
-        if (architecture, budget) not in made:
-            model = tiny_models(architecture)
-            made[architecture, budget] = (
-                engine_of(model, micro_batch_tokens=budget),
-                engine_of(model, shared_prefixes=False, micro_batch_tokens=budget),
-            )
-        return made[architecture, budget]
+        make = partial(engine_of, tiny_models(architecture), micro_batch_tokens=budget)
+        return make(), make(shared_prefixes=False)
 
     return engines
 
