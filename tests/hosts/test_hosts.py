@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -20,16 +19,23 @@ from typing import Any
 
 import psutil
 import pytest
+from tests.conftest import write_run_file
 
+from nats_cluster import LOGIN, login_file
 from patience import SOON_S, patience
+from stretto.config import BusConfig
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPT = HERE / "hosts.sh"
 SHORT_S, LONG_S = 8.0, 30.0
-_MOCK = "{use: mock, seconds_per_step: 0.25}"
 REFUSED_S = 20.0
 """Processes of lost workers have ended this many seconds after their host is back."""
+SETTINGS = (
+    *(f"plugins=[{HERE}/hosts_launcher.py]", "weights={use: bus, folder: /dev/shm}"),
+    *("inference.replicas=2", "inference.sigma=0", "rollout.processes=2", "verifier.processes=2"),
+    *(f"bus.grace_s={BusConfig().grace_s}", "samples.keep=all", "checkpoint.every=10", "steps=200"),
+)
 
 pytestmark = [
     pytest.mark.cluster,
@@ -40,33 +46,6 @@ pytestmark = [
 
 def hosts(*arguments: str) -> None:
     subprocess.run([SCRIPT, *arguments], check=True)
-
-
-def written_run_file(folder: Path, training: str) -> Path:
-    rows = (json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(40))
-    (folder / "rows.jsonl").write_text("".join(rows))
-    file = folder / "run.yaml"
-    file.write_text(
-        textwrap.dedent(
-            f"""\
-            name: hosts
-            plugins: [{HERE}/hosts_launcher.py]
-            launcher: {{use: hosts, folder: {folder}}}
-            algorithm: {{use: grpo, group_size: 4}}
-            training: {training}
-            inference: {{use: mock, replicas: 2, tokens_per_s: 20000, slots: 64, mean_tokens: 24}}
-            rollout: {{processes: 2}}
-            verifier: {{processes: 2}}
-            weights: {{use: bus, folder: /dev/shm}}
-            reward: exact
-            dataset: {{use: jsonl, path: {folder}/rows.jsonl}}
-            queue: {{batch_size: 4, max_staleness: 2}}
-            checkpoint: {{every: 10}}
-            steps: 200
-            """
-        )
-    )
-    return file
 
 
 def processes_on(host: str, module: str = "") -> list[psutil.Process]:
@@ -158,9 +137,10 @@ def runs() -> Generator[list[RunOnHosts]]:
 @pytest.fixture
 def run_on_hosts(folder: Path, runs: list[RunOnHosts]) -> Start:
 
-    def start(*overrides: str, training: str = _MOCK) -> RunOnHosts:
-        file, out = written_run_file(folder, training), folder / "run"
-        runs.append(RunOnHosts(out, "A", "run", str(file), f"out={out}", *overrides))
+    def start(*overrides: str, training: str = "training.seconds_per_step=0.25") -> RunOnHosts:
+        file, out = write_run_file(folder), folder / "run"
+        more = (f"out={out}", f"launcher={{use: hosts, folder: {folder}}}", *SETTINGS, training, *overrides)
+        runs.append(RunOnHosts(out, "A", "run", str(file), *more))
         return runs[-1]
 
     return start
@@ -214,7 +194,7 @@ def test_workers_of_a_host_that_is_cut_off_for_long_are_replaced(run_on_hosts: S
 
 def test_a_trainer_on_each_host_and_one_host_is_lost_for_good(run_on_hosts: Start) -> None:
     """The ranks meet over gloo between the hosts; afterwards both are on one."""
-    ranks = "{use: fsdp2, processes: 2, threads: 1}"
+    ranks = "training={use: fsdp2, processes: 2, threads: 1}"
     run = run_on_hosts("steps=60", f"model={ROOT}/examples/quickstart/model", training=ranks)
     run.until(lambda: run.steps() >= 5)
     assert any("trainer-1" in " ".join(process.cmdline()) for process in processes_on("B", "stretto.workers"))
@@ -236,14 +216,12 @@ def files_of(folder: Path) -> dict[str, str]:
 @pytest.fixture
 def server_on_b(folder: Path) -> Generator[list[str]]:
     """A nats-server of one's own on host B; the overrides of a run that uses it."""
-    login = {"user": "me", "password": "secret"}
-    (folder / "login.json").write_text(json.dumps(login))
     settings = {"host": "10.77.0.2", "port": 4333, "jetstream": {"store_dir": str(folder / "store")}}
-    settings |= {"max_payload": 8 * 2**20, "authorization": {"users": [login]}}
+    settings |= {"max_payload": 8 * 2**20, "authorization": {"users": [LOGIN]}}
     (folder / "own.conf").write_text(json.dumps(settings))
     command = [SCRIPT, "run", "B", Path(sys.executable).with_name("nats-server"), "-c", folder / "own.conf"]
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
-        yield ["bus.url=nats://10.77.0.2:4333", f"bus.credentials={folder}/login.json"]
+        yield ["bus.url=nats://10.77.0.2:4333", f"bus.credentials={login_file(folder)}"]
         server.kill()
 
 
