@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bus_testing import until
 from kernel_setup import write_run
@@ -45,6 +46,7 @@ from stretto_vllm import VllmConfig
 from stretto_vllm.engine import VllmEngine
 
 PROMPT = [3, 4, 5]
+URLS, EVALUATION = "inference.urls=[http://a:1]", "evaluation.dataset={use: jsonl, path: rows.jsonl}"
 
 
 # ---------------------------------------------------------------------------------- the run file
@@ -63,18 +65,11 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.python=rows.jsonl"], "inference.python", "is not an executable file"),
         (["inference.python={this}"], "inference.python", "has no module 'vllm'"),
         (["inference.python=/bin/sh"], "inference.python", "is not a Python interpreter"),
-        (["inference.urls=[http://a:1]", "inference.replicas=2"], "inference.urls", "1 server(s) for 2"),
+        ([URLS, "inference.replicas=2"], "inference.urls", "1 server(s) for 2"),
+        ([URLS, "inference.python=/bin/sh"], "inference.urls", "excludes inference.python"),
+        ([URLS, "inference.args={x: 1}"], "inference.args", "urls are running"),
         (
-            ["inference.urls=[http://a:1]", "inference.python=/bin/sh"],
-            "inference.urls",
-            "excludes inference.python",
-        ),
-        (["inference.urls=[http://a:1]", "inference.args={x: 1}"], "inference.args", "urls are running"),
-        (
-            [
-                *("inference.urls=[http://a:1, http://b:1]", "evaluation.own_engine=true"),
-                "evaluation.dataset={use: jsonl, path: rows.jsonl}",
-            ],
+            ["inference.urls=[http://a:1, http://b:1]", EVALUATION, "evaluation.own_engine=true"],
             "evaluation.own_engine",
             "needs one more server",
         ),
@@ -86,10 +81,7 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.api_key=k"], "inference.api_key", "is for the servers in urls"),
         (["sampling.temperature=0.005"], "sampling", "temperature 0.005: vLLM supports 0 and 0.01 to 2"),
         (
-            [
-                *("inference=sglang", "evaluation.dataset={use: jsonl, path: rows.jsonl}"),
-                "evaluation.sampling={top_k: 20, top_p: 0.8}",
-            ],
+            ["inference=sglang", EVALUATION, "evaluation.sampling={top_k: 20, top_p: 0.8}"],
             "evaluation.sampling",
             "top_k 20 with top_p 0.8: SGLang",
         ),
@@ -494,13 +486,10 @@ def test_checksums_tell_which_tensor_the_server_has_not_loaded(tmp_path: Path) -
 
 def write_safetensors(folder: Path, tensors: Mapping[str, bytes]) -> dict[str, str]:
     """A file of float32 tensors, 8 bytes a row; the hashes of their bytes."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, data in tensors.items():
-        header[name] = {"dtype": "F32", "shape": [len(data) // 8, 2], "data_offsets": [end, end + len(data)]}
-        end += len(data)
     folder.mkdir()
-    encoded = msgspec.json.encode(header)
-    content = len(encoded).to_bytes(8, "little") + encoded + b"".join(tensors.values())
-    (folder / "model.safetensors").write_bytes(content)
+    rows = {
+        name: torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, 2)
+        for name, data in tensors.items()
+    }
+    save_file(rows, folder / "model.safetensors")
     return {name: hashlib.sha256(data).hexdigest() for name, data in tensors.items()}

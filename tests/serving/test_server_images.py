@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestServer
 from PIL import Image
 
 from stretto.component import Context
@@ -48,6 +49,11 @@ def file_of(image: Image.Image, kind: str = "PNG") -> bytes:
 
 def images_of(*files: bytes) -> RequestImages:
     return RequestImages(IMAGE, files, [hashlib.sha256(file).hexdigest() for file in files])
+
+
+async def two_images() -> ServerText:
+    """The tokens of the prompt and the answer, with both images."""
+    return await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
 
 
 async def test_a_server_gets_one_token_and_the_decoded_pixels_of_each_image() -> None:
@@ -145,21 +151,16 @@ async def server_of(answers: dict[str, Any]) -> AsyncGenerator[Server]:
 
     app = web.Application()
     app.add_routes([web.route("*", "/{path:.*}", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    server = Server(site.name, None)
-    try:
-        yield server
-    finally:
-        await server.stop()
-        await runner.cleanup()
+    async with TestServer(app) as running:
+        server = Server(f"http://127.0.0.1:{running.port}", None)
+        try:
+            yield server
+        finally:
+            await server.stop()
 
 
 async def chunks_of(engine: ServerEngine, server: Server) -> list[StreamChunk]:
-    text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
-    ask = Ask("0001", text, max_tokens=4, seed=1, sampling=Sampling(max_tokens=9), salt="v3")
+    ask = Ask("0001", await two_images(), max_tokens=4, seed=1, sampling=Sampling(max_tokens=9), salt="v3")
     return [chunk async for chunk in engine.stream(server, ask)]
 
 
@@ -168,8 +169,7 @@ async def test_the_trained_prompt_gives_a_streams_tokens_and_is_scored(made: Mad
     answers["prompt"] = TOKENS
     async with server_of(answers) as server:
         chunks = await chunks_of(engine, server)
-        text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
-        assert await engine.score(server, text) == [-2.0] * (len(TOKENS) - 1)
+        assert await engine.score(server, await two_images()) == [-2.0] * (len(TOKENS) - 1)
     assert [token for chunk in chunks for token in chunk.tokens] == [5]
     body = answers["asked"][0]
     assert (body.get("token_ids") or body["input_ids"]) == [1, IMAGE, 2, IMAGE, 3, IMAGE]
@@ -186,9 +186,8 @@ async def test_a_stream_of_another_prompt_is_an_error(made: Made, prompt: list[i
         [chunk] = await chunks_of(engine, server)
         assert chunk.finish == "error"
         assert "prompt" in chunk.error
-        text = await images_of(file_of(picture(0)), file_of(picture(1))).text(TOKENS)
         with pytest.raises(EngineError, match="prompt"):
-            await engine.score(server, text)
+            await engine.score(server, await two_images())
 
 
 async def test_an_attached_server_that_resizes_otherwise_is_refused(made: Made) -> None:
