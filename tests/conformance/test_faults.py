@@ -34,12 +34,8 @@ def test_the_kit_finds_each_fault_and_no_other(tmp_path: Path) -> None:
         faults = [*case.iter("failure"), *case.iter("error")]
         tests = found.setdefault(case.attrib["classname"].rpartition(".")[2], {})
         tests |= {case.attrib["name"].removeprefix("test_"): fault.text or "" for fault in faults}
-    for test_class, expected in finds().items():
-        assert found[test_class].keys() == expected.keys(), f"{test_class}: {found[test_class]}"
-        for test, words in expected.items():
-            assert words in found[test_class][test], f"{test_class}.{test}: {found[test_class][test]}"
-
-
-def finds() -> dict[str, dict[str, str]]:
-    module = load_module(str(FILE))
-    return {name: value.finds for name, value in vars(module).items() if name.startswith("Test")}
+    kits = {name: kit for name, kit in vars(load_module(str(FILE))).items() if name.startswith("Test")}
+    for name, kit in kits.items():
+        assert found[name].keys() == kit.finds.keys(), f"{name}: {found[name]}"
+        for test, words in kit.finds.items():
+            assert words in found[name][test], f"{name}.{test}: {found[name][test]}"
