@@ -26,6 +26,7 @@ from cluster_page import Section, filled
 from patience import patience
 from processes import arguments_of
 from stretto import Context
+from stretto.bus.server import free_port
 from stretto.component import Problem
 from stretto.errors import LaunchError
 from stretto.launcher import ROLES, Job
@@ -53,9 +54,8 @@ class Nodes:
         self._folder = folder
         self._hidden = hidden
         """What node3 does not see: there, a private mount hides it."""
-        with socket.create_server(("", 0)) as probe:
-            self._port = probe.getsockname()[1]
         self.ip = own_address()
+        self._port = free_port(self.ip)
         self.address = f"{self.ip}:{self._port}"
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -132,9 +132,8 @@ def places(run: Run) -> dict[str, list[tuple[str, int]]]:
     """The nodes on which each worker has run, and its process ids, in order."""
     found: dict[str, list[tuple[str, int]]] = {}
     for log in (run.folder / "logs").glob("*.out"):
-        for worker, node, pid in re.findall(
-            r"^stretto: (\S+) on (\S+), pid (\d+)$", log.read_text(), re.MULTILINE
-        ):
+        started = re.findall(r"^stretto: (\S+) on (\S+), pid (\d+)$", log.read_text(), re.MULTILINE)
+        for worker, node, pid in started:
             found.setdefault(worker, []).append((node, int(pid)))
     return found
 
@@ -270,8 +269,7 @@ def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_pa
     try:
         run.assert_completed(6, batch_size=8)
     finally:
-        run.process.kill()
-        run.process.wait()
+        run.kill()
     run.assert_audit_is_clean()
     found = nodes_of(run)
     assert {*found["trainer-0"], *found["trainer-1"]} == {"node1", "node2"}
@@ -285,8 +283,7 @@ def test_the_quickstart_with_a_trainer_on_each_of_two_nodes(nodes: Nodes, tmp_pa
 
 
 def test_the_commands_of_the_page(tmp_path: Path) -> None:
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port(own_address())
     page, file, out = Section("Ray"), tmp_path / "mine.yaml", tmp_path / "first"
     head, join, status, run, watch, resume, token, export = page.commands
     address = f"{own_address()}:{port}"

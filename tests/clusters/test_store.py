@@ -25,8 +25,7 @@ def test_ranks_without_a_folder_go_on_from_the_store(
         *("sampling.max_tokens=16", "steps=400"),
     )
     run.until_step(5)
-    run.process.kill()
-    run.process.wait()
+    run.kill()
     again = start("steps=8", resume=run)
     assert again.end() == 0, again.text()
     assert again.assert_balanced()["version"] == 8
