@@ -21,9 +21,6 @@ def close(found: Tensor, expected: Any, atol: float = 1e-5) -> None:
     torch.testing.assert_close(found.double(), torch.as_tensor(expected).double(), atol=atol, rtol=1e-4)
 
 
-# ------------------------------------------------------------------------------------- advantages
-
-
 def test_a_sample_of_several_pieces_counts_once_in_its_group() -> None:
     # Group 0: samples of 1 (two pieces), 0 and 2 (three pieces): mean 1, std 1. Group 1: 3, and 5 in two
     # pieces of 4 and 6: mean 4, std sqrt(2). The numbers of samples begin anew in each group.
@@ -130,9 +127,6 @@ def test_masked_whiten_by_hand() -> None:
     close(F.masked_whiten(values, mask), [-1.0, 0.0, 0.0, 1.0])
 
 
-# -------------------------------------------------------------------------------------- objective
-
-
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "gradient", "clipped", "dual"),
     [
@@ -162,9 +156,6 @@ def test_clipped_objective_and_its_gradient_by_hand(
     close(logprobs.grad, [gradient])
 
 
-# -------------------------------------------------------------------------------------- reduction
-
-
 @pytest.mark.parametrize(
     ("reduction", "expected"),
     [
@@ -180,9 +171,6 @@ def test_loss_weights_by_hand(reduction: Reduction, expected: list[float]) -> No
     close(F.loss_weights(mask, index, 3, reduction), expected)
 
 
-# ------------------------------------------------------------------------------------------ critic
-
-
 def test_clipped_value_loss_by_hand() -> None:
     # V_old = 0, eps 0.2. R = 2: V = 0.1 is within, 1.9^2 / 2; V = 1 counts as 0.2, 1.8^2 / 2. R = -1: V = 0.5
     # went the wrong way, which counts in full, 1.5^2 / 2.
@@ -195,9 +183,6 @@ def test_clipped_value_loss_by_hand() -> None:
     loss.sum().backward()
     assert values.grad is not None
     close(values.grad, [-1.9, 0.0, 1.5])
-
-
-# ---------------------------------------------------------------------------------------------- KL
 
 
 def test_the_mean_gradients_of_the_kl_estimates_are_what_they_are_said_to_be() -> None:
@@ -239,9 +224,6 @@ def test_kl_to_behaviour_by_hand() -> None:
 def test_adapted_kl_coef_by_hand(kl: float, samples: int, expected: float) -> None:
     found = F.adapt_kl_coef(0.1, kl, target=6.0, horizon=1000.0, samples=samples)
     assert found == pytest.approx(expected)
-
-
-# -------------------------------------------------------------------------------------- preferences
 
 
 def test_the_gradient_of_dpo_by_hand() -> None:
