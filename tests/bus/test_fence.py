@@ -47,9 +47,8 @@ async def test_each_event_is_stored_once_and_by_the_newest_writer(tmp_path: Path
         async with connect(bootstrap) as bus:
             last = await bus.store.last_sequence(names.journal_stream, names.events)
             found = list[Event]()
-            async for sequence, batch in bus.store.follow(
-                names.journal_stream, names.events, EventBatch, start=1
-            ):
+            reading = names.journal_stream, names.events, EventBatch
+            async for sequence, batch in bus.store.follow(*reading, start=1):
                 found += (msgspec.msgpack.decode(each, type=Event) for each in batch.events)
                 if sequence == last:
                     break

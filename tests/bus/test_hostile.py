@@ -311,11 +311,9 @@ async def test_a_message_of_the_log_whose_parts_are_not_there_is_passed_over(
             await stream.publish(names.groups, b"\xc1" + msgspec.msgpack.encode(sequences))
         await stream.publish(names.groups, b"\xc1")
         await rollout.store.append(names.groups, GroupFailed("train", 1, 1, "w", ""), id="1")
+        following = kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1)
         with anyio.fail_after(patience()):
-            _, message = await anext(
-                kernel.store.follow(names.log_stream, names.groups, GroupFailed, start=1)
-            )
-        assert message.ticket == 1
+            assert (await anext(following))[1].ticket == 1
         assert kernel.refusals.count == 11
 
 

@@ -77,7 +77,6 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
     asked = anyio.Event()
 
     async def answer(message: Message) -> LoadReport:
-        del message
         asked.set()
         await anyio.sleep(patience(1.5))  # the server stands still meanwhile
         return LoadReport(Load(0, 0, 0, 1, 0, 0.0, 0, 0.0, 0.0))
@@ -435,7 +434,6 @@ class Endless:
     place = "pid 1"
 
     async def wait(self, grace_s: float = 0.0) -> int:
-        del grace_s
         await anyio.sleep_forever()
         return 0
 
