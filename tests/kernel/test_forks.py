@@ -30,17 +30,15 @@ numbers = [random.random(), float(numpy.random.random())]
 print(json.dumps([sys.argv, os.getsid(0), os.getppid(), sys.stdin.read(), numbers]), flush=True)
 sys.exit(3)
 """
+WAITS = "import sys, time\nprint('stretto' in sys.modules, flush=True)\ntime.sleep(100)\n"
+THREADED = "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
 
 
 @pytest.fixture
 def folder_with_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "show.py").write_text(SHOW)
-    (tmp_path / "waits.py").write_text(
-        "import sys, time\nprint('stretto' in sys.modules, flush=True)\ntime.sleep(100)\n"
-    )
-    (tmp_path / "threaded.py").write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(100,), daemon=True).start()\n"
-    )
+    (tmp_path / "waits.py").write_text(WAITS)
+    (tmp_path / "threaded.py").write_text(THREADED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 

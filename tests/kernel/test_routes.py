@@ -26,13 +26,8 @@ class Case:
         self.members: dict[str, FleetMember] = {}
         self.heard: dict[str, Routes] = {}
         self.messages = 0
-        self.sender = RouteSender(
-            cast(Any, self),
-            Subjects("r"),
-            cast(Any, SimpleNamespace(members=self.members)),
-            7,
-            finish_s=patience(600),
-        )
+        fleet = cast(Any, SimpleNamespace(members=self.members))
+        self.sender = RouteSender(cast(Any, self), Subjects("r"), fleet, 7, finish_s=patience(600))
 
     async def publish(self, subject: str, message: Routes) -> None:
         self.messages += 1
