@@ -46,7 +46,8 @@ from stretto.kernel.durable.journal import newest_epoch, own_journal
 from stretto.machine import clock
 
 NAMES = Subjects("test-run")
-HEARTBEAT, JOIN = NAMES.kernel("rollout", "heartbeat"), NAMES.kernel("trainer", "join")
+HEARTBEAT = NAMES.kernel("rollout", "heartbeat")
+JOIN = NAMES.kernel("trainer", "join")
 OUTCOMES = GroupDone | GroupFailed
 
 

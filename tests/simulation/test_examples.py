@@ -20,6 +20,7 @@ from stretto.errors import StrettoError
 from stretto.simulation import ServiceTimes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+QUICKSTART = EXAMPLES / "quickstart" / "run.yaml"
 MODEL = EXAMPLES / "quickstart" / "model"
 RUN_FILE = re.compile("^model: ", re.MULTILINE)
 FILES = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if RUN_FILE.search(path.read_text())]
@@ -86,8 +87,7 @@ def test_every_example_can_be_simulated_and_planned(file: Path, rows: Path) -> N
 def test_every_new_component_can_be_simulated_and_planned(kind: str, rows: Path, tmp_path: Path) -> None:
     said("new", kind, "fresh", "--folder", tmp_path / "package")
     [module] = (tmp_path / "package").glob("stretto_*/__init__.py")
-    file = EXAMPLES / "quickstart" / "run.yaml"
-    run = small_run(file, rows, f"plugins=[{module}]", f"{kind}=fresh")
+    run = small_run(QUICKSTART, rows, f"plugins=[{module}]", f"{kind}=fresh")
     assert ": no failure" in simulated(*run)
     assert "1.00  2.00" in planned(rows, *run)
 
@@ -106,10 +106,9 @@ def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = write_plugin(tmp_path, "workflow", STUCK, "stretto.WorkflowConfig")
-    file = EXAMPLES / "quickstart" / "run.yaml"
     monkeypatch.chdir(tmp_path)
     stuck = (f"plugins=[{plugin}]", f"workflow={{use: mine, timeout_s: {patience(1e9)}}}")
-    told = simulated(*small_run(file, rows, *stuck))
+    told = simulated(*small_run(QUICKSTART, rows, *stuck))
     assert "without any fault, the simulated run fails:\nseed 0: " in told
     assert "to repeat it: stretto simulate --replay tape-0.json" in told
     tape = json.loads((tmp_path / "tape-0.json").read_text())

@@ -206,8 +206,7 @@ def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
         {"step": step, "step_s": 0.75, "tokens": 100, "staleness": 1.5, **waits} for step in range(1, 31)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["plan", str(run), "--times", str(times), "--only"]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, ["plan", str(run), "--times", str(times), "--only"])
     assert result.exit_code == 0, result.output
     forecast, itself = (line.split() for line in result.output.splitlines()[1:3])
     assert itself == ["0.500", "200", "1.50", "the", "run", "itself"]

@@ -95,15 +95,10 @@ def completed(tape: Tape, *faults: Fault, **changed: Any) -> Outcome:
 
 
 def digest_of_another_process(tape: Tape) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", DIGEST],
-        env=os.environ | {"PYTHONHASHSEED": "1"},
-        input=msgspec.json.encode(tape).decode(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+    command = [sys.executable, "-c", DIGEST]
+    env = os.environ | {"PYTHONHASHSEED": "1"}
+    output = subprocess.check_output(command, env=env, input=msgspec.json.encode(tape))
+    return output.decode().strip()
 
 
 def test_a_universe_is_the_same_in_each_process() -> None:
