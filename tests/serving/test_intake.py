@@ -20,13 +20,8 @@ VOCABULARY = 10
 
 def request(name: str, **options: Any) -> GenerateRequest:
     sampling: dict[str, Any] = {"max_tokens": 8, **options.pop("sampling", {})}
-    values: dict[str, Any] = {
-        "prompt_ids": Array.of([5], np.int32),
-        "seeds": (0,),
-        "min_version": 0,
-        **options,
-    }
-    return GenerateRequest(id=name, sampling=Sampling(**sampling), **values)
+    usual: dict[str, Any] = {"prompt_ids": Array.of([5], np.int32), "seeds": (0,), "min_version": 0}
+    return GenerateRequest(id=name, sampling=Sampling(**sampling), **{**usual, **options})
 
 
 def intake(*names: str, version: int = 0) -> Intake[OpenSample]:

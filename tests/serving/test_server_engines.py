@@ -46,7 +46,8 @@ from stretto_vllm import VllmConfig
 from stretto_vllm.engine import VllmEngine
 
 PROMPT = [3, 4, 5]
-URLS, EVALUATION = "inference.urls=[http://a:1]", "evaluation.dataset={use: jsonl, path: rows.jsonl}"
+URLS = "inference.urls=[http://a:1]"
+EVALUATION = "evaluation.dataset={use: jsonl, path: rows.jsonl}"
 
 
 # ---------------------------------------------------------------------------------- the run file
