@@ -415,9 +415,7 @@ def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path
         weigh = {"tiny": str(models["llama"]), "large": str(tmp_path / "large")}
         options = {"use": use, "processes": ranks, "micro_batch_tokens": 64}
         run_ranks(tmp_path / use, ranks, weigh={**weigh, "options": options})
-        figures[use] = [
-            json.loads((tmp_path / use / f"memory-{rank}.json").read_text()) for rank in range(ranks)
-        ]
+        figures[use] = Measured(tmp_path / use, ranks, 1).of("memory")
     [alone] = figures["torch"]
     for shared in figures["fsdp2"]:
         for name in ("after", "peak"):
@@ -429,13 +427,9 @@ def test_two_ranks_need_less_memory_each(models: dict[str, Path], tmp_path: Path
 
 def refusals(options: dict[str, Any], model: Path) -> list[str]:
     check = layout_ranks.ENGINES[options["use"]].check
-    run = RunConfig(
-        name="n",
-        steps=1,
-        algorithm=AlgorithmConfig(use="grpo"),
-        dataset=DatasetConfig(use="jsonl"),
-        model=str(model),
-    )
+    algorithm = AlgorithmConfig(use="grpo")
+    dataset = DatasetConfig(use="jsonl")
+    run = RunConfig(name="n", steps=1, algorithm=algorithm, dataset=dataset, model=str(model))
     return [f"{problem.path} {problem.message}" for problem in check(layout_ranks.config_of(options), run)]
 
 
@@ -463,9 +457,8 @@ def test_layouts_that_a_model_does_not_divide_into_are_refused(models: dict[str,
     [refusal] = refusals({"use": "pipeline", "processes": 4, "stages": 4}, models["llama"])
     assert refusal == "training.stages is 4, but the model has 3 layers; at most 3"
     assert refusals(LAYOUTS["tensor_parallel"], models["llama"]) == []
-    assert refusals({"use": "torch", "processes": 2}, models["llama"])[0].startswith(
-        "training.processes is 2"
-    )
+    refusal, *_ = refusals({"use": "torch", "processes": 2}, models["llama"])
+    assert refusal.startswith("training.processes is 2")
 
 
 @pytest.mark.parametrize(
@@ -494,7 +487,7 @@ def test_models_that_an_engine_cannot_train_are_refused(
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
-def test_a_model_that_cannot_be_split_by_tensor_is_refused(architecture: str, tiny_models: Models) -> None:
+def test_a_model_that_cannot_be_split_by_tensor_is_refused(architecture: str) -> None:
     config = AutoConfig.for_model(architecture, **(SIZES if architecture == "qwen3" else {"n_layer": 1}))
     model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(EngineError, match="does not know how to split"):
