@@ -41,6 +41,7 @@ from stretto_ray.launcher import RayHandle, RayLauncher
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(patience(600))]
 
 ROOT = Path(__file__).parent.parent.parent
+CONTEXT = Context(run="r", name="n", seed=0)
 RAY = str(Path(sys.executable).with_name("ray"))
 PYTHONS = sum(1 << (number - 1) for number in (signal.SIGPIPE, signal.SIGXFSZ))
 """The signals that Python itself ignores."""
@@ -179,7 +180,7 @@ def job(folder: Path, worker: str, code: str = "import time; time.sleep(600)", *
 @pytest.fixture
 def launcher(nodes: Nodes) -> RayLauncher:
     config = RayConfig(address=nodes.address, resources={"rollout": {"shared": 1}}, start_s=patience(60))
-    return RayLauncher(config, Context(run="r", name="n", seed=0))
+    return RayLauncher(config, CONTEXT)
 
 
 async def stop(handles: list[RayHandle]) -> None:
@@ -207,9 +208,7 @@ async def test_processes_share_a_gpu(launcher: RayLauncher, tmp_path: Path) -> N
 
 
 async def test_a_worker_without_room_is_an_error(nodes: Nodes, tmp_path: Path) -> None:
-    launcher = RayLauncher(
-        RayConfig(address=nodes.address, start_s=patience(5)), Context(run="r", name="n", seed=0)
-    )
+    launcher = RayLauncher(RayConfig(address=nodes.address, start_s=patience(5)), CONTEXT)
     handles = await launcher.launch([job(tmp_path, "trainer-0", gpus=2)])
     with pytest.raises(
         LaunchError, match=r"trainer-critic-0, .* within [0-9.]+ s .*unused in the Ray .*GPU 2"
@@ -253,7 +252,7 @@ async def test_check_says_what_the_cluster_lacks(launcher: RayLauncher, tmp_path
         "inference-0 needs 1 CPUs (`threads`) and 3 GPUs (`gpus`) on one node; the Ray clu" in found.message
     )
     assert "node2: 8 CPUs (`threads`) and 2 GPUs (`gpus`)" in found.message
-    nowhere = RayLauncher(RayConfig(address="127.0.0.1:9"), Context(run="r", name="n", seed=0))
+    nowhere = RayLauncher(RayConfig(address="127.0.0.1:9"), CONTEXT)
     [found] = nowhere.check([job(tmp_path, "inference-0")])
     assert found.message.startswith("no connection to the Ray cluster at 127.0.0.1:9: ")
 
@@ -306,14 +305,9 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:  # paths of sockets are short
         env = {**os.environ, "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "HOME": folder}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}"
+        words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script]
         done = subprocess.run(
-            ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env=env,
-            check=False,
-            timeout=patience(300),
+            words, capture_output=True, text=True, cwd=ROOT, env=env, check=False, timeout=patience(300)
         )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Token authentication is disabled" not in done.stderr
@@ -324,10 +318,8 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
 
 
 def test_a_lost_node_costs_its_workers_only(nodes: Nodes, start: Start) -> None:
-    run = start(
-        *("steps=250", "inference.replicas=2", "rollout.processes=2"),
-        *on_cluster(nodes, trainer={"first": 1}),
-    )
+    cluster = on_cluster(nodes, trainer={"first": 1})
+    run = start("steps=250", "inference.replicas=2", "rollout.processes=2", *cluster)
     run.until_step(10)
     lost = {worker for worker, each in nodes_of(run).items() if each == ["node2"]}
     assert {"inference", "rollout"} <= {worker.partition("-")[0] for worker in lost}

@@ -25,11 +25,6 @@ def test_every_test_of_the_page_passes(tmp_path: Path) -> None:
         rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(last)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tape-7.json").write_bytes((TAPES / "r3-a-signal-between-two-kernels.json").read_bytes())
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "test_page.py"],
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "test_page.py"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout
