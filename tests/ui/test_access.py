@@ -127,7 +127,7 @@ async def test_a_request_reaches_only_the_page_and_the_runs(admitted: Client, ru
         assert "secret" not in await response.text()
 
 
-async def test_links_do_not_lead_out_of_the_folder(runs: Path, tmp_path: Path, access: Access) -> None:
+async def test_links_do_not_lead_out_of_the_folder(tmp_path: Path, access: Access) -> None:
     secret = make_run(tmp_path / "elsewhere" / "secret", name="secret", steps=2)
     folder = tmp_path / "shown"
     linked = make_run(folder / "linked", steps=2)
