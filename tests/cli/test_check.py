@@ -13,6 +13,7 @@ import pytest
 
 from commands import stretto
 from fixture_types import Start
+from kernel_setup import write_run
 from plugin_files import write_plugin
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -28,27 +29,14 @@ from stretto.engine import TrainingEngine
 from stretto.errors import BusError, ConfigError, ContractError, PluginError, RewardError
 from stretto.tracker import Tracker
 from stretto.user_code.scoring import score_group
-from stretto.workflow import Workflow
 from worlds import in_both_worlds, in_simulation
-
-RUN = """\
-name: test
-algorithm: {use: grpo, group_size: 4}
-training: mock
-inference: mock
-reward: exact
-dataset: {use: jsonl, path: rows.jsonl}
-queue: {batch_size: 2}
-steps: 5
-"""
 
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
+    file = write_run(tmp_path, algorithm={"use": "grpo", "group_size": 4}, queue={"batch_size": 2}, steps=5)
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = tmp_path / "run.yaml"
-    file.write_text(RUN)
     return file
 
 
@@ -119,9 +107,6 @@ def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:
 def takes_nothing(self: object) -> None: ...
 
 
-def takes_one(self: object, prompt: Any) -> None: ...
-
-
 def takes_all(self: object, *given: Any, **named: Any) -> None: ...
 
 
@@ -156,7 +141,6 @@ def variant(base: type, **members: Any) -> object:
         (variant(_Tracker, step=3), Tracker, "has 'step', which cannot be called"),
         (variant(_Rows, fingerprint=takes_nothing), Dataset, "method 'fingerprint'; expected an attribute"),
         (variant(_Rows, __getitem__=None), Dataset, "has no method '__getitem__'"),
-        (variant(object, run=takes_one), Workflow, r"calls run\(prompt, session\)"),
         (variant(_Tracker, step=is_async), Tracker, "'step' as `async def`"),
         (variant(_Engine, train=takes_heat), TrainingEngine, r"calls train\(batch, loss, temperature=\)"),
     ],
