@@ -12,6 +12,7 @@ import pytest
 
 from chat_forms import FORMS, write_model
 from commands import called
+from kernel_setup import write_run
 from stretto.algorithm import Encoded
 from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError
@@ -25,12 +26,9 @@ def checked(
 ) -> str:
     if not (tmp_path / "model").exists():
         write_model(FORMS[form], tmp_path / "model")
+    write_run(tmp_path, model="model", queue={"batch_size": 1}, steps=1, out="out")
     rows = [{"prompt": prompt, "answer": "1", **columns} for prompt in prompts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        "name: test\nmodel: model\nalgorithm: {use: grpo, group_size: 2}\ntraining: mock\ninference: mock\n"
-        "reward: exact\ndataset: {use: jsonl, path: rows.jsonl}\nqueue: {batch_size: 1}\nsteps: 1\nout: out\n"
-    )
     done = called("check", "run.yaml", *more, cwd=tmp_path)
     return done.stdout + done.stderr
 
