@@ -104,8 +104,6 @@ def test_filters(kept: Kept) -> None:
     assert ids(store.find(SampleFilter(text="answer"), limit=2, offset=3)) == ["1/1/1", "2/1/0"]
     assert store.tickets() == [("train", ticket) for ticket in (6, 5, 4, 3, 2, 1, 0)]
     assert store.tickets(SampleFilter(text="answer 1"), limit=2, offset=1) == [("train", 4), ("train", 3)]
-    with pytest.raises(ConfigError, match="cannot be ordered by 'colour'"):
-        store.find(order="colour")
 
 
 def test_a_reader_sees_what_is_added_meanwhile(kept: Kept) -> None:
