@@ -146,8 +146,7 @@ def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
 
 def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
     runs = [RunFolder(keep_run(tmp_path / str(steps), steps=steps)) for steps in (10, 20)]
-    for run in runs[1:]:
-        (run.folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
+    (runs[1].folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
     [group] = compare_runs([RunFolder(run.folder) for run in runs]).groups
     accuracies = [
         dict(run.series("evaluation/accuracy"))[steps] for steps, run in zip((10, 20), runs, strict=True)

@@ -190,18 +190,14 @@ def test_the_larger_of_two_causes_comes_first() -> None:
     assert "tickets failed" in failures
 
 
-def test_a_worker_that_is_lost_again_and_again_is_named() -> None:
-    lines = Steps()(60, 0.5, train_s=0.25)
+def test_lost_workers_are_counted_and_one_that_is_lost_again_and_again_is_named() -> None:
+    lines, state = Steps()(60, 0.5, train_s=0.25), RunState("running", 60, restarts=3)
+    assert "; lost workers started again 3 times; " in judged(lines, state).text
     for step in (10, 30, 50):
         lines[step]["lost"] = [{"worker": "inference-1", "how": "killed by signal 9"}]
-    said = judged(lines, RunState("running", 60, restarts=3)).text
+    said = judged(lines, state).text
     assert "; inference-1 was lost 3 times in 60 steps, at last killed by signal 9; " in said
     assert "lost workers" not in said
-
-
-def test_lost_workers_are_counted() -> None:
-    state = RunState("running", 60, restarts=3)
-    assert "; lost workers started again 3 times; " in judged(Steps()(60, 0.5), state).text
 
 
 def test_advice_is_named_in_place_of_what_it_explains() -> None:
