@@ -220,18 +220,14 @@ def series(random: np.random.Generator, count: int, rise: float, correlation: fl
     return [*(0.5 + np.linspace(0, rise, count) + noise)]
 
 
-def share_of(count: int, rise: float, correlation: float) -> Counter[str]:
-    random, steps = np.random.default_rng(7), Steps()(60, 0.5)
-    return Counter(
-        judged([line | {"reward": value} for line, value in zip(steps, rewards, strict=True)]).state
-        for rewards in (series(random, 60, rise, correlation) for _ in range(count))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("rise", "verdict"), [(0.0, "flat"), (0.1, "learning")])
 def test_of_200_runs_at_most_5_percent_get_another_verdict(rise: float, verdict: str) -> None:
-    states = share_of(200, rise, -0.17)
+    random, steps = np.random.default_rng(7), Steps()(60, 0.5)
+    states = Counter(
+        judged([line | {"reward": value} for line, value in zip(steps, rewards, strict=True)]).state
+        for rewards in (series(random, 60, rise, -0.17) for _ in range(200))
+    )
     assert states[verdict] >= 190, states
 
 
