@@ -185,9 +185,8 @@ def test_check_makes_every_component_and_names_what_each_lacks(run_file: Path) -
     assert "calls run(prompt, session): too many positional arguments" in text["workflow"]
     assert "tracker 'mine' of my_tracker.py" in text["trackers.0"]
     assert "has no method 'step'" in text["trackers.0"]
-    assert text["weights"] == (
-        f"weights 'mine' of my_weights.py raised KeyError: 'boom' ({files['weights']}:2)"
-    )
+    raised = f"raised KeyError: 'boom' ({files['weights']}:2)"
+    assert text["weights"] == f"weights 'mine' of my_weights.py {raised}"
     assert "has no method 'launch'" in text["launcher"]
 
 

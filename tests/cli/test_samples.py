@@ -37,9 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chat = msgspec.json.encode(CHAT).decode() if ticket else ""
         texts = tuple(KeptText(None, text.text, chat) for text in kept.texts)
         kept = msgspec.structs.replace(kept, texts=texts)
-        kept_run.add(
-            bundle, kept, done(bundle, kept), trained([f"{ticket}/1/0", f"{ticket}/1/1"], 3 + ticket)
-        )
+        figures = trained([f"{ticket}/1/0", f"{ticket}/1/1"], 3 + ticket)
+        kept_run.add(bundle, kept, done(bundle, kept), figures)
     kept_run.add(record(2), failed(2, "RewardError: \x1b[31mno"))
     kept_run.flush()
     return kept_run.folder

@@ -164,10 +164,9 @@ def test_a_folder_with_runs_is_not_begun_again_nor_with_other_values(run_file: P
 @pytest.mark.timeout(patience(900))
 def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     folder, values = run_file.parent / "sweep", "queue.max_staleness=0,1"
+    begin = [*STRETTO, *command(run_file, values, "steps=100")]
     with (run_file.parent / "first.txt").open("w") as output:
-        first = subprocess.Popen(
-            [*STRETTO, *command(run_file, values, "steps=100")], stdout=output, stderr=output
-        )
+        first = subprocess.Popen(begin, stdout=output, stderr=output)
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
     said = (run_file.parent / "first.txt").read_text
     until(lambda: metrics.exists() and metrics.read_text().count('"ledger"') >= 2, otherwise=said)

@@ -39,10 +39,8 @@ def clauses(**figures: Any) -> list[str]:
 
 def test_before_the_first_step_it_waits() -> None:
     assert judged([]) == Verdict("waiting", "waiting for the first step")
-    assert (
-        judged([], evaluations=[(0, 0.25, 400)]).text
-        == "waiting for the first step; held out 0.250 ± 0.042 at version 0"
-    )
+    first = judged([], evaluations=[(0, 0.25, 400)])
+    assert first.text == "waiting for the first step; held out 0.250 ± 0.042 at version 0"
     assert judged([], RunState("failed", 0)).text == "failed at step 0"
     evaluated = judged([], RunState("completed", 0, trains=False), [(0, 0.25, 400)])
     assert evaluated.text == "finished; held out 0.250 ± 0.042 at version 0"

@@ -188,18 +188,14 @@ def test_a_resume_does_not_touch_a_running_run_whose_killed_processes_leave_noth
     run.assert_nothing_is_left()  # after grace_s, which is 3 here, and the end of the server
 
 
-def status(run: Any) -> str:
-    return stretto("status", run.folder).stdout
-
-
 @pytest.mark.slow
 def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(start: Start) -> None:
     run = start("training.seconds_per_step=60", "queue.max_staleness=0")
     run.until_a_call()
-    run.until(lambda: "kernel waits for trainer-0 (call) since" in status(run))
-    assert "trainer-0: ready, heard" in status(run)
+    run.until(lambda: "kernel waits for trainer-0 (call) since" in stretto("status", run.folder).stdout)
+    assert "trainer-0: ready, heard" in stretto("status", run.folder).stdout
     run.kill()
-    assert "no kernel owns the run" in status(run)
+    assert "no kernel owns the run" in stretto("status", run.folder).stdout
     run.assert_nothing_is_left()
 
 

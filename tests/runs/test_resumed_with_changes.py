@@ -22,13 +22,6 @@ def changes(events: list[Event]) -> list[RunOwned]:
     return [now for former, now in pairwise(owned) if now.values != former.values]
 
 
-def assert_each_ticket_trained_once(events: list[Event]) -> None:
-    """By the last batch that the journal has of each version."""
-    batches = {event.version: event.tickets for event in events if isinstance(event, BatchStarted)}
-    tickets = [ticket for batch in batches.values() for ticket in batch]
-    assert len(tickets) == len(set(tickets))
-
-
 @pytest.fixture(scope="module")
 def completed(module_start: Start) -> Any:
     """A completed run of three steps. The last test that uses it continues with it."""
@@ -157,7 +150,9 @@ def test_other_values_begin_with_the_newest_checkpoint_whatever_is_killed(start:
     assert any(each.startswith("the values have changed; lost: ") for each in summary["problems"])
     events = run.journal()
     assert {event.version for event in changes(events)} == {4}
-    assert_each_ticket_trained_once(events)
+    batches = {event.version: event.tickets for event in events if isinstance(event, BatchStarted)}
+    tickets = [ticket for batch in batches.values() for ticket in batch]
+    assert len(tickets) == len(set(tickets))
     for folder in (run.folder / "checkpoints").glob("step-*"):
         if "9999" in (folder / "mock.json").read_text():  # damaged above, and later than what was resumed
             shutil.rmtree(folder)

@@ -197,9 +197,8 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
 async def deliver_again(folder: Path) -> int:
     bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
     user, password = bootstrap.store_user or bootstrap.user, bootstrap.store_password or bootstrap.password
-    client = await open_once(
-        msgspec.structs.replace(bootstrap, user=user, password=password), bootstrap.url, 10
-    )
+    login = msgspec.structs.replace(bootstrap, user=user, password=password)
+    client = await open_once(login, bootstrap.url, 10)
     stream, name, again = client.jetstream(), Subjects(bootstrap.run).tickets_stream, 0
     state = (await stream.stream_info(name)).state
     for sequence in range(state.first_seq, state.last_seq + 1):
