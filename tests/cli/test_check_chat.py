@@ -169,9 +169,8 @@ def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(t
 def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
     assert fitted(row, rows, 4) == row
-    with pytest.raises(
-        ConfigError, match="4 tokens, and the model has 3 positions; dataset\\.max_tokens cuts"
-    ):
+    too_long = r"4 tokens, and the model has 3 positions; dataset\.max_tokens cuts"
+    with pytest.raises(ConfigError, match=too_long):
         fitted(row, rows, 3)
     cut = fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
     assert cut == Encoded([1, 2, 3], [False, False, True])

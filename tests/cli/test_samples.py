@@ -109,9 +109,8 @@ def test_what_cannot_be_asked(run: Path, arguments: list[str], message: str) -> 
 
 
 def test_no_sample_fits_a_step_that_has_none(run: Path) -> None:
-    assert ask(str(run), "--step", "99").stderr == (
-        "no sample fits; samples of training are kept from step 4 to 5\n"
-    )
+    said = ask(str(run), "--step", "99").stderr
+    assert said == "no sample fits; samples of training are kept from step 4 to 5\n"
     assert ask(str(run), "--step", "99", "--purpose", "eval").stderr == "no sample fits\n"
     assert ask(str(run), "--text", "nowhere").stderr == "no sample fits\n"
 

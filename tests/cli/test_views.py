@@ -176,9 +176,8 @@ def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
     assert (mixed.measure, mixed.paired) == ("held-out score", [])
     assert [(group.score, group.difference) for group in mixed.groups] == [(None, None)] * 2
     assert "others only a held-out reward: no difference is taken" in mixed.caution
-    assert [run.last and run.last.measure for run in mixed.runs] == [
-        *["held-out accuracy"] * 2, *["held-out reward"] * 2
-    ]  # fmt: skip
+    measures = [run.last and run.last.measure for run in mixed.runs]
+    assert measures == ["held-out accuracy"] * 2 + ["held-out reward"] * 2
     for runs, measure in ((ours, "held-out accuracy"), (theirs, "held-out reward")):
         comparable = compare_runs(runs)
         assert (comparable.measure, comparable.caution, len(comparable.paired)) == (measure, "", 1)

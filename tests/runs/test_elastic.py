@@ -163,9 +163,8 @@ async def _join_with_another_version(folder: Path) -> None:
     join = Join("rollout-x", "rollout", "here", "nonce", bootstrap.token, "0.0.1")
     async with connect(bootstrap) as bus:
         subject = Subjects(bootstrap.run).kernel("rollout", "join")
-        with pytest.raises(
-            Refused, match=r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
-        ):
+        other = r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
+        with pytest.raises(Refused, match=other):
             await bus.request(subject, join, Welcome, who="kernel", deadline_s=patience())
 
 

@@ -34,13 +34,12 @@ def completed(module_start: Start) -> Any:
 def test_what_makes_it_another_run_cannot_change_on_a_resume(
     module_start: Start, completed: Any, tmp_path: Path
 ) -> None:
-    run = completed
-    config = (run.folder / "config.yaml").read_text()
+    config = (completed.folder / "config.yaml").read_text()
     (tmp_path / "others.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "n": 1}\n')
     refused = module_start(
         *("seed=7", "dataset.shuffle=false", f"dataset.path={tmp_path}/others.jsonl", "steps=2"),
         *("algorithm.group_size=8", f"model={QUICKSTART}/model", f"out={tmp_path}/other"),
-        resume=run,
+        resume=completed,
     )
     assert refused.end() == 2
     text = refused.text()
@@ -51,8 +50,8 @@ def test_what_makes_it_another_run_cannot_change_on_a_resume(
     assert "override model: cannot change from None to" in text
     assert "override out: cannot change" in text
     assert "override steps: is 2, and the run is at version 3 already" in text
-    assert (run.folder / "config.yaml").read_text() == config
-    other = module_start("algorithm=sft", "algorithm.completion_column=answer", resume=run)
+    assert (completed.folder / "config.yaml").read_text() == config
+    other = module_start("algorithm=sft", "algorithm.completion_column=answer", resume=completed)
     assert other.end() == 2
     assert "algorithm" in other.text()
 

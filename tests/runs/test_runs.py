@@ -67,9 +67,8 @@ def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start
     run.until_step(2)
     run.worker("inference-evaluation").kill()  # it starts again, and the evaluation waits for it
     summary = run.assert_completed(12)
-    assert [(point["version"], point["samples"]) for point in summary["evaluation"]] == [
-        *((0, 40), (4, 40), (8, 40), (12, 40))
-    ]
+    points = [(point["version"], point["samples"]) for point in summary["evaluation"]]
+    assert points == [(0, 40), (4, 40), (8, 40), (12, 40)]
     assert summary["restarts"] == 1
     history = RunFolder(run.folder).history
     lent = [swap.figures for swap in history.swaps if swap.figures.exact]

@@ -170,7 +170,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
     order = Scheduler(SchedulerSettings(STEPS, BATCH, max_staleness=STEPS - 1, rows=len(rows), seed=5))
     order.start()
     tickets = [command.ticket for command in order.commands() if isinstance(command, Issue)]
-    collected = Collected()
+    collected, sampling = Collected(), Sampling(max_tokens=24)
     async with anyio.create_task_group() as tasks:
         await engine.start(collected.emit, tasks)
         for step in range(STEPS):
@@ -181,9 +181,7 @@ async def plain_loop(model: Path, rows: list[dict[str, Any]], folder: Path) -> d
                 row = rows[ticket.row]
                 prompt = tokenizer.encode_prompt(row["prompt"])
                 seeds = tuple(sample_seed(f"5/train/{ticket.id}", "1", sample) for sample in range(GROUP))
-                request = GenerateRequest(
-                    f"{ticket.id}", Array.of(prompt), seeds, Sampling(max_tokens=24), step
-                )
+                request = GenerateRequest(f"{ticket.id}", Array.of(prompt), seeds, sampling, step)
                 engine.generate(request)
                 await collected.until(GROUP * (ticket.id + 1))  # one by one: company must not matter
                 for sample in range(GROUP):
@@ -242,7 +240,6 @@ async def test_two_runs_and_a_plain_loop_reach_the_same_weights_bit_for_bit(
 def test_a_killed_kernel_and_a_killed_engine_change_no_bit(
     deterministic: Start, undisturbed: Any, start: Start
 ) -> None:
-    one = undisturbed
     two = deterministic("killed", "checkpoint.every=1")
     two.until_step(1)
     two.until(lambda: two.worker("inference-0")).kill()
@@ -250,7 +247,7 @@ def test_a_killed_kernel_and_a_killed_engine_change_no_bit(
     two.kill()
     again = start(resume=two)
     assert again.end() == 0, again.text()
-    assert equal(final_weights(one), final_weights(again))
+    assert equal(final_weights(undisturbed), final_weights(again))
 
 
 @pytest.mark.nightly
