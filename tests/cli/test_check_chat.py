@@ -87,9 +87,8 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
     prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
     said = checked(tmp_path, prompt, more=("dataset.special_tokens=text",))
-    assert (
-        "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess" in said
-    )
+    words = "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess"
+    assert words in said
 
 
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:

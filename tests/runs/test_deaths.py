@@ -32,9 +32,6 @@ def files_of(run: Any) -> dict[str, str]:
     return {path.name: path.read_text() for path in paths}
 
 
-# ------------------------------------------------------------------------------- things that die
-
-
 WORKERS = ("rollout-0", "verifier-0", "inference-0", "trainer-0")
 
 
@@ -197,9 +194,6 @@ def test_a_killed_kernel_leaves_no_process_even_in_the_middle_of_a_long_step(sta
     run.kill()
     assert "no kernel owns the run" in stretto("status", run.folder).stdout
     run.assert_nothing_is_left()
-
-
-# ---------------------------------------------------------------------------- interrupt and resume
 
 
 @in_both_worlds

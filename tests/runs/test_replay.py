@@ -47,9 +47,6 @@ def last_weights(folder: Path) -> str:
     return hashlib.sha256((newest / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-# ----------------------------------------------------------------------------- the whole of it
-
-
 @pytest.mark.slow
 def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit(start: Start) -> None:
     run = start(

@@ -24,8 +24,6 @@ from stretto.records.run_folder import RunFolder
 from terminals import Terminal
 from worlds import in_both_worlds, in_simulation
 
-# ------------------------------------------------------------------------------------- it works
-
 
 def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Start, tmp_path: Path) -> None:
     run = start(
@@ -96,9 +94,6 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     assert summary["ledger"]["expired"] == sum(
         count for reason, count in summary["reasons"].items() if reason.startswith("expired")
     )
-
-
-# ----------------------------------------------------------------------------- what is around a run
 
 
 @pytest.mark.slow
