@@ -26,13 +26,11 @@ def command(folder: Annotated[Path, typer.Argument(metavar="RUN")], last: int = 
 @pytest.fixture
 def with_command(tmp_path: Path) -> dict[str, str]:
     """The environment with an installed package that adds the commands `tail`, `broken` and `run`."""
-    site = tmp_path / "site"
-    (site / "acme_tail-1.0.dist-info").mkdir(parents=True)
+    site, info = tmp_path / "site", tmp_path / "site" / "acme_tail-1.0.dist-info"
+    info.mkdir(parents=True)
     (site / "acme_tail.py").write_text(COMMAND)
-    (site / "acme_tail-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: acme-tail\nVersion: 1.0\n"
-    )
-    (site / "acme_tail-1.0.dist-info" / "entry_points.txt").write_text(
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-tail\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
         "[stretto.command]\ntail = acme_tail:command\nbroken = acme_absent:command\nrun = acme_tail:command\n"
     )
     return {**os.environ, "PYTHONPATH": str(site), "COLUMNS": "200"}

@@ -12,6 +12,7 @@ import pytest
 
 from chat_forms import FORMS, write_model
 from commands import called
+from kernel_setup import write_run
 from stretto.algorithm import Encoded
 from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError
@@ -25,12 +26,9 @@ def checked(
 ) -> str:
     if not (tmp_path / "model").exists():
         write_model(FORMS[form], tmp_path / "model")
+    write_run(tmp_path, model="model", queue={"batch_size": 1}, steps=1, out="out")
     rows = [{"prompt": prompt, "answer": "1", **columns} for prompt in prompts]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.yaml").write_text(
-        "name: test\nmodel: model\nalgorithm: {use: grpo, group_size: 2}\ntraining: mock\ninference: mock\n"
-        "reward: exact\ndataset: {use: jsonl, path: rows.jsonl}\nqueue: {batch_size: 1}\nsteps: 1\nout: out\n"
-    )
     done = called("check", "run.yaml", *more, cwd=tmp_path)
     return done.stdout + done.stderr
 
@@ -89,9 +87,8 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
     prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
     said = checked(tmp_path, prompt, more=("dataset.special_tokens=text",))
-    assert (
-        "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess" in said
-    )
+    words = "have reasoning whose marks are text (dataset.special_tokens): it is not dropped (row 1: mess"
+    assert words in said
 
 
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
@@ -171,9 +168,8 @@ def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(t
 def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
     assert fitted(row, rows, 4) == row
-    with pytest.raises(
-        ConfigError, match="4 tokens, and the model has 3 positions; dataset\\.max_tokens cuts"
-    ):
+    too_long = r"4 tokens, and the model has 3 positions; dataset\.max_tokens cuts"
+    with pytest.raises(ConfigError, match=too_long):
         fitted(row, rows, 3)
     cut = fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
     assert cut == Encoded([1, 2, 3], [False, False, True])

@@ -73,9 +73,8 @@ def test_a_good_plugin_has_no_finding_also_if_it_names_this_api(tmp_path: Path) 
 def test_stretto_itself_is_well() -> None:
     found = examine_plugins("stretto", Plugins())
     assert [finding for finding in found if finding.level not in ("ok", "note")] == []
-    with pytest.raises(
-        PluginError, match="no distribution 'streto' offers a component; did you mean 'stretto'"
-    ):
+    unknown = "no distribution 'streto' offers a component; did you mean 'stretto'"
+    with pytest.raises(PluginError, match=unknown):
         examine_plugins("streto", Plugins())
 
 

@@ -37,9 +37,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         chat = msgspec.json.encode(CHAT).decode() if ticket else ""
         texts = tuple(KeptText(None, text.text, chat) for text in kept.texts)
         kept = msgspec.structs.replace(kept, texts=texts)
-        kept_run.add(
-            bundle, kept, done(bundle, kept), trained([f"{ticket}/1/0", f"{ticket}/1/1"], 3 + ticket)
-        )
+        figures = trained([f"{ticket}/1/0", f"{ticket}/1/1"], 3 + ticket)
+        kept_run.add(bundle, kept, done(bundle, kept), figures)
     kept_run.add(record(2), failed(2, "RewardError: \x1b[31mno"))
     kept_run.flush()
     return kept_run.folder
@@ -110,9 +109,8 @@ def test_what_cannot_be_asked(run: Path, arguments: list[str], message: str) -> 
 
 
 def test_no_sample_fits_a_step_that_has_none(run: Path) -> None:
-    assert ask(str(run), "--step", "99").stderr == (
-        "no sample fits; samples of training are kept from step 4 to 5\n"
-    )
+    said = ask(str(run), "--step", "99").stderr
+    assert said == "no sample fits; samples of training are kept from step 4 to 5\n"
     assert ask(str(run), "--step", "99", "--purpose", "eval").stderr == "no sample fits\n"
     assert ask(str(run), "--text", "nowhere").stderr == "no sample fits\n"
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import STRETTO, called, output_of
+from kernel_setup import write_run
 from patience import patience
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -21,27 +22,22 @@ from stretto.cli.sweep import end_of, grid, values_in
 from stretto.errors import ConfigError
 from waiting import until
 
-RUN = """\
-name: test
-algorithm: {use: grpo, group_size: 4}
-training: {use: mock, seconds_per_step: 0.02, threads: 2}
-inference: {use: mock, tokens_per_s: 20000, mean_tokens: 24}
-reward: {use: function, function: score.py:score}
-dataset: {use: jsonl, path: rows.jsonl}
-evaluation: {dataset: {use: jsonl, path: rows.jsonl}, rows: 4}
-queue: {batch_size: 2}
-samples: {keep: none}
-steps: 3
-"""
-
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
+    (tmp_path / "score.py").write_text("def score(prompt, completion): return 0.5\n")
+    file = write_run(
+        tmp_path,
+        training={"use": "mock", "seconds_per_step": 0.02, "threads": 2},
+        inference={"use": "mock", "tokens_per_s": 20000, "mean_tokens": 24},
+        reward={"use": "function", "function": "score.py:score"},
+        evaluation={"dataset": {"use": "jsonl", "path": "rows.jsonl"}, "rows": 4},
+        queue={"batch_size": 2},
+        samples={"keep": "none"},
+        steps=3,
+    )
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "score.py").write_text("def score(prompt, completion): return 0.5\n")
-    file = tmp_path / "run.yaml"
-    file.write_text(RUN)
     return file
 
 
@@ -168,10 +164,9 @@ def test_a_folder_with_runs_is_not_begun_again_nor_with_other_values(run_file: P
 @pytest.mark.timeout(patience(900))
 def test_a_sweep_is_interrupted_goes_on_and_is_extended(run_file: Path) -> None:
     folder, values = run_file.parent / "sweep", "queue.max_staleness=0,1"
+    begin = [*STRETTO, *command(run_file, values, "steps=100")]
     with (run_file.parent / "first.txt").open("w") as output:
-        first = subprocess.Popen(
-            [*STRETTO, *command(run_file, values, "steps=100")], stdout=output, stderr=output
-        )
+        first = subprocess.Popen(begin, stdout=output, stderr=output)
     metrics = folder / "max_staleness-0" / "metrics.jsonl"
     said = (run_file.parent / "first.txt").read_text
     until(lambda: metrics.exists() and metrics.read_text().count('"ledger"') >= 2, otherwise=said)

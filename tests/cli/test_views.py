@@ -146,8 +146,7 @@ def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
 
 def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
     runs = [RunFolder(keep_run(tmp_path / str(steps), steps=steps)) for steps in (10, 20)]
-    for run in runs[1:]:
-        (run.folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
+    (runs[1].folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
     [group] = compare_runs([RunFolder(run.folder) for run in runs]).groups
     accuracies = [
         dict(run.series("evaluation/accuracy"))[steps] for steps, run in zip((10, 20), runs, strict=True)
@@ -177,9 +176,8 @@ def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
     assert (mixed.measure, mixed.paired) == ("held-out score", [])
     assert [(group.score, group.difference) for group in mixed.groups] == [(None, None)] * 2
     assert "others only a held-out reward: no difference is taken" in mixed.caution
-    assert [run.last and run.last.measure for run in mixed.runs] == [
-        *["held-out accuracy"] * 2, *["held-out reward"] * 2
-    ]  # fmt: skip
+    measures = [run.last and run.last.measure for run in mixed.runs]
+    assert measures == ["held-out accuracy"] * 2 + ["held-out reward"] * 2
     for runs, measure in ((ours, "held-out accuracy"), (theirs, "held-out reward")):
         comparable = compare_runs(runs)
         assert (comparable.measure, comparable.caution, len(comparable.paired)) == (measure, "", 1)

@@ -397,6 +397,7 @@ def test_a_reward_that_fails_is_told_by_cause(start: Start, tmp_path: Path) -> N
     assert sum(count for line in run.metrics() for count in line["not_trained"].values()) > 0
 
 
+QUICK = "training.seconds_per_step=0.02"
 COLLAPSING = """
     calls = 0
     def score(prompt, completion):
@@ -408,9 +409,7 @@ COLLAPSING = """
 
 @in_simulation
 def test_a_run_may_be_ended_by_a_collapse_of_its_reward(start: Start, tmp_path: Path) -> None:
-    run = start(
-        *write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "training.seconds_per_step=0.02"
-    )
+    run = start(*write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", QUICK)
     assert run.end() == 1
     summary = run.assert_balanced()
     assert summary["status"] == "failed"
@@ -429,7 +428,7 @@ def test_a_kernel_that_is_killed_before_it_can_say_why_the_run_ends_leaves_that_
     start: Start, tmp_path: Path
 ) -> None:
     options = (*write_reward(tmp_path, COLLAPSING), "steps=60", "on_collapse=stop", "checkpoint.every=4")
-    run = start(*options, "training.seconds_per_step=0.02")
+    run = start(*options, QUICK)
     run.until(lambda: "the run cannot go on" in run.text())
     run.kill()
     assert not (run.folder / "summary.json").exists()
@@ -454,9 +453,6 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
     before = run.summary()["advice"]
     assert [advice["rule"] for advice in before] == ["constant_reward"]
     assert start(resume=run).assert_completed(30)["advice"][0] == before[0]
-
-
-QUICK = "training.seconds_per_step=0.02"
 
 
 @pytest.mark.slow

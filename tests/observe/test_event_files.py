@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from bus_testing import until
-from fixture_types import OpenBus
+from fixture_types import OpenBus, Start
 from full_disk import no_file_larger_than
 from kernel_setup import make_setup
 from patience import patience
@@ -28,17 +27,8 @@ from stretto.kernel.durable.journal import JournalWriter, newest_epoch, own_jour
 from stretto.observe.advice import Adviser
 from stretto.observe.event_log import EventLog
 from stretto.observe.report import Report
-from stretto.records.events.files import (
-    FOLDER,
-    file_name,
-    move_lost,
-    newest_stored,
-    record_of,
-    stored_events,
-)
+from stretto.records.events.files import FOLDER, file_name, move_lost, newest_stored, record_of, stored_events
 from worlds import in_both_worlds, in_simulation
-
-Start = Callable[..., Any]
 
 
 def write(folder: Path, epoch: int, *sequences: int, cut: int = 0) -> Path:
@@ -154,9 +144,7 @@ async def test_a_message_that_is_read_back_before_its_acknowledgement_is_written
     assert versions(tmp_path) == [1, 2, 3]
 
 
-async def test_a_message_in_parts_is_kept_with_its_parts(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_a_message_in_parts_is_kept_with_its_parts(open_bus: OpenBus, names: Subjects) -> None:
     """What a checkpoint needs begins with the first part of the newest message."""
     async with open_bus("kernel") as bus:
         writer = await own_journal(bus, names, "0")
@@ -225,7 +213,6 @@ def test_the_server_keeps_only_what_a_resume_may_need(start: Start) -> None:
     assert 100 < first <= numbers[-1] <= last
     resumed = start("steps=42", resume=run)
     resumed.assert_completed(42)
-    resumed.assert_audit_is_clean()
     assert [number for number, _ in stored_events(run.folder)][: len(numbers)] == numbers
 
 

@@ -32,9 +32,8 @@ from stretto.records.status import (
 
 def draw(status: Status, *, stopped: bool = False) -> str:
     shown = io.StringIO()
-    Console(file=shown, width=120, force_terminal=True, color_system=None).print(
-        drawing(status, stopped=stopped)
-    )
+    console = Console(file=shown, width=120, force_terminal=True, color_system=None)
+    console.print(drawing(status, stopped=stopped))
     return shown.getvalue()
 
 

@@ -64,13 +64,12 @@ async def figures(url: str) -> dict[str, float]:
     """Each figure, by its name and the values of its labels, without the run's: `workers/trainer/ready`."""
     status, text = await get(url)
     assert status == 200
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-    return {
-        "/".join(
-            [sample.name.removeprefix("stretto_"), *(v for k, v in sample.labels.items() if k != "run")]
-        ): sample.value
-        for sample in samples
-    }
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [value for label, value in sample.labels.items() if label != "run"]
+            found["/".join([sample.name.removeprefix("stretto_"), *labels])] = sample.value
+    return found
 
 
 async def test_trouble_is_in_the_figures(setup: RunSetup) -> None:

@@ -64,11 +64,8 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end(tmp_path: Path, forced:
     run = Run(tmp_path, "time.sleep(3600)", finish_s=3600 if forced else 0.5)
     await run.until("mine", "reached")
     await run.until("other", "reached")
-    [child] = [
-        each
-        for each in psutil.Process().children()
-        if "stretto.observe.tracker_process" in arguments_of(each)
-    ]
+    children = psutil.Process().children()
+    [child] = [each for each in children if "stretto.observe.tracker_process" in arguments_of(each)]
     start = time.monotonic()
     await run.finish(forced=forced)
     assert time.monotonic() - start < patience(30)

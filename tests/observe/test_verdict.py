@@ -39,10 +39,8 @@ def clauses(**figures: Any) -> list[str]:
 
 def test_before_the_first_step_it_waits() -> None:
     assert judged([]) == Verdict("waiting", "waiting for the first step")
-    assert (
-        judged([], evaluations=[(0, 0.25, 400)]).text
-        == "waiting for the first step; held out 0.250 ± 0.042 at version 0"
-    )
+    first = judged([], evaluations=[(0, 0.25, 400)])
+    assert first.text == "waiting for the first step; held out 0.250 ± 0.042 at version 0"
     assert judged([], RunState("failed", 0)).text == "failed at step 0"
     evaluated = judged([], RunState("completed", 0, trains=False), [(0, 0.25, 400)])
     assert evaluated.text == "finished; held out 0.250 ± 0.042 at version 0"
@@ -190,18 +188,14 @@ def test_the_larger_of_two_causes_comes_first() -> None:
     assert "tickets failed" in failures
 
 
-def test_a_worker_that_is_lost_again_and_again_is_named() -> None:
-    lines = Steps()(60, 0.5, train_s=0.25)
+def test_lost_workers_are_counted_and_one_that_is_lost_again_and_again_is_named() -> None:
+    lines, state = Steps()(60, 0.5, train_s=0.25), RunState("running", 60, restarts=3)
+    assert "; lost workers started again 3 times; " in judged(lines, state).text
     for step in (10, 30, 50):
         lines[step]["lost"] = [{"worker": "inference-1", "how": "killed by signal 9"}]
-    said = judged(lines, RunState("running", 60, restarts=3)).text
+    said = judged(lines, state).text
     assert "; inference-1 was lost 3 times in 60 steps, at last killed by signal 9; " in said
     assert "lost workers" not in said
-
-
-def test_lost_workers_are_counted() -> None:
-    state = RunState("running", 60, restarts=3)
-    assert "; lost workers started again 3 times; " in judged(Steps()(60, 0.5), state).text
 
 
 def test_advice_is_named_in_place_of_what_it_explains() -> None:
@@ -224,18 +218,14 @@ def series(random: np.random.Generator, count: int, rise: float, correlation: fl
     return [*(0.5 + np.linspace(0, rise, count) + noise)]
 
 
-def share_of(count: int, rise: float, correlation: float) -> Counter[str]:
-    random, steps = np.random.default_rng(7), Steps()(60, 0.5)
-    return Counter(
-        judged([line | {"reward": value} for line, value in zip(steps, rewards, strict=True)]).state
-        for rewards in (series(random, 60, rise, correlation) for _ in range(count))
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("rise", "verdict"), [(0.0, "flat"), (0.1, "learning")])
 def test_of_200_runs_at_most_5_percent_get_another_verdict(rise: float, verdict: str) -> None:
-    states = share_of(200, rise, -0.17)
+    random, steps = np.random.default_rng(7), Steps()(60, 0.5)
+    states = Counter(
+        judged([line | {"reward": value} for line, value in zip(steps, rewards, strict=True)]).state
+        for rewards in (series(random, 60, rise, -0.17) for _ in range(200))
+    )
     assert states[verdict] >= 190, states
 
 

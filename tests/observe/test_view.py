@@ -7,7 +7,7 @@ import pty
 import re
 import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import anyio
@@ -36,9 +36,8 @@ def set_up(tmp_path: Path) -> RunSetup:
     """A run whose reward always raises."""
     (tmp_path / "mine.py").write_text(f"def score(prompt, completion):\n    raise ValueError({SAID!r})\n")
     reward = {"use": "function", "function": f"{tmp_path}/mine.py:score"}
-    return make_setup(
-        tmp_path, reward=reward, queue={"batch_size": 2, "max_failures": 3, "max_attempts": 1}, steps=2
-    )
+    queue = {"batch_size": 2, "max_failures": 3, "max_attempts": 1}
+    return make_setup(tmp_path, reward=reward, queue=queue, steps=2)
 
 
 @contextmanager
@@ -53,13 +52,6 @@ def terminal_as_stderr(monkeypatch: pytest.MonkeyPatch) -> Generator[int]:
         monkeypatch.setattr(sys, "stderr", stderr)
         yield parent
     os.close(parent)
-
-
-def read(terminal: int) -> str:
-    try:
-        return os.read(terminal, 1 << 16).decode(errors="replace")
-    except BlockingIOError:
-        return ""
 
 
 def reason_of_reward(setup: RunSetup) -> str:
@@ -105,7 +97,8 @@ async def show_failures(setup: RunSetup, terminal: int) -> str:
 
     def shows(*words: str) -> bool:
         nonlocal shown
-        shown += read(terminal)
+        with suppress(BlockingIOError):
+            shown += os.read(terminal, 1 << 16).decode(errors="replace")
         return all(word in shown for word in words)
 
     async with anyio.create_task_group() as tasks:

@@ -44,11 +44,6 @@ def test_a_window_has_the_events_of_its_time(
     assert reader.time_range() == (1000.0, EVENTS[-1][0])
 
 
-def test_a_run_that_has_not_begun_has_no_events(tmp_path: Path) -> None:
-    reader = EventReader(tmp_path)
-    assert (list(reader.between(None, None)), reader.time_range()) == ([], None)
-
-
 def test_what_a_file_gains_is_read_once_it_is_whole(tmp_path: Path) -> None:
     write_events(tmp_path, EVENTS)
     [file] = event_files(tmp_path)

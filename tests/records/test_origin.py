@@ -42,10 +42,9 @@ def test_the_keys_of_the_file_and_of_overrides_are_kept_also_those_of_a_resume(t
 
 def test_the_gpus_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("0000:01:00.0", "0000:02:00.0"):
-        (tmp_path / "gpus" / place).mkdir(parents=True)
-        (tmp_path / "gpus" / place / "information").write_text(
-            "Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 7\n"
-        )
+        file = tmp_path / "gpus" / place / "information"
+        file.parent.mkdir(parents=True)
+        file.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 7\n")
     monkeypatch.setattr(stretto.records.origin, "_GPUS", tmp_path / "gpus")
     write_origin(tmp_path, Sampling(), [])
     assert (origin := read_origin(tmp_path)) is not None

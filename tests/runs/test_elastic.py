@@ -163,9 +163,8 @@ async def _join_with_another_version(folder: Path) -> None:
     join = Join("rollout-x", "rollout", "here", "nonce", bootstrap.token, "0.0.1")
     async with connect(bootstrap) as bus:
         subject = Subjects(bootstrap.run).kernel("rollout", "join")
-        with pytest.raises(
-            Refused, match=r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
-        ):
+        other = r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
+        with pytest.raises(Refused, match=other):
             await bus.request(subject, join, Welcome, who="kernel", deadline_s=patience())
 
 
@@ -225,9 +224,8 @@ def test_a_detached_run_is_followed_and_stopped(start: Start, tmp_path: Path) ->
         assert "rollout-0: ready" in output_of("status", invitation)
         assert "worker ready worker=rollout-0" in output_of("logs", out)
         assert len(output_of("logs", out, "-n", "2").splitlines()) == 2
-        assert "logs: inference-0, kernel, rollout-0" in output_of(
-            "logs", out, "--worker", "rollout-9", status=2
-        )
+        refused = output_of("logs", out, "--worker", "rollout-9", status=2)
+        assert "logs: inference-0, kernel, rollout-0" in refused
         followed = subprocess.Popen([*STRETTO, "logs", "-f", out], stdout=subprocess.PIPE, text=True)
     finally:
         output_of("stop", out)

@@ -6,11 +6,13 @@ import re
 import signal
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from commands import stretto
 from fixture_types import Start
+from plugin_files import write_reward
 from stretto.records.samples.store import SampleFilter, SampleStore
 
 
@@ -53,17 +55,43 @@ def test_a_run_that_keeps_no_samples_has_no_writer(start: Start) -> None:
 
 @pytest.mark.slow
 def test_failed_and_filtered_tickets_are_kept(start: Start, tmp_path: Path) -> None:
-    (tmp_path / "reward.py").write_text(
-        "def reward(completion, n):\n"
-        "    if n % 7 == 3:\n"
-        "        raise ValueError('no reward for this')\n"
-        "    return float(len(completion) % 2)\n"
-    )
-    reward = f"reward={{use: function, function: '{tmp_path}/reward.py:reward'}}"
-    run = start("steps=5", reward, "samples.keep=all")
+    body = """
+        def score(completion, n):
+            if n % 7 == 3: raise ValueError('no reward for this')
+            return float(len(completion) % 2)
+    """
+    run = start("steps=5", *write_reward(tmp_path, body), "samples.keep=all")
     run.assert_completed(5)
     store = SampleStore(run.folder)
     failed = store.find(SampleFilter(outcome="failed"), limit=None)
     assert failed
     assert all("no reward for this" in row["reason"] for row in failed)
     assert all(row["reward"] is None and row["text"] for row in failed), "what was sampled is kept"
+
+
+@pytest.mark.slow
+def test_kept_samples_give_the_figures_of_metrics_jsonl(start: Start, tmp_path: Path) -> None:
+    """Their digest, which the audit compares, says that they are what the rollout workers finished."""
+    body = """
+        def score(prompt, completion, answer):
+            return {"reward": (len(completion) % 5) / 4, "even": float(len(completion) % 2 == 0)}
+    """
+    evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
+    values = ("steps=12", evaluation, "evaluation.rows=10", "evaluation.every=4")
+    run = start(*values, *write_reward(tmp_path, body), "samples.keep=all")
+    run.assert_completed(12)
+    run.assert_audit_is_clean()
+    kept = SampleStore(run.folder).find(limit=None)
+    for line in run.metrics():
+        batch = [row for row in kept if (row["outcome"], row["step"]) == ("trained", line["step"])]
+        assert len(batch) == 16
+        assert fmean(row["reward"] for row in batch) == pytest.approx(line["reward"], abs=1e-6)
+        assert fmean(row["sampled"] for row in batch) == pytest.approx(line["length"], abs=1e-6)
+        assert max(row["staleness"] for row in batch) == line["staleness_max"]
+        even = fmean(row["metrics"]["even"] for row in batch)
+        assert even == pytest.approx(line["reward/even"], abs=1e-6)
+    for line in run.evaluations():
+        answers = [row for row in kept if (row["purpose"], row["step"]) == ("eval", line["step"])]
+        assert len(answers) == line["evaluation/samples"]
+        reward = fmean(row["reward"] for row in answers)
+        assert reward == pytest.approx(line["evaluation/reward"], abs=1e-6)

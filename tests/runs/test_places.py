@@ -9,29 +9,21 @@ from pathlib import Path
 import pytest
 
 from commands import called, stretto
+from kernel_setup import write_run
 
 NAME = 'Größe 数据 it\'s "a" $HOME #b {c} \n\t\\ %s ;*[1] -d ~e a:b'
-RUN = """\
-name: r
-steps: 2
-out: out
-algorithm: {use: grpo, group_size: 2}
-training: mock
-inference: mock
-sampling: {max_tokens: 8}
-reward: {use: function, function: 'rew.py:score'}
-dataset: {use: jsonl, path: rows.jsonl}
-queue: {batch_size: 2}
-"""
 
 
 def fill(folder: Path) -> Path:
     for name in ("home", "tmp"):
         (folder / name).mkdir(parents=True)
+    (folder / "rew.py").write_text("def score(prompt, completion): return float(len(completion) % 2)\n")
+    dataset = {"use": "jsonl", "path": "rows.jsonl"}
+    reward = {"use": "function", "function": "rew.py:score"}
+    sections = {"dataset": dataset, "reward": reward, "sampling": {"max_tokens": 8}}
+    write_run(folder, **sections, queue={"batch_size": 2}, steps=2, out="out")
     rows = (json.dumps({"prompt": f"{row}+1=", "answer": str(row + 1)}) for row in range(8))
     (folder / "rows.jsonl").write_text("\n".join(rows))
-    (folder / "rew.py").write_text("def score(prompt, completion): return float(len(completion) % 2)\n")
-    (folder / "run.yaml").write_text(RUN)
     return folder
 
 

@@ -47,13 +47,8 @@ def last_weights(folder: Path) -> str:
     return hashlib.sha256((newest / "model" / "model.safetensors").read_bytes()).hexdigest()
 
 
-# ----------------------------------------------------------------------------- the whole of it
-
-
 @pytest.mark.slow
-def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit(
-    start: Start, tmp_path: Path
-) -> None:
+def test_an_asynchronous_quickstart_with_a_killed_engine_is_replayed_bit_for_bit(start: Start) -> None:
     run = start(
         *(f"model={MODEL}", f"dataset.path={QUICKSTART}/train.jsonl", "training={use: torch, lr: 3e-4}"),
         *("training.threads=1", "inference={use: torch, slots: 64, context_length: 96, threads: 1}"),

@@ -24,8 +24,6 @@ from stretto.records.run_folder import RunFolder
 from terminals import Terminal
 from worlds import in_both_worlds, in_simulation
 
-# ------------------------------------------------------------------------------------- it works
-
 
 def test_a_run_goes_through_all_its_processes_and_leaves_plain_files(start: Start, tmp_path: Path) -> None:
     run = start(
@@ -67,9 +65,8 @@ def test_training_keeps_its_engine_while_evaluations_have_their_own(start: Start
     run.until_step(2)
     run.worker("inference-evaluation").kill()  # it starts again, and the evaluation waits for it
     summary = run.assert_completed(12)
-    assert [(point["version"], point["samples"]) for point in summary["evaluation"]] == [
-        *((0, 40), (4, 40), (8, 40), (12, 40))
-    ]
+    points = [(point["version"], point["samples"]) for point in summary["evaluation"]]
+    assert points == [(0, 40), (4, 40), (8, 40), (12, 40)]
     assert summary["restarts"] == 1
     history = RunFolder(run.folder).history
     lent = [swap.figures for swap in history.swaps if swap.figures.exact]
@@ -97,9 +94,6 @@ def test_late_groups_can_be_dropped_instead_of_waited_for(start: Start) -> None:
     assert summary["ledger"]["expired"] == sum(
         count for reason, count in summary["reasons"].items() if reason.startswith("expired")
     )
-
-
-# ----------------------------------------------------------------------------- what is around a run
 
 
 @pytest.mark.slow
@@ -197,9 +191,8 @@ def test_a_terminal_shows_the_run_while_it_goes(start: Start, tmp_path: Path) ->
 async def deliver_again(folder: Path) -> int:
     bootstrap = Bootstrap.read(folder / "bus" / "kernel.json")
     user, password = bootstrap.store_user or bootstrap.user, bootstrap.store_password or bootstrap.password
-    client = await open_once(
-        msgspec.structs.replace(bootstrap, user=user, password=password), bootstrap.url, 10
-    )
+    login = msgspec.structs.replace(bootstrap, user=user, password=password)
+    client = await open_once(login, bootstrap.url, 10)
     stream, name, again = client.jetstream(), Subjects(bootstrap.run).tickets_stream, 0
     state = (await stream.stream_info(name)).state
     for sequence in range(state.first_seq, state.last_seq + 1):

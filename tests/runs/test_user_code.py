@@ -21,9 +21,6 @@ from stretto.bus.messages.tickets import GroupDone
 from stretto.bus.server import Bootstrap
 from worlds import in_both_worlds, in_simulation, module_in_both_worlds
 
-# ------------------------------------------------------------------------------- what users write
-
-
 FAULTY_REWARD = """
     import time, math, os
     def score(prompt, completion, n, **columns):

@@ -28,7 +28,6 @@ def test_each_variant_has_its_own_sampling_and_reward_and_its_own_figures(
         "variants.short={weight: 3, sampling: {max_tokens: 8}, reward: {function: score.py:short}}",
     )
     summary = run.assert_completed(8)
-    run.assert_audit_is_clean()
 
     drawn = [variant_of(1, ticket, {"base": 1, "short": 3}) for ticket in range(summary["ledger"]["issued"])]
     for name, variant in summary["variants"].items():

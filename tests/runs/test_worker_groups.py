@@ -17,8 +17,6 @@ from processes import arguments_of
 from stretto.bus.messages.events import StepTrained, VersionPublished
 from worlds import in_simulation
 
-# --------------------------------------------------------------------------- many models, many groups
-
 SEVERAL = '''
     from stretto.algorithm import Loss, Model, forward, function, generate, score, train
 

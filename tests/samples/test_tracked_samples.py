@@ -49,9 +49,8 @@ def test_samples_of_evaluations_are_those_of_the_version(kept: Kept) -> None:
 def test_samples_reach_from_the_lowest_reward_to_the_highest(kept: Kept) -> None:
     for ticket in (1, 2, 3, 4, 5):
         kept.group(ticket, purpose="eval", version=1, reward=ticket % 3)
-    assert settled(kept, [1], number=3, purpose="eval") == [
-        (1, ["eval-3/1/0", "eval-4/1/0", "eval-5/1/1"])  # rewards 0, 1 and 2
-    ]
+    found = settled(kept, [1], number=3, purpose="eval")
+    assert found == [(1, ["eval-3/1/0", "eval-4/1/0", "eval-5/1/1"])]  # rewards 0, 1 and 2
 
 
 def test_texts_are_printable_and_short(kept: Kept) -> None:

@@ -53,9 +53,8 @@ class Log:
         for name, file in (images or {}).items():
             await self.bus.store.append(self.names.image(name), StoredImage(file), id=f"{ticket}/{name}")
         await self.bus.store.append(self.names.records, kept, id=f"{ticket}/record")
-        return await self.bus.store.append(
-            self.names.groups, done(bundle, kept, sequence), id=f"{ticket}/end"
-        )
+        outcome = done(bundle, kept, sequence)
+        return await self.bus.store.append(self.names.groups, outcome, id=f"{ticket}/end")
 
     async def trained(self, *tickets: int, version: int = 0) -> int:
         ids = [f"{ticket}/1/{index}" for ticket in tickets for index in (0, 1)]

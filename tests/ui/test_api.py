@@ -50,9 +50,8 @@ async def ask(folder: Path) -> AsyncIterator[Ask]:
 
 async def _asking(folder: Path | None) -> AsyncIterator[Ask]:
     access = Access("127.0.0.1")
-    async with TestClient(
-        TestServer(application(folder, access)), cookie_jar=CookieJar(unsafe=True)
-    ) as client:
+    server = TestServer(application(folder, access))
+    async with TestClient(server, cookie_jar=CookieJar(unsafe=True)) as client:
         await client.get(f"/?token={access.token}")
 
         async def ask(path: str, status: int = 200, **query: Any) -> Any:
@@ -223,9 +222,8 @@ async def test_the_images_of_a_row_are_shown_small(tmp_path: Path) -> None:
     files = [str(tmp_path / name) for name in ("large.png", "missing.png", "notes.txt")]
     Image.new("RGB", (2000, 1000), "red").save(files[0])
     Path(files[2]).write_text("secret")
-    make_run(
-        tmp_path / "runs" / "one", name="one", steps=2, row=json.dumps({"images": [*files, {"bytes": 3}]})
-    )
+    row = json.dumps({"images": [*files, {"bytes": 3}]})
+    make_run(tmp_path / "runs" / "one", name="one", steps=2, row=row)
     async for ask in _asking(tmp_path / "runs"):
         shown = Image.open(io.BytesIO(await ask("one/image", ticket=3, number=0)))
         assert (shown.size, shown.getpixel((0, 0))) == ((384, 192), (255, 0, 0))

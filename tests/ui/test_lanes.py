@@ -26,12 +26,6 @@ def _write(folder: Path, events: list[TimedEvent]) -> None:
     write_events(folder, sorted(events, key=lambda each: each[0]))
 
 
-def _step(
-    ended: float, began: float, version: int, waits: tuple[tuple[Cause, float], ...], tickets: tuple[int, ...]
-) -> TimedEvent:
-    return ended, step_measured(version, began, tickets, waits)
-
-
 def _run(folder: Path) -> RunFolder:
     (folder / "config.yaml").touch()
     return RunFolder(folder)
@@ -52,13 +46,14 @@ def test_a_run_without_a_timeline_has_no_lanes(tmp_path: Path) -> None:
 
 
 def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
+    waits = (Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)
     _write(
         tmp_path,
         [
             (100.0, KernelBegan(1, 0, 0.0)),
-            _step(110.0, 105.0, 1, (GROUPS_5_S,), (0, 1)),
-            _step(120.0, 113.0, 2, ((Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)), (2, 3)),
-            _step(130.0, 120.0, 3, (), (4, 5)),
+            (110.0, step_measured(1, 105.0, (0, 1), (GROUPS_5_S,))),
+            (120.0, step_measured(2, 113.0, (2, 3), waits)),
+            (130.0, step_measured(3, 120.0, (4, 5))),
             (131.0, RunEnded("completed", "")),
         ],
     )
@@ -86,7 +81,7 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
 
 
 def test_the_time_between_two_kernels_is_no_wait(tmp_path: Path) -> None:
-    steps = _step(110.0, 105.0, 1, (), (0,)), _step(520.0, 515.0, 2, (GROUPS_5_S,), (1,))
+    steps = (110.0, step_measured(1, 105.0, (0,))), (520.0, step_measured(2, 515.0, (1,), (GROUPS_5_S,)))
     _write(tmp_path, [(100.0, KernelBegan(1, 0, 0.0)), steps[0], (500.0, KernelBegan(2, 1, 9.0)), steps[1]])
 
     assert [part for part, _, _ in _lanes(tmp_path, 100.0, 520.0).parts] == ["train_s", "wait/groups_s"]
@@ -109,7 +104,7 @@ def test_tickets_in_flight_are_open_until_now(tmp_path: Path) -> None:
     events: list[TimedEvent] = [BEGAN]
     for ticket in (1, 2, 3):
         events += [(0.5, issued(ticket)), (float(ticket), TicketStarted("rollout-0", "train", ticket, 1))]
-    over = [(5.0, done(1, seconds=4)), (6.0, retired(2, "failed", "")), _step(9.0, 8.0, 1, (), (1,))]
+    over = [(5.0, done(1, seconds=4)), (6.0, retired(2, "failed", "")), (9.0, step_measured(1, 8.0, (1,)))]
     _write(tmp_path, [*events, *over])
 
     lane = _lane(_lanes(tmp_path), "rollout-0")
@@ -149,7 +144,7 @@ def test_a_span_that_is_over_after_the_window_is_in_it(tmp_path: Path) -> None:
 
 
 def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
-    steps = [_step(float(place), place - 0.5, place, (), (place,)) for place in range(1, 101)]
+    steps = [(float(place), step_measured(place, place - 0.5, (place,))) for place in range(1, 101)]
     _write(tmp_path, [BEGAN, *steps])
     lines = [{"step": step, "time": float(step)} for step in range(1, 101)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -160,7 +155,8 @@ def test_at_first_the_newest_steps_are_shown(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
-    steps = _step(10.0, 5.0, 1, (), (0,)), _step(30.0, 25.0, 2, ((Cause("groups"), 15.0),), (1,))
+    waited = Cause("groups"), 15.0
+    steps = (10.0, step_measured(1, 5.0, (0,))), (30.0, step_measured(2, 25.0, (1,), (waited,)))
     _write(tmp_path, [BEGAN, *steps])
 
     parts = {part: seconds for part, _, seconds in _lanes(tmp_path, 20.0, 30.0).parts}

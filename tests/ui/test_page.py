@@ -600,9 +600,8 @@ def _unreadable(page: Page) -> list[str]:
     """What the page lacks of level AA of the Web Content Accessibility Guidelines, by axe-core."""
     page.js(AXE)
     rules = '{ runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"] }'
-    violations = page.driver.execute_async_script(
-        f"axe.run({rules}).then(({{ violations }}) => arguments[0](violations))"
-    )
+    script = f"axe.run({rules}).then(({{ violations }}) => arguments[0](violations))"
+    violations = page.driver.execute_async_script(script)
     return [
         f"{each['id']}: {node['html'][:200]} {node['failureSummary'][-200:]}"
         for each in violations

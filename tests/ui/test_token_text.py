@@ -15,9 +15,8 @@ def test_without_a_model_tokens_are_bytes() -> None:
 
 
 def test_the_pieces_are_the_text(tmp_path: Path) -> None:
-    alphabet = {
-        character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    }
+    characters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    alphabet = {character: number for number, character in enumerate(characters)}
     tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
