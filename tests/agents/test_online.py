@@ -25,6 +25,7 @@ from openai import OpenAI
 
 from agent_session import FakeSession
 from bus_testing import until
+from kernel_setup import write_run
 from patience import patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
@@ -72,9 +73,9 @@ class Client:
         return await anyio.to_thread.run_sync(ask, session)
 
 
-def ask(session: Any, text: str | None = None) -> str:
+def ask(session: Any) -> str:
     with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
-        message: Any = {"role": "user", "content": text or session["prompt"]}
+        message: Any = {"role": "user", "content": session["prompt"]}
         answer = client.chat.completions.create(model="policy", messages=[message])
         return answer.choices[0].message.content or ""
 
@@ -310,21 +311,10 @@ def test_the_program_of_the_page_trains(start: Callable[..., Any], tmp_path: Pat
 
 
 def test_check_wants_no_reward_and_one_worker_for_a_port(tmp_path: Path) -> None:
-    rows = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    run = {
-        "name": "o",
-        "steps": 1,
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "dataset": rows,
-        "training": "mock",
-        "inference": "mock",
-        "workflow": {"use": "online"},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    file = write_run(tmp_path, steps=1, workflow={"use": "online"}, reward=None)
 
     def faults(*overrides: str) -> list[str]:
-        return faults_and_warnings(Assembly(compose(tmp_path / "run.yaml", overrides)), starting=False)[0]
+        return faults_and_warnings(Assembly(compose(file, overrides)), starting=False)[0]
 
     assert faults() == []
     [fault] = faults("reward=exact")
