@@ -19,9 +19,9 @@ import anyio.to_thread
 import numpy as np
 import openai
 import pytest
-from anthropic import Anthropic
+from anthropic import AsyncAnthropic
 from anyio.abc import TaskGroup
-from openai import OpenAI
+from openai import AsyncOpenAI
 
 from agent_session import FakeSession
 from bus_testing import until
@@ -70,14 +70,10 @@ class Client:
         return await anyio.to_thread.run_sync(call)
 
     async def ask(self, session: Any) -> str:
-        return await anyio.to_thread.run_sync(ask, session)
-
-
-def ask(session: Any) -> str:
-    with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
-        message: Any = {"role": "user", "content": session["prompt"]}
-        answer = client.chat.completions.create(model="policy", messages=[message])
-        return answer.choices[0].message.content or ""
+        async with AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+            message: Any = {"role": "user", "content": session["prompt"]}
+            answer = await client.chat.completions.create(model="policy", messages=[message])
+            return answer.choices[0].message.content or ""
 
 
 class Ticket:
@@ -137,13 +133,10 @@ async def test_a_session_talks_ends_and_gets_its_reward_later(tmp_path: Path) ->
         with pytest.raises(openai.AuthenticationError):  # it has ended
             await registry.ask(first)
 
-        def talk() -> str:
-            client = Anthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"])
-            with client:
-                answer = client.messages.create(model="policy", max_tokens=9, messages=[USER])
-            return answer.content[0].text if answer.content[0].type == "text" else ""
-
-        assert await anyio.to_thread.run_sync(talk) == "2"
+        async with AsyncAnthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"]) as client:
+            [block] = (await client.messages.create(model="policy", max_tokens=9, messages=[USER])).content
+        assert block.type == "text"
+        assert block.text == "2"
         # The reward may come before the end or after it, with the session's key or the token.
         status, _ = await registry.post(
             f"/{second['id']}/reward", second["api_key"], {"reward": 1, "exact": 1}
