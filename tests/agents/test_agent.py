@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 
 from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
 from bus_testing import until
+from kernel_setup import write_run
 from patience import patience
 from processes import sleepers
 from stretto import Context
@@ -52,8 +53,6 @@ async def agent_of(
         async with AsyncOpenAI(base_url=url, api_key=key) as client:
             yield client, recorder
 
-
-WHOLE_TICKET_S = 600
 
 USER: Any = {"role": "user", "content": "abc ok?"}
 
@@ -679,7 +678,7 @@ def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     [
         ({}, "expected either `command` or `function`"),
         ({"command": "true", "function": "a:b"}, "expected either `command` or `function`"),
-        ({"command": "true", "agent_timeout_s": WHOLE_TICKET_S}, "must be less than timeout_s=600"),
+        ({"command": "true", "agent_timeout_s": 600}, "must be less than timeout_s=600"),
     ],
 )
 def test_what_cannot_run_is_refused(options: Any, message: str) -> None:
@@ -690,10 +689,7 @@ def test_what_cannot_run_is_refused(options: Any, message: str) -> None:
 def problems_of(folder: Path, **options: Any) -> list[tuple[str, str, str]]:
     """What the check of the workflow says, as severity, path and message."""
     workflow = {"use": "agent", "command": "true", **options.pop("workflow", {})}
-    rows = {"use": "jsonl", "path": str(folder / "run.yaml")}
-    run = {"name": "a", "steps": 1, "algorithm": "grpo", "dataset": rows, "workflow": workflow, **options}
-    (folder / "run.yaml").write_text(json.dumps(run))
-    config = compose(folder / "run.yaml").config
+    config = compose(write_run(folder, steps=1, workflow=workflow, **options)).config
     assert isinstance(config.workflow, AgentConfig)
     return [(each.severity, each.path, each.message) for each in check(config.workflow, config)]
 

@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from agent_session import FakeSession, check_exact, tokenizer_with
+from agent_session import TEMPLATE, FakeSession, check_exact, tokenizer_with
 from stretto.agents.conversation import Conversation
 from stretto.engine import Sampling
 from stretto.errors import RequestError
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.workflow import Answer, Score
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + CONTENT + '<|im_end|>\n' }}{% endfor %}"
+KEEPS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-KEEPS = CHATML.replace("CONTENT", "m.content")
-# As Qwen3's: the reasoning of earlier answers goes.
-STRIPS = CHATML.replace("CONTENT", "(m.content if loop.last else m.content.split('</think>')[-1])")
-
 
 USER: Any = {"role": "user", "content": "abc ok?"}
 
@@ -38,7 +34,7 @@ def chat(policy: FakeSession, prompt: Any = (USER,), **options: Any) -> Conversa
 
 async def test_ids_trained_are_ids_sampled_over_hundreds_of_sessions(tmp_path: Any) -> None:
     """Few answers are what a tokenizer would make of their text: they have ids drawn at random."""
-    tokenizer = tokenizer_with(STRIPS, tmp_path)
+    tokenizer = tokenizer_with(TEMPLATE, tmp_path)
     splits = 0
     for seed in range(400):
         policy = FakeSession(tokenizer, seed=seed, max_tokens=64)

@@ -19,12 +19,13 @@ import anyio.to_thread
 import numpy as np
 import openai
 import pytest
-from anthropic import Anthropic
+from anthropic import AsyncAnthropic
 from anyio.abc import TaskGroup
-from openai import OpenAI
+from openai import AsyncOpenAI
 
 from agent_session import FakeSession
 from bus_testing import until
+from kernel_setup import write_run
 from patience import patience
 from stretto import Context
 from stretto.assembly.assembly import Assembly
@@ -69,14 +70,10 @@ class Client:
         return await anyio.to_thread.run_sync(call)
 
     async def ask(self, session: Any) -> str:
-        return await anyio.to_thread.run_sync(ask, session)
-
-
-def ask(session: Any, text: str | None = None) -> str:
-    with OpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
-        message: Any = {"role": "user", "content": text or session["prompt"]}
-        answer = client.chat.completions.create(model="policy", messages=[message])
-        return answer.choices[0].message.content or ""
+        async with AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as client:
+            message: Any = {"role": "user", "content": session["prompt"]}
+            answer = await client.chat.completions.create(model="policy", messages=[message])
+            return answer.choices[0].message.content or ""
 
 
 class Ticket:
@@ -136,13 +133,10 @@ async def test_a_session_talks_ends_and_gets_its_reward_later(tmp_path: Path) ->
         with pytest.raises(openai.AuthenticationError):  # it has ended
             await registry.ask(first)
 
-        def talk() -> str:
-            client = Anthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"])
-            with client:
-                answer = client.messages.create(model="policy", max_tokens=9, messages=[USER])
-            return answer.content[0].text if answer.content[0].type == "text" else ""
-
-        assert await anyio.to_thread.run_sync(talk) == "2"
+        async with AsyncAnthropic(base_url=second["anthropic_base_url"], api_key=second["api_key"]) as client:
+            [block] = (await client.messages.create(model="policy", max_tokens=9, messages=[USER])).content
+        assert block.type == "text"
+        assert block.text == "2"
         # The reward may come before the end or after it, with the session's key or the token.
         status, _ = await registry.post(
             f"/{second['id']}/reward", second["api_key"], {"reward": 1, "exact": 1}
@@ -310,21 +304,10 @@ def test_the_program_of_the_page_trains(start: Callable[..., Any], tmp_path: Pat
 
 
 def test_check_wants_no_reward_and_one_worker_for_a_port(tmp_path: Path) -> None:
-    rows = {"use": "jsonl", "path": str(tmp_path / "rows.jsonl")}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
-    run = {
-        "name": "o",
-        "steps": 1,
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "dataset": rows,
-        "training": "mock",
-        "inference": "mock",
-        "workflow": {"use": "online"},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    file = write_run(tmp_path, steps=1, workflow={"use": "online"}, reward=None)
 
     def faults(*overrides: str) -> list[str]:
-        return faults_and_warnings(Assembly(compose(tmp_path / "run.yaml", overrides)), starting=False)[0]
+        return faults_and_warnings(Assembly(compose(file, overrides)), starting=False)[0]
 
     assert faults() == []
     [fault] = faults("reward=exact")

@@ -40,17 +40,11 @@ def step_measured(
 
 
 def done(
-    ticket: int,
-    attempt: int = 1,
-    *,
-    purpose: Purpose = "train",
-    worker: str = "rollout-0",
-    seconds: float = 1.0,
-    score_s: float = 0.1,
+    ticket: int, attempt: int = 1, *, worker: str = "rollout-0", seconds: float = 1.0, score_s: float = 0.1
 ) -> OutcomeRead:
     """A group of 4 samples with 100 tokens."""
     group = GroupFigures(
-        *(purpose, ticket, attempt, worker, seconds, seconds - score_s, score_s),
+        *("train", ticket, attempt, worker, seconds, seconds - score_s, score_s),
         samples=4,
         reward=0.5,
         tokens=100,
@@ -91,10 +85,8 @@ def issued(ticket: int, attempt: int = 1, purpose: Purpose = "train", version: i
     return TicketsIssued((IssuedTicket(purpose, ticket, attempt, row=ticket, min_version=version),))
 
 
-def retired(
-    ticket: int, account: Account, reason: str, attempt: int = 1, purpose: Purpose = "train"
-) -> TicketsRetired:
-    return TicketsRetired((RetiredTicket(purpose, ticket, attempt, account, reason),))
+def retired(ticket: int, account: Account, reason: str, purpose: Purpose = "train") -> TicketsRetired:
+    return TicketsRetired((RetiredTicket(purpose, ticket, 1, account, reason),))
 
 
 def served(began: float, worker: str, version: int, pause_s: float) -> WeightsServed:

@@ -62,9 +62,5 @@ def _words(line: str) -> list[str]:
         return line.split()
 
 
-def main() -> Any:
-    print(surface(), end="")
-
-
 if __name__ == "__main__":
-    main()
+    print(surface(), end="")

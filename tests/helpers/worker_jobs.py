@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ def job(
     *,
     code: str = "",
     command: Sequence[str] = (),
-    env: Mapping[str, str] | None = None,
     folder: Path | None = None,
     unit: str = "",
     **resources: Any,
@@ -33,7 +32,7 @@ def job(
         worker=worker,
         role=role,
         command=(sys.executable, "-c", code) if code else tuple(command),
-        env=env or {},
+        env={},
         resources=Resources(gpus=gpus, share=share, **resources),
         log=str(folder / f"{worker}.log") if folder else "",
         unit=unit,

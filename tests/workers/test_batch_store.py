@@ -11,8 +11,6 @@ from stretto.bus.messages.tickets import TrajectoryBundle
 from stretto.bus.messages.training import RowRef
 from stretto.workers.training.batch_store import BatchStore
 
-pytestmark = pytest.mark.anyio
-
 
 class Log:
     """A store with bundles of two rows by sequence number, which counts how often each is read."""

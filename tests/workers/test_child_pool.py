@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,29 +28,21 @@ from stretto.user_code.protocol import Started
 from stretto.user_code.sandbox import kill
 from stretto.workers.scoring import child_pool
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
-from waiting import until as wait_until
-
-OpenPool = Callable[..., AbstractAsyncContextManager[ChildPool]]
 
 
-@pytest.fixture
-def open_pool(tmp_path: Path) -> OpenPool:
-    """`async with open_pool("def environment(completion): …") as pool`: children that run that function."""
-
-    @asynccontextmanager
-    async def open_it(body: str, **options: Any) -> AsyncGenerator[ChildPool]:
-        (tmp_path / "mine.py").write_text(textwrap.dedent(body))
-        setup = environment.setup_frame(f"{tmp_path}/mine.py:environment")
-        pool = ChildPool(Program("the process", guarded(environment.COMMAND), setup, **options), 1)
-        try:
-            async with anyio.create_task_group() as tasks:
-                await pool.open(tasks)
-                yield pool
-                tasks.cancel_scope.cancel()
-        finally:
-            await pool.close()
-
-    return open_it
+@asynccontextmanager
+async def open_pool(folder: Path, body: str, **options: Any) -> AsyncGenerator[ChildPool]:
+    """Children that run the function `environment` of a file with this body."""
+    (folder / "mine.py").write_text(body)
+    setup = environment.setup_frame(f"{folder}/mine.py:environment")
+    pool = ChildPool(Program("the process", guarded(environment.COMMAND), setup, **options), 1)
+    try:
+        async with anyio.create_task_group() as tasks:
+            await pool.open(tasks)
+            yield pool
+            tasks.cancel_scope.cancel()
+    finally:
+        await pool.close()
 
 
 async def ask(pool: ChildPool, completion: str, timeout_s: float | None = None) -> str:
@@ -88,9 +78,9 @@ def environment(completion):
 """
 
 
-async def test_an_extra_frame_answers_no_question(open_pool: OpenPool, tmp_path: Path) -> None:
+async def test_an_extra_frame_answers_no_question(tmp_path: Path) -> None:
     """An earlier question may have left it behind, so this one gets a second attempt."""
-    async with open_pool(LIAR) as pool:
+    async with open_pool(tmp_path, LIAR) as pool:
         assert await ask(pool, "first") == "own first"
         with pytest.raises(ChildEnded, match="it wrote an answer to another question"):
             await ask(pool, "extra")
@@ -99,8 +89,8 @@ async def test_an_extra_frame_answers_no_question(open_pool: OpenPool, tmp_path:
             assert await ask(pool, word) == f"own {word}"
 
 
-async def test_a_frame_that_announces_too_much_is_refused_at_its_head(open_pool: OpenPool) -> None:
-    async with open_pool(LIAR, max_answer=1000) as pool:
+async def test_a_frame_that_announces_too_much_is_refused_at_its_head(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, LIAR, max_answer=1000) as pool:
         assert await ask(pool, "fine") == "own fine"
         long = "y" * 2000
         with pytest.raises(
@@ -128,8 +118,8 @@ def environment(completion):
 """
 
 
-async def test_a_question_of_a_killed_child_is_asked_once_more(open_pool: OpenPool, tmp_path: Path) -> None:
-    async with open_pool(MORTAL) as pool:
+async def test_a_question_of_a_killed_child_is_asked_once_more(tmp_path: Path) -> None:
+    async with open_pool(tmp_path, MORTAL) as pool:
         await ask(pool, "killed once")
         assert (tmp_path / "killed once").read_text() == "xx"
         with pytest.raises(ChildEnded, match="killed by signal 9"):
@@ -141,20 +131,13 @@ async def test_a_question_of_a_killed_child_is_asked_once_more(open_pool: OpenPo
         await ask(pool, "lives")
 
 
-async def test_an_idle_child_that_is_killed_costs_nothing(open_pool: OpenPool) -> None:
-    async with open_pool(MORTAL) as pool:
-        killed = int(await ask(pool, "lives"))
-        os.kill(killed, signal.SIGKILL)
-        assert int(await ask(pool, "lives")) != killed
-
-
-async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(open_pool: OpenPool) -> None:
+async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(tmp_path: Path) -> None:
     def children() -> set[int]:
         """Processes that run the program, below their guards."""
         mine = psutil.Process().children(recursive=True)
         return {each.pid for each in mine if each.parent() != psutil.Process() and each.is_running()}
 
-    async with open_pool(MORTAL) as pool:
+    async with open_pool(tmp_path, MORTAL) as pool:
         first = int(await ask(pool, "lives"))
         assert children() == {first}
         os.kill(first, signal.SIGKILL)
@@ -170,8 +153,9 @@ async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(open_pool: Op
         assert int(await ask(pool, "lives")) not in both
 
 
-async def test_a_reason_that_utf_8_cannot_encode_is_not_lost(open_pool: OpenPool) -> None:
-    async with open_pool("def environment(completion):\n    raise ValueError('oh \\ud800')") as pool:
+async def test_a_reason_that_utf_8_cannot_encode_is_not_lost(tmp_path: Path) -> None:
+    body = "def environment(completion):\n    raise ValueError('oh \\ud800')"
+    async with open_pool(tmp_path, body) as pool:
         assert "environment raised ValueError: oh \\ud800 (" in await ask(pool, "x")
 
 
@@ -217,10 +201,10 @@ def environment(completion):
 
 
 @pytest.mark.parametrize("end", ["killed", "out of time", "closed"])
-async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end: str) -> None:
+async def test_nothing_that_a_child_started_outlives_it(tmp_path: Path, end: str) -> None:
     mark = f"1000.{os.getpid()}3"
     before = set(psutil.Process().children())  # such as processes of tests that ran here earlier
-    async with open_pool(PARENT) as pool:
+    async with open_pool(tmp_path, PARENT) as pool:
         if end == "out of time":
             async with anyio.create_task_group() as tasks:
 
@@ -239,23 +223,6 @@ async def test_nothing_that_a_child_started_outlives_it(open_pool: OpenPool, end
         if end != "closed":
             await until(lambda: not sleepers(mark))
     await until(lambda: not sleepers(mark))
-
-
-WORKER = """
-import subprocess, sys, time
-from stretto.user_code.guard import guarded
-subprocess.Popen(guarded(["sh", "-c", "setsid sleep {mark} & sleep {mark}"]))
-time.sleep(1000)
-"""
-
-
-def test_nothing_outlives_a_worker_that_is_killed() -> None:
-    mark = f"1000.{os.getpid()}4"
-    worker = subprocess.Popen([sys.executable, "-c", WORKER.format(mark=mark)])
-    wait_until(lambda: len(sleepers(mark)) == 2)
-    worker.kill()
-    worker.wait()
-    wait_until(lambda: not sleepers(mark))
 
 
 async def test_what_outlives_its_child_ends_with_its_input(monkeypatch: pytest.MonkeyPatch) -> None:

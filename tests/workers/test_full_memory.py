@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
+from kernel_setup import write_run
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.errors import EngineError
@@ -40,21 +40,18 @@ def test_full_memory_names_what_frees_most(
     worker: str, error: Exception, words: list[str], tmp_path: Path
 ) -> None:
     torch_engine = {"use": "torch", "micro_batch_tokens": 512}
-    document = {
-        "name": "full",
-        "model": "org/name",
-        "steps": 1,
-        "reward": "exact",
-        "algorithm": "ppo",
-        "dataset": {"use": "jsonl", "path": str(tmp_path)},
-        "inference": {"use": "torch", "slots": 8},
-        "training": torch_engine,
-        "groups": {"critics": torch_engine},
-        "models": {"critic": {"group": "critics"}},
-    }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(document))
+    file = write_run(
+        tmp_path,
+        model="org/name",
+        steps=1,
+        algorithm="ppo",
+        inference={"use": "torch", "slots": 8},
+        training=torch_engine,
+        groups={"critics": torch_engine},
+        models={"critic": {"group": "critics"}},
+    )
     wrapped = EngineError("the engine broke")
     wrapped.__cause__ = error
-    said = out_of_memory(wrapped, worker, Assembly(compose(tmp_path / "run.yaml"), folder=""))
+    said = out_of_memory(wrapped, worker, Assembly(compose(file), folder=""))
     assert bool(said) is bool(words)
     assert all(each in said for each in words), said

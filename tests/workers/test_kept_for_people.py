@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -75,7 +74,6 @@ class LongAnswers:
         return [Trajectory.of(prompt.ids, answer, Score(1.0))]
 
 
-@pytest.mark.anyio
 async def test_a_long_sample_is_kept() -> None:
     appended: list[Any] = []
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.array import Array, KeptTokens
-from stretto.bus.messages.inference import ChunkBatch, ChunkHead
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch, Drawn
@@ -47,7 +46,7 @@ def test_parts_are_those_of_lists(sets: list[list[int]], cut: st.DataObject) -> 
     assert sets_of(kept.at(np.array(places, np.int64))) == [sets[place] for place in places]
 
 
-def chunk(position: int, sets: list[list[int]] | None, count: int, finish: str = "") -> Chunk:
+def chunk(position: int, sets: list[list[int]] | None, count: int) -> Chunk:
     return Chunk(
         request="r",
         sample=0,
@@ -55,7 +54,6 @@ def chunk(position: int, sets: list[list[int]] | None, count: int, finish: str =
         tokens=np.arange(position, position + count, dtype=np.int32),
         logprobs=np.zeros(count, np.float32),
         versions=np.zeros(count, np.int32),
-        finish=finish,  # pyright: ignore[reportArgumentType]
         kept=None if sets is None else kept_of(sets),
     )
 
@@ -79,8 +77,7 @@ def test_repeated_or_split_chunks_join_to_the_answer(sets: list[list[int]], data
         batch = _batch("inference-0", [other, sent])
         kept, records = KeptTokens.read(batch.kept_counts, batch.kept_ids), _records(batch)
         assert kept is not None
-        head = batch.heads[1]
-        assert generation.add(head, records[12:], kept.part(1))
+        assert generation.add(batch.heads[1], records[12:], kept.part(1))
         at = stop
     whole = generation.samples[0].kept()
     assert whole is not None
@@ -93,9 +90,8 @@ def test_an_answer_of_which_a_part_came_without_kept_tokens_has_none() -> None:
     request = GenerateRequest("r", Array.of([1], np.int32), (0,), Sampling(), 0, wants_kept=True)
     generation = _Generation(request, VersionFloor(0, lambda version: None), None, None)
     for each in (chunk(0, [[1], [2]], 2), chunk(2, None, 1)):
-        batch: ChunkBatch = _batch("inference-0", [each])
-        head: ChunkHead = batch.heads[0]
-        generation.add(head, _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids))
+        batch = _batch("inference-0", [each])
+        generation.add(batch.heads[0], _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids))
     assert generation.samples[0].kept() is None
 
 

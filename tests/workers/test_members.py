@@ -29,11 +29,10 @@ def group(
     size: int = 4,
     *,
     least: int = 2,
-    retries: int = 2,
     failure_reward: FailureReward = None,
     sampled: Callable[[int], list[Trajectory]] = lambda number: [],
 ) -> Members:
-    return Members(size, least=least, retries=retries, failure_reward=failure_reward, sampled=sampled)
+    return Members(size, least=least, retries=2, failure_reward=failure_reward, sampled=sampled)
 
 
 def failing(times: dict[int, int], error: Callable[[int], Exception]) -> Callable[[int], Awaitable[int]]:
@@ -300,7 +299,6 @@ def raised_from(error: Exception, cause: Exception | None = None) -> Exception:
     [
         (KeyError("x"), "environment"),
         (FileNotFoundError("x"), "environment"),
-        (ConnectionResetError("x"), "infrastructure"),
         (TimeoutError(), "infrastructure"),
         (OSError(28, "no space"), "infrastructure"),
         (Status(503), "infrastructure"),

@@ -50,12 +50,6 @@ class SlowPublisher:
         self.versions[version] = {name: tensor.clone() for name, tensor in tensors}
         return WeightsNote(version, "", "digest")
 
-    def copy(self, version: int, folder: Path) -> None:
-        raise AssertionError
-
-    def close(self) -> None:
-        self.versions.clear()
-
 
 class FrozenEngine(Engine):
     """Has a weight besides that no step changes."""

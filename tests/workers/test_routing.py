@@ -29,12 +29,13 @@ from stretto.workers.sampling.session import sample_seed
 
 
 class Kernel:
-    """What a pool hears of: routes, at a time of the test's own."""
+    """What a pool hears of: routes, at a time of the test's own. And that pool."""
 
     def __init__(self) -> None:
         self.routes: Routes | None = None
         self.now = 0.0
         self._listeners: list[Any] = []
+        self.pool = self.new_pool()
 
     def on_routes(self, listener: Any) -> None:
         self._listeners.append(listener)
@@ -48,8 +49,16 @@ class Kernel:
         for listener in self._listeners:
             listener(Routes(1, peers))
 
-    def pool(self) -> Router:
+    def new_pool(self) -> Router:
         return Router(cast(Any, self), "inference", lambda: self.now)
+
+    async def chosen(self, times: int = 40, affinity: str = "", **how: Any) -> Counter[str]:
+        """Who gets each of some calls, one after the other."""
+        workers: Counter[str] = Counter()
+        for _ in range(times):
+            async with self.pool.member(affinity, **how) as peer:
+                workers[peer.worker] += 1
+        return workers
 
 
 def load(in_hand: int = 0, *, slots: int = 80, version: int = 0, tokens: int = 0) -> EngineFigures:
@@ -65,37 +74,26 @@ def kernel() -> Kernel:
     return Kernel()
 
 
-async def chosen(pool: Router, times: int = 40, affinity: str = "", **how: Any) -> Counter[str]:
-    """Who gets each of some calls, one after the other."""
-    workers: Counter[str] = Counter()
-    for _ in range(times):
-        async with pool.member(affinity, **how) as peer:
-            workers[peer.worker] += 1
-    return workers
-
-
 # ------------------------------------------------------------------------------------- the choice
 
 
 async def test_calls_of_an_evaluation_go_to_the_workers_lent_to_it_and_no_others_do(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells({"inference-b": 3}, a=load(), b=load(), c=load())
-    assert set(await chosen(pool)) == {"inference-a", "inference-c"}
-    assert set(await chosen(pool, affinity="s")) <= {"inference-a", "inference-c"}
-    assert set(await chosen(pool, exact_version=3)) == {"inference-b"}
+    assert set(await kernel.chosen()) == {"inference-a", "inference-c"}
+    assert set(await kernel.chosen(affinity="s")) <= {"inference-a", "inference-c"}
+    assert set(await kernel.chosen(exact_version=3)) == {"inference-b"}
     with anyio.move_on_after(patience(0.05)) as waiting:
-        await chosen(pool, 1, exact_version=4)
+        await kernel.chosen(1, exact_version=4)
     assert waiting.cancelled_caught
 
 
 async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kernel: Kernel) -> None:
-    pool = kernel.pool()
     third, fourth = {"inference-a": 3}, {"inference-a": 4}
     for before, after, exact_version in (({}, third, None), (third, {}, 3), (third, fourth, 3)):
         kernel.tells(before, a=load())
         left = False
         with anyio.fail_after(patience()):
-            async with pool.member(exact_version=exact_version):
+            async with kernel.pool.member(exact_version=exact_version):
                 kernel.tells(before, a=load(5))  # other figures are no reason to leave
                 await anyio.lowlevel.checkpoint()
                 left = True
@@ -105,31 +103,30 @@ async def test_calls_leave_silently_when_their_worker_is_lent_or_taken_back(kern
 
 
 async def test_a_closed_worker_finishes_its_calls_and_gets_no_new_ones(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.sends(Peer("inference-a", "n"))
     with anyio.fail_after(patience()):
-        async with pool.member(affinity="s") as peer:
+        async with kernel.pool.member(affinity="s") as peer:
             kernel.sends(Peer("inference-b", "n"), Peer("inference-a", "n", closed=True))
             await anyio.lowlevel.checkpoint()
             assert peer.worker == "inference-a"
-            assert await chosen(pool) == {"inference-b": 40}
-            assert await chosen(pool, affinity="s") == {"inference-b": 40}
+            assert await kernel.chosen() == {"inference-b": 40}
+            assert await kernel.chosen(affinity="s") == {"inference-b": 40}
         kernel.sends(Peer("inference-a", "n", closed=True))
         with anyio.move_on_after(patience(0.05)) as waiting:
-            await chosen(pool, 1)
+            await kernel.chosen(1)
         assert waiting.cancelled_caught
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(chosen, pool, 1)
+            tasks.start_soon(kernel.chosen, 1)
             await anyio.wait_all_tasks_blocked()
             kernel.sends(Peer("inference-a", "n"))  # it is a candidate again
 
 
 async def test_calls_leave_a_process_whose_successor_has_its_id(kernel: Kernel) -> None:
-    pool, nonces = kernel.pool(), list[str]()
+    nonces: list[str] = []
     kernel.sends(Peer("inference-a", "first"))
     with anyio.fail_after(patience()):
         while len(nonces) < 2:
-            async with pool.member() as peer:
+            async with kernel.pool.member() as peer:
                 nonces.append(peer.nonce)
                 kernel.sends(Peer("inference-a", "second"))
                 await anyio.sleep(0)
@@ -139,12 +136,11 @@ async def test_calls_leave_a_process_whose_successor_has_its_id(kernel: Kernel) 
 
 
 async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel) -> None:
-    pool = kernel.pool()
     seen: list[str] = []
 
     async def call() -> None:
         while True:
-            async with pool.member() as peer:
+            async with kernel.pool.member() as peer:
                 seen.append(peer.worker)
                 await anyio.sleep_forever()
 
@@ -161,96 +157,88 @@ async def test_calls_wait_for_a_worker_and_leave_silently_with_it(kernel: Kernel
 
 
 async def test_other_rollout_workers_count_and_ones_own_calls_count_once(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load(), b=load())
     async with AsyncExitStack() as calls:
         for _ in range(4):  # 2 x 4 samples each
-            await calls.enter_async_context(pool.member(samples=lambda: 4))
+            await calls.enter_async_context(kernel.pool.member(samples=lambda: 4))
         kernel.tells(a=load(8 + 3), b=load(8))  # 3 of a's are somebody else's
-        assert await chosen(pool) == {"inference-b": 40}
+        assert await kernel.chosen() == {"inference-b": 40}
         kernel.tells(a=load(8), b=load(8 + 3))
-        assert await chosen(pool) == {"inference-a": 40}
+        assert await kernel.chosen() == {"inference-a": 40}
 
 
 async def test_a_sample_that_is_over_makes_room(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load(), b=load())
-    left = {"inference-a": 3, "inference-b": 2}
     async with AsyncExitStack() as calls:
-        while len(left) > 0:
-            worker = next(iter(left))
-            samples = left.pop(worker)
-            await calls.enter_async_context(pool.member(samples=lambda n=samples: n, avoid=other(worker)))
-        assert await chosen(pool) == {"inference-b": 40}
-        pool.finish_sample("inference-a")
-        pool.finish_sample("inference-a")
-        assert await chosen(pool) == {"inference-a": 40}
+        for worker, samples in (("inference-a", 3), ("inference-b", 2)):
+            await calls.enter_async_context(
+                kernel.pool.member(samples=lambda n=samples: n, avoid=other(worker))
+            )
+        assert await kernel.chosen() == {"inference-b": 40}
+        kernel.pool.finish_sample("inference-a")
+        kernel.pool.finish_sample("inference-a")
+        assert await kernel.chosen() == {"inference-a": 40}
 
 
 async def test_one_that_is_behind_is_taken_only_when_the_other_has_more_to_do(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load(40, version=3), b=load(40, version=4))
-    assert await chosen(pool, min_version=4) == {"inference-b": 40}
-    assert len(await chosen(pool, min_version=3)) == 2
+    assert await kernel.chosen(min_version=4) == {"inference-b": 40}
+    assert len(await kernel.chosen(min_version=3)) == 2
     kernel.tells(a=load(40, version=3), b=load(70, version=4))
-    assert await chosen(pool, min_version=4) == {"inference-a": 40}
+    assert await kernel.chosen(min_version=4) == {"inference-a": 40}
 
 
 async def test_one_that_has_work_and_does_nothing_is_passed_over(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load(), b=load())
     kernel.now = 1000.0  # idle for long, which is no fault
     kernel.tells(a=load(20, tokens=10), b=load(60, tokens=10))
     kernel.now += 29
     kernel.tells(a=load(30, tokens=10), b=load(60, tokens=900))
-    assert await chosen(pool) == {"inference-a": 40}
+    assert await kernel.chosen() == {"inference-a": 40}
     kernel.now += 2
-    assert pool.stuck("inference-a")
-    assert not pool.stuck("inference-b")
-    assert await chosen(pool) == {"inference-b": 40}
+    assert kernel.pool.stuck("inference-a")
+    assert not kernel.pool.stuck("inference-b")
+    assert await kernel.chosen() == {"inference-b": 40}
     kernel.tells(a=load(30, tokens=11), b=load(60, tokens=900))
-    assert await chosen(pool) == {"inference-a": 40}
+    assert await kernel.chosen() == {"inference-a": 40}
     kernel.now += 31  # both stand still: nobody is better off
-    assert not pool.stuck("inference-a")
-    assert not pool.stuck("inference-b")
+    assert not kernel.pool.stuck("inference-a")
+    assert not kernel.pool.stuck("inference-b")
 
 
 # --------------------------------------------------------------------------------------- affinity
 
 
 async def test_a_session_stays_where_it_was_and_moves_only_from_the_overloaded(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load(), b=load())
-    [home] = await chosen(pool, affinity="s")
+    [home] = await kernel.chosen(affinity="s")
     away = other(home)
     kernel.tells(**{home: load(115), away: load(20)})  # 1.44 <= 1 + 2 * 0.25
-    assert await chosen(pool, affinity="s") == {home: 40}
-    assert await chosen(pool) == {away: 40}
+    assert await kernel.chosen(affinity="s") == {home: 40}
+    assert await kernel.chosen() == {away: 40}
     kernel.tells(**{home: load(130), away: load(20)})
-    assert await chosen(pool, affinity="s") == {away: 40}
+    assert await kernel.chosen(affinity="s") == {away: 40}
     kernel.tells(**{home: load(0), away: load(80)})  # it has moved: its prefix is there now
-    assert await chosen(pool, affinity="s") == {away: 40}
+    assert await kernel.chosen(affinity="s") == {away: 40}
 
 
 async def test_a_session_forgets_an_engine_that_is_gone(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load())
-    assert await chosen(pool, affinity="s") == {"inference-a": 40}
+    assert await kernel.chosen(affinity="s") == {"inference-a": 40}
     kernel.tells(b=load())
-    assert await chosen(pool, affinity="s") == {"inference-b": 40}
+    assert await kernel.chosen(affinity="s") == {"inference-b": 40}
     kernel.tells(a=load(), b=load(40))
-    assert await chosen(pool, affinity="s") == {"inference-b": 40}
+    assert await kernel.chosen(affinity="s") == {"inference-b": 40}
 
 
 async def test_the_memory_of_sessions_is_bounded(kernel: Kernel) -> None:
-    pool = kernel.pool()
     kernel.tells(a=load())
-    await chosen(pool, affinity="first")
+    await kernel.chosen(affinity="first")
     for number in range(20_000):
-        await chosen(pool, 1, affinity=f"{number}")
+        await kernel.chosen(1, affinity=f"{number}")
     kernel.tells(a=load(60), b=load())
-    assert await chosen(pool, affinity="19999") == {"inference-a": 40}
-    assert await chosen(pool, affinity="first") == {"inference-b": 40}
+    assert await kernel.chosen(affinity="19999") == {"inference-a": 40}
+    assert await kernel.chosen(affinity="first") == {"inference-b": 40}
 
 
 # ------------------------------------------------------------------------- under load, in time of its own
@@ -286,7 +274,7 @@ async def simulate(replicas: dict[str, Replica], requests: int, seed: int) -> No
     """Two rollout workers keep requests of 4 samples under way; figures are a second or two old."""
     lengths = random.Random(seed)
     kernel = Kernel()
-    pools = [kernel.pool(), kernel.pool()]
+    pools = [kernel.new_pool(), kernel.new_pool()]
     kernel.tells(**{name: replica.load() for name, replica in replicas.items()})
 
     async def ask(pool: Router) -> None:

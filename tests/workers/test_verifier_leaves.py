@@ -43,10 +43,8 @@ class Service(SimpleNamespace):
 
 
 def worker_with(children: Children, bus: Bus) -> VerifierWorker:
-    worker, service = (
-        cast("Any", VerifierWorker(context_of(bus, "verifier-0"))),
-        Service(children=children, score=children.score),
-    )
+    worker: Any = VerifierWorker(context_of(bus, "verifier-0"))
+    service = Service(children=children, score=children.score)
     worker._services, worker._rewards = [service], {"": service}
     return worker
 

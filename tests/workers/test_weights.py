@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from bus_testing import until, welcome
+from bus_testing import context_of, until, welcome
 from fixture_types import OpenBus, Start
 from patience import patience
 from plugin_files import write_plugin
@@ -33,7 +33,8 @@ from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapRep
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import FolderPublisher, Outline, RunFolders, lay_out, open_version
-from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate, Wire
+from stretto.testing.served_engine import hashes_of
+from stretto.weights import Canary, Publisher, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
 from stretto.workers.inference import InferenceWorker
 from stretto.workers.process import HostProcess
@@ -244,21 +245,6 @@ def test_weights_that_cannot_be_written_say_why(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------- bus
 
 
-class Given(WorkerContext):
-    """What a worker of a run of mock engines is given; an inference worker, with an engine of the test's."""
-
-    engine: Any = None
-
-    def make(self, path: str) -> Any:
-        return self.engine if path == "inference" and self.engine else super().make(path)
-
-
-def worker_context(bus: Bus, worker: str, nonce: str, **sections: Any) -> Given:
-    role: Any = worker.partition("-")[0]
-    given = welcome("test-run", 0, **sections)
-    return Given(bus, Subjects("test-run"), worker, role, nonce, given, HostProcess())
-
-
 def none(_: int) -> bool:
     return False
 
@@ -283,33 +269,29 @@ class Tampered:
 BIG = [("big", torch.arange(20_000, dtype=torch.float32)), *tensors(1.0)]  # 80 pieces of a KiB, or some more
 
 
-class BusEnds:
-    """Publisher and subscriber in two roles on a real server."""
-
-    def __init__(self, trainer: Bus, inference: Bus, folder: Path, **options: Any) -> None:
-        config = BusTransportConfig(use="bus", folder=str(folder), piece_kb=1, **options)
-        self._inference = inference
-        self.wire = BusWire(worker_context(trainer, "trainer-0", "first"))
-        self.publisher = BusTransport(config, context("trainer-0")).publisher(self.wire)
-        self._receiving = BusTransport(config, context("inference-0"))
-
-    def subscriber(self, damages: Callable[[int], bool] = none) -> tuple[Subscriber, Tampered]:
-        wire = Tampered(BusWire(worker_context(self._inference, "inference-0", "x")), damages)
-        return self._receiving.subscriber(wire), wire
-
-
 @asynccontextmanager
-async def bus_ends(open_bus: OpenBus, folder: Path, **options: Any) -> AsyncGenerator[BusEnds]:
+async def bus_ends(
+    open_bus: OpenBus, folder: Path, **options: Any
+) -> AsyncGenerator[tuple[Publisher, Callable[..., tuple[Subscriber, Tampered]]]]:
+    """A publisher, and what makes subscribers whose wire has such damages, in two roles on a real server."""
+    config = BusTransportConfig(use="bus", folder=str(folder), piece_kb=1, **options)
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
-        made = BusEnds(trainer, inference, folder, **options)
-        await made.wire.open()
-        yield made
+        own = BusWire(context_of(trainer, "trainer-0", "first"))
+        publisher = BusTransport(config, context("trainer-0")).publisher(own)
+        receiving = BusTransport(config, context("inference-0"))
+
+        def subscribe(damages: Callable[[int], bool] = none) -> tuple[Subscriber, Tampered]:
+            wire = Tampered(BusWire(context_of(inference, "inference-0", "x")), damages)
+            return receiving.subscriber(wire), wire
+
+        await own.open()
+        yield publisher, subscribe
 
 
 async def test_bus_carries_a_version_piece_by_piece(open_bus: OpenBus, tmp_path: Path) -> None:
-    async with bus_ends(open_bus, tmp_path, shard_gb=1e-8) as made:
-        note = made.publisher.publish(3, iter(BIG))
-        subscriber, wire = made.subscriber()
+    async with bus_ends(open_bus, tmp_path, shard_gb=1e-8) as (publisher, subscribe):
+        note = publisher.publish(3, iter(BIG))
+        subscriber, wire = subscribe()
         update = await subscriber.receive(note)
         assert wire.asked > 80
         folder = update.folder
@@ -323,20 +305,20 @@ async def test_bus_carries_a_version_piece_by_piece(open_bus: OpenBus, tmp_path:
         assert not folder.exists()
         assert torch.equal(loaded["big"], BIG[0][1])  # what is mapped stays
         subscriber.close()
-        made.publisher.close()
+        publisher.close()
         assert list(tmp_path.glob("stretto-r-*")) == []
 
 
 async def test_bus_asks_again_only_for_damaged_or_missing_pieces(open_bus: OpenBus, tmp_path: Path) -> None:
     broken = True
-    async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
-        note = made.publisher.publish(0, iter(BIG))
-        plain, all_well = made.subscriber()
+    async with bus_ends(open_bus, tmp_path, in_flight=2) as (publisher, subscribe):
+        note = publisher.publish(0, iter(BIG))
+        plain, all_well = subscribe()
         (await plain.receive(note)).close()
-        subscriber, wire = made.subscriber(lambda number: number in (7, 20))
+        subscriber, wire = subscribe(lambda number: number in (7, 20))
         (await subscriber.receive(note)).close()
         assert wire.asked == all_well.asked + 2
-        subscriber, wire = made.subscriber(lambda number: broken and number > 40)
+        subscriber, wire = subscribe(lambda number: broken and number > 40)
         with pytest.raises(WeightsError, match=r"version 0 from trainer-0/first: a piece of .* damaged 3"):
             await subscriber.receive(note)
         broken, before = False, wire.asked
@@ -358,9 +340,9 @@ def halves(version: int) -> list[tuple[str, torch.Tensor]]:
 async def test_a_delta_is_asked_for_again_and_kept_files_stay(open_bus: OpenBus, tmp_path: Path) -> None:
     """A server that starts again loads the version that it served, while the next one is on its way."""
     broken_from = 10**6
-    async with bus_ends(open_bus, tmp_path, in_flight=2) as made:
-        notes = [made.publisher.publish(version, iter(halves(version))) for version in range(2)]
-        subscriber, wire = made.subscriber(lambda number: number > broken_from)
+    async with bus_ends(open_bus, tmp_path, in_flight=2) as (publisher, subscribe):
+        notes = [publisher.publish(version, iter(halves(version))) for version in range(2)]
+        subscriber, wire = subscribe(lambda number: number > broken_from)
         update = await subscriber.receive(notes[0])
         assert update.folder is not None
         (kept := tmp_path / "kept").mkdir()
@@ -378,9 +360,9 @@ async def test_a_delta_is_asked_for_again_and_kept_files_stay(open_bus: OpenBus,
 
 
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
-    async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=patience(0.3)) as made:
-        subscriber, _ = made.subscriber()
-        notes = [made.publisher.publish(version, iter(tensors(version)), [0]) for version in range(4)]
+    async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=patience(0.3)) as (publisher, subscribe):
+        subscriber, _ = subscribe()
+        notes = [publisher.publish(version, iter(tensors(version)), [0]) for version in range(4)]
         (await subscriber.receive(notes[0])).close()  # an evaluation needs it
         with pytest.raises(WeightsError, match=r"version 1 is not here \(any more\); the newest is 3"):
             await subscriber.receive(notes[1])
@@ -400,8 +382,8 @@ async def test_collective_carries_versions_and_leaves_nothing(open_bus: OpenBus,
     config = CollectiveConfig(use="collective", backend="auto", deadline_s=patience(5), **options)
     big = [("big", torch.arange(700_000)), ("half", torch.arange(300_000).bfloat16()), *tensors(1.0)]
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
-        wire = BusWire(worker_context(trainer, "trainer-0", "first"))
-        asking = BusWire(worker_context(inference, "inference-0", "x"))
+        wire = BusWire(context_of(trainer, "trainer-0", "first"))
+        asking = BusWire(context_of(inference, "inference-0", "x"))
         publisher = CollectiveTransport(config, context("trainer-0")).publisher(wire)
         await wire.open()
         subscriber = CollectiveTransport(config, context("inference-0")).subscriber(asking)
@@ -511,12 +493,8 @@ class Told:
         self.emit([Chunk(request, sample, position, tokens, logprobs, np.array(versions, np.int32), finish)])
 
 
-def hashes_of(update: WeightUpdate) -> dict[str, str]:
-    return {name: tensor_hash(tensor) for name, tensor in update.tensors().items()}
-
-
 def honest(update: WeightUpdate) -> SwapReport:
-    hashes = hashes_of(update)
+    hashes = hashes_of(update.tensors())
     return SwapReport(update.note.version, digest_of(hashes.items()), 0.0, hashes)
 
 
@@ -559,6 +537,15 @@ class Worker:
             at += head.count
 
 
+class Given(WorkerContext):
+    """What an inference worker of a run of mock engines is given, but for its engine."""
+
+    engine: Any = None
+
+    def make(self, path: str) -> Any:
+        return self.engine if path == "inference" else super().make(path)
+
+
 @asynccontextmanager
 async def inference_worker(
     open_bus: OpenBus, folder: Path, queue: Mapping[str, Any] | None = None, **canary: Any
@@ -566,7 +553,8 @@ async def inference_worker(
     engine = Told()
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout, open_bus("inference") as bus:
         inference = {"use": "mock", "canary": canary}
-        own = worker_context(bus, "inference-0", "x", inference=inference, queue=queue or {})
+        given = welcome("test-run", 0, inference=inference, queue=queue or {})
+        own = Given(bus, Subjects("test-run"), "inference-0", "inference", "x", given, HostProcess())
         own.engine = engine
         worker = Worker(engine, ends(folder)[0], kernel, rollout)
         ready = anyio.Event()
@@ -666,7 +654,7 @@ async def test_between_training_and_evaluation_it_answers_nobody(open_bus: OpenB
 
 
 def altered(update: WeightUpdate) -> SwapReport:
-    hashes = hashes_of(update) | {"a": "0" * 64}
+    hashes = hashes_of(update.tensors()) | {"a": "0" * 64}
     return SwapReport(update.note.version, digest_of(hashes.items()), 0.0, hashes)
 
 
