@@ -15,12 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from patience import patience
 from stretto.errors import ConfigError
-from stretto.models.tokenizer import (
-    ByteTokenizer,
-    characters_of,
-    load_tokenizer,
-    work_on_text,
-)
+from stretto.models.tokenizer import ByteTokenizer, characters_of, load_tokenizer, work_on_text
 
 
 def test_chat_templates_are_applied_once(tiny_models: Callable[[str], Path], tmp_path: Path) -> None:
