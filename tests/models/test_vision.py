@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-import vision_models as vision_models_module
 from fixture_types import Models, Start
 from patience import patience
 from stretto import Context
@@ -36,7 +35,6 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
-from stretto_torch import TorchTrainingConfig
 from training_engines import NEARLY_LINEAR, loaded_engine, off, plain_loss, step_of
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
@@ -245,9 +243,8 @@ def test_what_cannot_be_is_one_clear_error(vision_models: Models, tiny_models: M
     folder = vision_models("llava")
     with pytest.raises(EngineError, match="reads images; leave it 'auto'"):
         engine_of(folder, packing="packed")
-    context = Context(run="r", name="n", seed=1, model=str(folder), head="value")
     with pytest.raises(EngineError, match="a value head on one is not supported"):
-        HFTraining(TorchTrainingConfig(use="torch"), context).load(None)
+        engine_of(folder, head="value")
     with pytest.raises(EngineError, match=r"the batch carries images, and model .* reads none"):
         engine_of(tiny_models("qwen2")).forward(sequence_of(Vision(str(folder)), 0, (9, 9)), temperature=1.0)
 
@@ -282,7 +279,7 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
     model = vision_models(architecture)
-    path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
     command = [sys.executable, __file__, model, tmp_path]
     ranks = [subprocess.Popen([*command, str(rank)], env=path) for rank in range(2)]
     whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
@@ -334,15 +331,12 @@ def rows(tmp_path: Path) -> Path:
     return folder / "rows.jsonl"
 
 
-def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
+def errors_of(model: Path, rows: Path, **sections: Any) -> list[str]:
     usual = {"training": "torch", "inference": "mock", "reward": "exact", "name": "v", "steps": 2}
     sizes = {"algorithm": {"use": "grpo", "group_size": 2}, "queue": {"batch_size": 3}}
     dataset = {"use": "jsonl", "path": str(rows)}
     sampling = {"max_tokens": 16}
-    return {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
-
-
-def errors_of(run: dict[str, Any]) -> list[str]:
+    run = {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
     found = problems(Assembly(compose_mapping(run)))
     return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
 
@@ -402,22 +396,22 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
 def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Models, rows: Path) -> None:
     folder = vision_models("llava")
     frozen = {"use": "torch", "freeze_vision_tower": True}
-    assert errors_of(run_of(folder, rows, training=frozen)) == []
-    errors = errors_of(run_of(tiny_models("qwen2"), rows, training=frozen))
+    assert errors_of(folder, rows, training=frozen) == []
+    errors = errors_of(tiny_models("qwen2"), rows, training=frozen)
     assert any(each.startswith("training.freeze_vision_tower: is true, but") for each in errors)
     tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
-    errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
+    errors = errors_of(folder, rows, inference={"use": "torch"}, training=tensor)
     assert any("reads images and cannot be split" in each for each in errors)
-    [error] = errors_of(run_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4}))
+    [error] = errors_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4})
     assert error.startswith("training.use: 'pipeline' cannot split")
-    [error] = errors_of(run_of(tiny_models("qwen2"), rows))
+    [error] = errors_of(tiny_models("qwen2"), rows)
     assert error.startswith("dataset: the first row has images, but the model")
 
 
 def test_check_reads_the_first_row(vision_models: Models, rows: Path) -> None:
     row = {"prompt": "<image><image>?", "images": ["pictures/0-0.png"], "answer": "1"}
     rows.write_text(json.dumps(row) + "\n")
-    [error] = errors_of(run_of(vision_models("llava"), rows))
+    [error] = errors_of(vision_models("llava"), rows)
     assert re.match("dataset: the first row: .*does not go with its 1 images: .* 2 ", error), error
 
 
