@@ -126,11 +126,9 @@ def test_media_stay_with_their_sequences() -> None:
 # ---------------------------------------------------------------------------------- the torch engine
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_depend_on_the_images_and_not_on_the_batch(vision_models: Models, architecture: str) -> None:
-    model = vision_models(architecture)
-    engine = engine_of(model)
-    batch = batch_of(Vision(str(model)))
+def test_logprobs_depend_on_the_images_and_not_on_the_batch(vision_folder: Path) -> None:
+    engine = engine_of(vision_folder)
+    batch = batch_of(Vision(str(vision_folder)))
     together = engine.forward(batch, temperature=1.0)
     alone = [engine.forward(part, temperature=1.0) for part in batch.split([1] * len(batch))]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
@@ -166,18 +164,16 @@ def gradients_of(engine: HFTraining, batch: Batch) -> dict[str, Tensor]:
     return step_of(engine, batch, Loss(plain_loss, "token"))[0]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_micro_batches_and_rows_change_no_gradient(vision_models: Models, architecture: str) -> None:
+def test_micro_batches_and_rows_change_no_gradient(vision_folder: Path) -> None:
     """Of the vision tower either. The batch has sequences with 0, 1 and 3 images."""
-    model = vision_models(architecture)
-    batch = batch_of(Vision(str(model)))
-    whole = gradients_of(engine_of(model), batch)
+    batch = batch_of(Vision(str(vision_folder)))
+    whole = gradients_of(engine_of(vision_folder), batch)
     towers = [name for name in whole if "vision_tower" in name or "visual" in name or "projector" in name]
     used = [name for name in towers if "post_layernorm" not in name]  # LLaVA reads what is before it
     assert all(whole[name].abs().max() > 0 for name in used)
     for packing in ("auto", "padded"):
         for tokens in (1, 40, 100):
-            engine = engine_of(model, packing=packing, micro_batch_tokens=tokens)
+            engine = engine_of(vision_folder, packing=packing, micro_batch_tokens=tokens)
             assert off(gradients_of(engine, batch), whole) < 1e-5
 
 
@@ -213,24 +209,20 @@ def test_a_frozen_vision_tower(
             torch.testing.assert_close(merged[name], tensor)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_checkpoint_is_what_transformers_and_the_engine_load(
-    vision_models: Models, architecture: str, tmp_path: Path
-) -> None:
-    folder = vision_models(architecture)
-    batch = batch_of(Vision(str(folder)))
-    engine = engine_of(folder)
+def test_a_checkpoint_is_what_transformers_and_the_engine_load(vision_folder: Path, tmp_path: Path) -> None:
+    batch = batch_of(Vision(str(vision_folder)))
+    engine = engine_of(vision_folder)
     engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
     engine.save(tmp_path)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    names = names_in_files(loaded, str(folder))
+    names = names_in_files(loaded, str(vision_folder))
     state = {names.get(name, name): tensor for name, tensor in loaded.state_dict().items()}
     for name, tensor in engine.weights():
         torch.testing.assert_close(state[name], tensor, atol=0, rtol=0)
     # Engines of other libraries look for the names of the model's own files.
-    own, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "model"))
+    own, saved = (load_file(each / "model.safetensors") for each in (vision_folder, tmp_path / "model"))
     assert own.keys() == saved.keys() == dict(engine.weights()).keys()
-    again = engine_of(folder)
+    again = engine_of(vision_folder)
     again.load(tmp_path)
     one = engine.forward(batch, temperature=1.0)
     assert torch.equal(again.forward(batch, temperature=1.0), one)
@@ -276,13 +268,11 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
-    model = vision_models(architecture)
+def test_ranks_change_no_gradient(vision_folder: Path, tmp_path: Path) -> None:
     path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
-    command = [sys.executable, __file__, model, tmp_path]
+    command = [sys.executable, __file__, vision_folder, tmp_path]
     ranks = [subprocess.Popen([*command, str(rank)], env=path) for rank in range(2)]
-    whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
+    whole = gradients_of(engine_of(vision_folder), batch_of(Vision(str(vision_folder))))
     assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):
         found = load_file(tmp_path / f"gradients-{number}.safetensors")

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from fixture_types import Models
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import GenerateRequest, Sampling
@@ -24,7 +23,7 @@ from stretto.testing.served_engine import Sample, ServedEngine
 from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
-from vision_models import ARCHITECTURES, picture
+from vision_models import picture
 
 TOLERANCE = 1e-4
 
@@ -79,14 +78,9 @@ class Asked:
         )
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def folder(vision_models: Models, request: pytest.FixtureRequest) -> Path:
-    return vision_models(request.param)
-
-
 @pytest.fixture
-def model(folder: Path) -> SeenModel:
-    return SeenModel(folder)
+def model(vision_folder: Path) -> SeenModel:
+    return SeenModel(vision_folder)
 
 
 def serve(folder: Path, run: Path, **options: Any) -> ServedEngine:
@@ -96,8 +90,8 @@ def serve(folder: Path, run: Path, **options: Any) -> ServedEngine:
 
 
 @pytest.fixture
-def served(folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[ServedEngine]:
-    with serve(folder, tmp_path).running() as engine:
+def served(vision_folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[ServedEngine]:
+    with serve(vision_folder, tmp_path).running() as engine:
         engine.swap(model)  # type: ignore[arg-type]
         yield engine
 
@@ -156,10 +150,10 @@ def test_the_next_turn_reads_its_own_images_from_the_cache_and_no_others(
 
 @pytest.mark.parametrize("on_swap", ["keep_cache", "recompute"])
 def test_new_weights_in_the_middle_of_an_answer(
-    folder: Path, model: SeenModel, on_swap: str, tmp_path: Path
+    vision_folder: Path, model: SeenModel, on_swap: str, tmp_path: Path
 ) -> None:
-    newer = SeenModel(folder, seed=1)
-    with serve(folder, tmp_path, on_swap=on_swap).running() as served:
+    newer = SeenModel(vision_folder, seed=1)
+    with serve(vision_folder, tmp_path, on_swap=on_swap).running() as served:
         served.swap(model)  # type: ignore[arg-type]
         asked = Asked(model.vision, "long", [image_of(1), image_of(2, 30, 30)], max_tokens=120)
         ask(served, asked)
