@@ -31,8 +31,6 @@ from torch_engine import (
     weights_of,
 )
 
-# -------------------------------------------------------------------------------------- given text
-
 
 async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Folders) -> None:
     """By a model that transformers computes; the kit scores text with one that the engine computes itself."""
@@ -50,9 +48,6 @@ async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Fo
         await served.engine.stop()
         with pytest.raises(EngineError, match="was stopped"):
             await served.engine.logprobs([text])
-
-
-# ------------------------------------------------------------------------------------- determinism
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

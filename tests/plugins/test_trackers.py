@@ -171,9 +171,6 @@ def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
             kernel.kill()
 
 
-# ------------------------------------------------------------------------------------ the readers
-
-
 def of_tensorboard(kernel: Kernel) -> Sent:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator as Scalars
     from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as Tensors
