@@ -73,20 +73,15 @@ class Kernel:
         **section: Any,
     ) -> None:
         self.folder = folder
-        self.name = tracker
+        self.own = folder / "trackers" / tracker
         self.metrics = MetricsFile(folder)
         self.child: subprocess.Popen[bytes] | None = None
         self.reports = folder / "reports"
-        folder.mkdir()
-        (folder / "bus").mkdir()
+        (folder / "bus").mkdir(parents=True)
         values = {"plugins": list(plugins), "samples": {"keep": keep}, "steps": 8}
         sections = [{"use": tracker, **section}, *beside]
         write_values(folder, compose(write_run(folder, **values, trackers=sections)))
         self.kept = Kept(folder)
-
-    @property
-    def own(self) -> Path:
-        return self.folder / "trackers" / self.name
 
     def step(self, step: int, reward: float, **more: Any) -> None:
         figures = {"reward": reward, "loss": None, "ledger": {"trained": 4 * step}, "advice": [], **more}
