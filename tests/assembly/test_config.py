@@ -187,7 +187,6 @@ def test_paths_are_looked_up_from_the_working_directory_then_beside_the_file(
     ("override", "found"),
     [
         ("steps=${oc.env:TOK}", "override steps: expected int, got str; found '${oc.env:TOK}'"),
-        ("seed=${oc.env:TOK}", "found '${oc.env:TOK}'"),
         ("bus.url=x://${oc.env:TOK}@h", "found 'x://<login>@h'"),
         ("dataset.path=${oc.env:TOK}/rows", "no such file or folder: '${oc.env:TOK}/rows'"),
         ("plugins=['${oc.env:TOK}.py']", "no such file or folder: '${oc.env:TOK}.py'"),
