@@ -282,11 +282,6 @@ def test_a_pair_is_the_chosen_answer_and_then_the_rejected_one() -> None:
         ("sft", {"prompt": [{"role": "user", "content": 42}], "completion": "a"}, "expected text or chat"),
         ("sft", {"prompt": "a", "completion": ""}, "column 'completion': is empty: no token to train on"),
         ("sft", {"prompt": "", "completion": "b"}, "is one token, and the prompt is empty"),
-        (
-            "dpo",
-            {"prompt": "a", "chosen": CHAT, "rejected": "c"},
-            "column 'chosen': begins with a turn of the user; expected the answer alone",
-        ),
         *(
             (name, {"prompt": CHAT, column: CALLS, "chosen": CALLS}, "drops or changes its 'tool_calls'")
             for name, column in (("sft", "completion"), ("dpo", "rejected"), ("reward_model", "rejected"))
