@@ -96,13 +96,9 @@ def served(vision_folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[Se
         yield engine
 
 
-def ask(served: ServedEngine, *asked: Asked) -> None:
+def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
     for each in asked:
         served.ask(each.request, images=each.files)
-
-
-def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
-    ask(served, *asked)
     return [served.finished(each.request) for each in asked]
 
 
@@ -156,7 +152,7 @@ def test_new_weights_in_the_middle_of_an_answer(
     with serve(vision_folder, tmp_path, on_swap=on_swap).running() as served:
         served.swap(model)  # type: ignore[arg-type]
         asked = Asked(model.vision, "long", [image_of(1), image_of(2, 30, 30)], max_tokens=120)
-        ask(served, asked)
+        served.ask(asked.request, images=asked.files)
         served.until((asked.request.id, 0), tokens=20)
         served.swap(newer)  # type: ignore[arg-type]
         [sample] = served.finished(asked.request)
@@ -186,7 +182,7 @@ def test_what_cannot_be_served_is_one_clear_error(served: ServedEngine, model: S
 
 def test_an_abort_while_the_images_are_read_ends_the_request(served: ServedEngine, model: SeenModel) -> None:
     asked = Asked(model.vision, "gone", [image_of(1, 300, 300)], n=3)
-    ask(served, asked)
+    served.ask(asked.request, images=asked.files)
     served.abort(asked.request.id)
     assert {sample.finish for sample in served.finished(asked.request)} == {"abort"}
     served.until_load(lambda load: load.running == load.waiting == 0)
