@@ -10,7 +10,6 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from patience import patience
@@ -32,7 +31,6 @@ def test_chat_templates_are_applied_once(tiny_models: Callable[[str], Path], tmp
     fast.save_pretrained(tmp_path)
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.decode(tokenizer.encode_prompt(messages)) == "<user>hi<assistant>"
-    assert isinstance(Tokenizer.from_file(str(tmp_path / "tokenizer.json")), Tokenizer)
     with pytest.raises(ConfigError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
 
