@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -237,36 +236,35 @@ def _run_on(python: str, folder: Path) -> list[str]:
     ]
 
 
+SUMS = """\
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=0.5)
+    async def answered(self, trace) -> float:
+        return float(bool(trace.last_reply))
+
+    @vf.metric
+    async def characters(self, trace) -> float:
+        return float(len(trace.last_reply))
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for n in range(3):
+            yield Sum(Data(prompt=f"{n}+1=?", answer=str(n + 1)), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("STRETTO_VERIFIERS_PYTHON" not in os.environ, reason="no interpreter with verifiers")
 def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "sums.py").write_text(
-        textwrap.dedent(
-            """\
-            import verifiers.v1 as vf
-
-            class Data(vf.TaskData):
-                answer: str
-
-            class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
-                @vf.reward(weight=0.5)
-                async def answered(self, trace) -> float:
-                    return float(bool(trace.last_reply))
-
-                @vf.metric
-                async def characters(self, trace) -> float:
-                    return float(len(trace.last_reply))
-
-            class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
-                def load(self):
-                    for n in range(3):
-                        yield Sum(Data(prompt=f"{n}+1=?", answer=str(n + 1)), self.config.task)
-
-            __all__ = ["Sums"]
-            """
-        )
-    )
+    (tmp_path / "own" / "sums.py").write_text(SUMS)
     run = start(
         *_run_on(os.environ["STRETTO_VERIFIERS_PYTHON"], tmp_path / "own"),
         "dataset.options={agent: {harness: {id: 'null'}}}",
