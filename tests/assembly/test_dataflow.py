@@ -103,10 +103,6 @@ def test_what_cannot_run_is_refused(calls: list[Call], words: str) -> None:
         graph_of(calls, MODELS)
 
 
-def test_rows_need_no_samples() -> None:
-    assert not graph_of([ROWS, TRAIN], MODELS).samples
-
-
 def test_calls_that_do_not_wait_for_each_other_share_a_level() -> None:
     levels = [{call.name for call in level} for level in graph_of(ppo(), MODELS).levels()]
     assert levels[0] == {"generate(actor)"}

@@ -14,6 +14,8 @@ from stretto.dataset import DatasetConfig
 from stretto.engine import TrainingConfig
 
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=60)
+ROWS = st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9)), min_size=1, max_size=60)
+"""The length of each row, and the number of its unit or group."""
 
 
 @given(LENGTHS, st.integers(1, 8))
@@ -29,9 +31,7 @@ def test_shares_are_whole_and_balanced(lengths: list[int], parts: int) -> None:
     assert split_rows(lengths, parts) == shares
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9)), min_size=1, max_size=60), st.integers(2, 5)
-)
+@given(ROWS, st.integers(2, 5))
 def test_units_are_not_split(rows: list[tuple[int, int]], parts: int) -> None:
     shares = split_rows([length for length, _ in rows], parts, [unit for _, unit in rows])
     units = [{rows[index][1] for index in indices} for indices in shares]
@@ -88,9 +88,7 @@ def test_rows_are_with_the_rank_that_computed_them(placed: Placement) -> None:
     assert set(placed.owners("proximal_logprobs", lengths, alone)) == {"trainer-0", "trainer-1", "trainer-2"}
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 600), st.integers(0, 9)), min_size=1, max_size=60), st.integers(1, 5)
-)
+@given(ROWS, st.integers(1, 5))
 def test_groups_are_split_only_where_whole_ones_would_be_uneven(
     rows: list[tuple[int, int]], parts: int
 ) -> None:

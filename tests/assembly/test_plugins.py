@@ -34,11 +34,6 @@ def stretto_reward():
 """
 
 
-def write(path: Path, text: str) -> Path:
-    path.write_text(text)
-    return path
-
-
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[EntryPoint]]:
     """Entry points of other distributions, as if they were installed; modules are looked for in tmp_path."""
@@ -95,29 +90,27 @@ def test_packages_and_entry_points_agree_with_the_folders() -> None:
 def test_every_hook_is_documented_and_every_kind_has_one() -> None:
     manager = pluggy.PluginManager("stretto")
     manager.add_hookspecs(hooks)
-    names = set(vars(manager.hook)) - {"__dict__"}
-    specified = {name for name in names if name.startswith("stretto_")}
+    specified = {name for name in vars(manager.hook) if name.startswith("stretto_")}
     assert {f"stretto_{kind}" for kind in KINDS} <= specified
-    for name in specified:
-        assert getattr(hooks, name).__doc__
     guide = (ROOT / "docs" / "plugins.md").read_text()
     for name in specified:
+        assert getattr(hooks, name).__doc__
         assert f"`{name}`" in guide, f"{name} is not in docs/plugins.md"
 
 
 def test_listing_names_imports_nothing(installed: list[EntryPoint], tmp_path: Path) -> None:
-    write(tmp_path / "acme_bomb.py", "raise RuntimeError('imported')")
+    (tmp_path / "acme_bomb.py").write_text("raise RuntimeError('imported')")
     installed.append(entry("bomb", "acme_bomb", "reward"))
     assert "bomb" in Plugins().names("reward")
     assert Plugins().get("reward", "exact").name == "exact"  # which does not touch the other
 
 
 def test_a_broken_plugin_says_why_and_leaves_the_others(installed: list[EntryPoint], tmp_path: Path) -> None:
-    write(tmp_path / "acme_extra.py", "import no_such_library")
-    write(tmp_path / "acme_typo.py", REWARD.replace("stretto_reward", "stretto_rewards"))
-    write(tmp_path / "acme_other.py", REWARD.replace('"brevity"', '"width"'))
-    write(tmp_path / "acme_base.py", REWARD.replace("RewardConfig", "DatasetConfig"))
-    write(tmp_path / "acme_raises.py", REWARD.replace("yield", "1 / 0; yield"))
+    (tmp_path / "acme_extra.py").write_text("import no_such_library")
+    (tmp_path / "acme_typo.py").write_text(REWARD.replace("stretto_reward", "stretto_rewards"))
+    (tmp_path / "acme_other.py").write_text(REWARD.replace('"brevity"', '"width"'))
+    (tmp_path / "acme_base.py").write_text(REWARD.replace("RewardConfig", "DatasetConfig"))
+    (tmp_path / "acme_raises.py").write_text(REWARD.replace("yield", "1 / 0; yield"))
     reasons = {
         "acme_extra": "ModuleNotFoundError: No module named 'no_such_library'",
         "acme_typo": "stretto_rewards",
@@ -137,7 +130,7 @@ def test_a_broken_plugin_says_why_and_leaves_the_others(installed: list[EntryPoi
 def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
     installed: list[EntryPoint], tmp_path: Path
 ) -> None:
-    write(tmp_path / "acme_exact.py", REWARD.replace('"brevity"', '"exact"'))
+    (tmp_path / "acme_exact.py").write_text(REWARD.replace('"brevity"', '"exact"'))
     installed.append(entry("exact", "acme_exact", "reward", "acme-rl"))
     with pytest.raises(
         PluginError, match=r"'acme-rl' and 'stretto' offer .*; choose one, for example `use: acme-rl:exact`"
@@ -148,12 +141,12 @@ def test_two_distributions_with_one_name_are_refused_and_one_can_be_picked(
 
 
 def test_a_plugin_by_path_is_listed_and_used(tmp_path: Path) -> None:
-    write(tmp_path / "my_reward.py", REWARD)
-    write(tmp_path / "rows.jsonl", '{"prompt": "a"}\n')
-    file = write(
-        tmp_path / "run.yaml",
+    (tmp_path / "my_reward.py").write_text(REWARD)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    file = tmp_path / "run.yaml"
+    file.write_text(
         "name: a\nsteps: 1\nplugins: [my_reward.py]\nalgorithm: grpo\nreward: brevity\n"
-        "dataset: {use: jsonl, path: rows.jsonl}\n",
+        "dataset: {use: jsonl, path: rows.jsonl}\n"
     )
     composed = compose(file)
     assert composed.config.plugins == (str(tmp_path / "my_reward.py"),)

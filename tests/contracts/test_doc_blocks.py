@@ -33,11 +33,8 @@ from stretto.cli.start.quickstart import copy_quickstart
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {
-    "python.md": "tests/runs/test_docs_python.py",
-    "testing.md": "tests/conformance/test_page.py",
-}
-"""Pages all of whose blocks a test of their own runs."""
+RUN_ELSEWHERE = {"python.md", "testing.md"}
+"""Pages whose blocks all are run by tests/runs/test_docs_python.py and tests/conformance/test_page.py."""
 SHOWN = {"text", "mermaid", "json", "toml", "sql"}
 """Languages of blocks that show something and are no commands."""
 BLOCK = re.compile(

@@ -35,9 +35,9 @@ def drawn_tree() -> set[Entry]:
     return entries
 
 
-def defined_classes() -> dict[str, tuple[list[str], str]]:
-    """Name of every class in core -> the names of its bases, and its module."""
-    classes: dict[str, tuple[list[str], str]] = {}
+def defined_tree() -> set[Entry]:
+    """The exceptions below `StrettoError` in the code of core."""
+    classes: dict[str, tuple[list[str], str]] = {}  # name -> the names of its bases, and its module
     for path in CORE.rglob("*.py"):
         parts = path.relative_to(CORE.parent).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
@@ -45,12 +45,7 @@ def defined_classes() -> dict[str, tuple[list[str], str]]:
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
                 classes[node.name] = (bases, module)
-    return classes
-
-
-def defined_tree() -> set[Entry]:
-    """The exceptions below `StrettoError` in the code of core."""
-    classes, family = defined_classes(), {"StrettoError"}
+    family = {"StrettoError"}
     while more := {name for name, (bases, _) in classes.items() if family & {*bases}} - family:
         family |= more
     return {

@@ -49,31 +49,24 @@ FORBIDDEN = [
 """Rule, file, and a line that breaks the rule there."""
 
 
-def test_forbidden_imports_are_noticed(checkout: Path) -> None:
+def test_forbidden_imports_and_a_module_in_no_layer_are_noticed(checkout: Path) -> None:
     former = {checkout / file: (checkout / file).read_text() for _, file, _ in FORBIDDEN}
+    stray = checkout / "core/stretto/stray.py"
+    stray.touch()
     try:
         for _, file, line in FORBIDDEN:
             with (checkout / file).open("a") as text:
                 text.write(f"\n{line}\n")
         done = lint(checkout)
     finally:
+        stray.unlink()
         for file, text in former.items():
             file.write_text(text)
     assert done.returncode == 1, done.stdout + done.stderr
+    assert "stray" in done.stdout
     for rule, file, line in FORBIDDEN:
         module = file.partition("stretto")[1:]
         importer = "".join(module).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         about = re.search(rf"^{rule}\n-+\n(.*?)(^[^\n]*\n----|\Z)", done.stdout, re.MULTILINE | re.DOTALL)
         assert about, done.stdout
         assert f" {importer} -> {line.split()[-1]} (l." in about[1], about[0]
-
-
-def test_a_module_in_no_layer_is_noticed(checkout: Path) -> None:
-    stray = checkout / "core/stretto/stray.py"
-    stray.touch()
-    try:
-        done = lint(checkout)
-    finally:
-        stray.unlink()
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "stray" in done.stdout

@@ -8,9 +8,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-ALLOWED: dict[str, str] = {}
-"""Names that stand for two classes, each with the reason."""
-
 
 def test_no_class_name_stands_for_two_things() -> None:
     homes: defaultdict[str, list[str]] = defaultdict(list)
@@ -19,4 +16,4 @@ def test_no_class_name_stands_for_two_things() -> None:
             for node in ast.parse(file.read_text()).body:
                 if isinstance(node, ast.ClassDef):
                     homes[node.name.lstrip("_")].append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert {name: places for name, places in homes.items() if len(places) > 1 and name not in ALLOWED} == {}
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,3 @@ def test_an_api_version_is_compared_with_that_of_this_stretto() -> None:
     for wrong in ("1", "1.0.0", "one", "1.x", "", "01.0"):
         with pytest.raises(ValueError, match=r"is no API version; expected MAJOR\.MINOR"):
             mismatch(wrong)
-
-
-def test_using_the_api_of_this_stretto_warns_of_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for name in stretto.__all__:
-            getattr(stretto, name)

@@ -21,13 +21,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = tmp_path_factory.mktemp("source") / "acme"
     shutil.copytree(ROOT / "examples" / "plugin_package", source)
     target = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"),
-            *("--disable-pip-version-check", "--target", str(target), str(source)),
-        ],
-        check=True,
-    )
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--disable-pip-version-check", "--target", target, source], check=True)
     return target
 
 

@@ -65,10 +65,8 @@ class Installed:
 
     def command(self, line: str) -> list[str]:
         (run,) = self.where.glob("runs/quickstart-*-1") if "RUN" in line else [""]
-        return [
-            str(self.programs / "stretto"),
-            *(str(run) if word == "RUN" else word for word in shlex.split(line)),
-        ]
+        words = [str(run) if word == "RUN" else word for word in shlex.split(line)]
+        return [str(self.programs / "stretto"), *words]
 
     def run(self, line: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

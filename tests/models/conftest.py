@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vision_models import make_vision_model
+from vision_models import ARCHITECTURES, make_vision_model
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +22,9 @@ def vision_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
         return made[architecture]
 
     return folder
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def vision_folder(vision_models: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    """The folder of such a model; a test runs with each architecture."""
+    return vision_models(request.param)

@@ -153,9 +153,7 @@ async def test_what_cannot_be_added_is_one_clear_error(
         text.add("y", images=[file_of(0)])
 
 
-async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(
-    vision_models: Models,
-) -> None:
+async def test_a_trajectory_with_other_image_tokens_than_its_images_is_refused(vision_models: Models) -> None:
     with ticket(vision_models("qwen2_5_vl")) as (vision, images):
         prompt = [{"role": "user", "content": "<image>x"}]
         ids = await images.encode_row(row_of(prompt, file_of(0)))
@@ -307,7 +305,6 @@ class Log:
 
     def __init__(self, bundle: TrajectoryBundle, images: dict[str, bytes]) -> None:
         self.bundle = bundle
-        self.wires = bundle.trajectories
         self.images = images
         self.reads: list[str] = []
 
@@ -345,35 +342,32 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
             images=None if images is None else tuple(images),
         )
 
-    def store_of(*wires: WireTrajectory, **lies: bytes) -> tuple[BatchStore, Log]:
-        """A batch of trajectories whose row has the first file."""
+    async def media_of(*wires: WireTrajectory, **lies: bytes) -> tuple[list[Any], list[str]]:
+        """Media of trajectories whose row has the first file, and names of the images that were read."""
         log = Log(TrajectoryBundle(1, 1, 0, wires), {**dict(zip(names, files, strict=True)), **lies})
         context: Any = SimpleNamespace(bus=SimpleNamespace(store=log), names=Subjects("r"))
         placement: Any = SimpleNamespace(graph=SimpleNamespace(samples=True, source=None, writers={}))
         store: Any = BatchStore(context, placement, {})
         store._vision, store._dataset = vision, [row_of("<image>", files[0])]
-        return store, log
-
-    async def media_of(store: BatchStore, log: Log) -> list[Any]:
-        refs = tuple(RowRef(each.id, 1, index, 1, len(each.tokens)) for index, each in enumerate(log.wires))
+        refs = tuple(RowRef(each.id, 1, index, 1, len(each.tokens)) for index, each in enumerate(wires))
         await store.begin(0, refs)
         batch = await store.batch(range(len(refs)), (), media=True)
-        return list(batch.media or [])
+        return list(batch.media or []), log.reads
 
     lists: list[tuple[str | int, ...] | None] = [None, (0, names[1], names[2]), (names[1],), (names[1],), ()]
     expected = [[0], [0, 1, 2], [1], [1], list[int]()]
     wires = [trajectory(i, *pair) for i, pair in enumerate(zip(lists, map(len, expected), strict=True))]
-    store, log = store_of(*wires)
-    for media, indices in zip(await media_of(store, log), expected, strict=True):
+    found, reads = await media_of(*wires)
+    for media, indices in zip(found, expected, strict=True):
         pixels = [decode(files[index]) for index in indices]
         assert bool(media) == bool(pixels)
         if pixels:
             np.testing.assert_array_equal(media["pixel_values"], vision.alone(*pixels).media["pixel_values"])
-    assert sorted(log.reads) == sorted(names[1:])  # each once
+    assert sorted(reads) == sorted(names[1:])  # each once
     with pytest.raises(ExceptionGroup) as lie:
-        await media_of(*store_of(trajectory(0, [names[1]], 1), **{names[1]: files[2]}))
+        await media_of(trajectory(0, [names[1]], 1), **{names[1]: files[2]})
     assert lie.group_contains(BusError, match="is another image than its name says")
     with pytest.raises(ConfigError, match="1/1/0 has 4 image tokens, and its images make 8"):
-        await media_of(*store_of(trajectory(0, names[1:], 1)))
+        await media_of(trajectory(0, names[1:], 1))
     with pytest.raises(ConfigError, match="a sample names its image 1, and the row has 1"):
-        await media_of(*store_of(trajectory(0, [0, 1], 2)))
+        await media_of(trajectory(0, [0, 1], 2))

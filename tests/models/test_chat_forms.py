@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +36,15 @@ CONTEXT = Context(run="r", name="n", seed=1)
 ASK = {"role": "user", "content": "ok?"}
 
 
+def tokenizer_of(form: Form, folder: Path) -> Tokenizer:
+    return load_tokenizer(write_model(form, folder), DatasetConfig(use="jsonl", template=form.given))
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
-    loaded: dict[str, Tokenizer] = {}
-
+    @cache
     def load(name: str) -> Tokenizer:
-        if name not in loaded:
-            form = FORMS[name]
-            folder = tmp_path_factory.mktemp("model")
-            rows = DatasetConfig(use="jsonl", template=form.given)
-            loaded[name] = load_tokenizer(write_model(form, folder), rows)
-        return loaded[name]
+        return tokenizer_of(FORMS[name], tmp_path_factory.mktemp("model"))
 
     return load
 
@@ -367,9 +366,8 @@ def test_turns_end_as_the_template_ends_them_before_what_follows(name: str, mode
             assert plain_text(text).startswith(tokenizer.decode(tokens, special=True))
         unlearnt = {**row, "completion": [{**completion[0], "weight": 0}, *completion[1:], {**later[2]}]}
         assert len(spans(prompt_and_answer(unlearnt, "completion", tokenizer).loss_mask)) == len(spans(mask))
-        if tokenizer.form.writes_end and (
-            name != "open turn" or completion is later
-        ):  # its calls have no end
+        has_end = name != "open turn" or completion is later  # the calls of an open turn have none
+        if tokenizer.form.writes_end and has_end:
             assert ends_of(tokenizer, tokens, mask)
     if form.shows_calls and not form.sft:
         tokens, _ = prompt_and_answer({"prompt": [ASK], "completion": [CALLING]}, "completion", tokenizer)
@@ -465,8 +463,7 @@ def test_the_clock_of_a_template_stands_still(clock: str, tmp_path: Path) -> Non
     form = Form(
         clock + "{% for m in messages %}{{ m.content }}{% endfor %}", given={"strftime_now": "2026-07-06"}
     )
-    rows = DatasetConfig(use="jsonl", template=form.given)
-    text = load_tokenizer(write_model(form, tmp_path), rows).render([ASK])
+    text = tokenizer_of(form, tmp_path).render([ASK])
     assert text == ("6 July" if "%B" in clock else "06 Jul 2026") + "ok?"
 
 

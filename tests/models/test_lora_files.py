@@ -23,10 +23,8 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from training_engines import loaded_engine, push_up, random_batch
 
-Send = Literal["adapter", "merged"]
 
-
-def engine_of(model: Path, send: Send, *targets: str, **options: Any) -> HFTraining:
+def engine_of(model: Path, send: Literal["adapter", "merged"], *targets: str, **options: Any) -> HFTraining:
     lora = LoraConfig(rank=4, alpha=8, targets=targets or ("q_proj", "down_proj"), send=send)
     return loaded_engine(model, lr=1e-2, lora=lora, **options)
 
@@ -129,9 +127,7 @@ def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: Models, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["file", "bus"])
-def test_a_run_sends_the_adapter_alone(
-    start: Start, tiny_models: Models, tmp_path: Path, weights: str
-) -> None:
+def test_a_run_sends_the_adapter_alone(start: Start, tiny_models: Models, weights: str) -> None:
     run = start(
         f"model={tiny_models('qwen2')}",
         *("training=torch", "training.lr=1e-2", "training.lora={rank: 4, alpha: 8}", "steps=3"),

@@ -22,9 +22,9 @@ from stretto.models.version_files import FolderPublisher, open_version
 ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
-def file_of(folder: Path, header: bytes, data: bytes = bytes(8), size: int | None = None) -> Path:
+def file_of(folder: Path, header: bytes, size: int | None = None) -> Path:
     file = folder / "model.safetensors"
-    file.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header + data)
+    file.write_bytes((len(header) if size is None else size).to_bytes(8, "little") + header + bytes(8))
     return file
 
 
@@ -110,13 +110,14 @@ DAMAGED = st.fixed_dictionaries(
 FUZZ = settings(
     max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
+TENSORS = {"a": torch.arange(4.0), "b.c": torch.ones(2, 3).bfloat16()}
+Reopen = Callable[[bytes], Mapping[str, torch.Tensor]]
 
 
 @pytest.fixture
-def reopen(tmp_path: Path) -> Callable[[bytes], Mapping[str, torch.Tensor]]:
+def reopen(tmp_path: Path) -> Reopen:
     """Publish a version, replace its file, open it again and load its tensors."""
-    tensors = [("a", torch.arange(4.0)), ("b.c", torch.ones(2, 3).bfloat16())]
-    note = FolderPublisher(tmp_path / "versions", 3, 2.0).publish(1, tensors)
+    note = FolderPublisher(tmp_path / "versions", 3, 2.0).publish(1, TENSORS.items())
     folder = Path(note.address)
 
     def with_content(content: bytes) -> Mapping[str, torch.Tensor]:
@@ -128,9 +129,7 @@ def reopen(tmp_path: Path) -> Callable[[bytes], Mapping[str, torch.Tensor]]:
 
 @FUZZ
 @given(header=st.dictionaries(st.sampled_from(["a", "b.c", "x", "__metadata__"]), DAMAGED | JSON) | JSON)
-def test_any_other_header_is_refused(
-    reopen: Callable[[bytes], Mapping[str, torch.Tensor]], header: Any
-) -> None:
+def test_any_other_header_is_refused(reopen: Reopen, header: Any) -> None:
     data = json.dumps(header).encode()
     with pytest.raises(WeightsError, match=r"version 1 at .*model-00000.safetensors is damaged"):
         reopen(len(data).to_bytes(8, "little") + data + bytes(28))
@@ -142,14 +141,11 @@ def test_any_other_header_is_refused(
 )
 @example(cut=400, flips=[])
 def test_a_file_with_other_bytes_is_refused_or_the_same(
-    reopen: Callable[[bytes], Mapping[str, torch.Tensor]],
-    tmp_path: Path,
-    cut: int,
-    flips: list[tuple[int, int]],
+    reopen: Reopen, tmp_path: Path, cut: int, flips: list[tuple[int, int]]
 ) -> None:
     """Spaces in the header are no difference; nothing else passes."""
     intact = tmp_path / "intact"
-    save_file({"a": torch.arange(4.0), "b.c": torch.ones(2, 3).bfloat16()}, intact)
+    save_file(TENSORS, intact)
     content = bytearray(intact.read_bytes()[:cut])
     for at, value in flips:
         if at < len(content):
@@ -158,8 +154,8 @@ def test_a_file_with_other_bytes_is_refused_or_the_same(
         tensors = reopen(bytes(content))
     except WeightsError:
         return
-    assert torch.equal(tensors["a"], torch.arange(4.0))
-    assert torch.equal(tensors["b.c"], torch.ones(2, 3).bfloat16())
+    for name, tensor in TENSORS.items():
+        assert torch.equal(tensors[name], tensor)
 
 
 def test_an_error_of_writing_names_the_file(tmp_path: Path) -> None:

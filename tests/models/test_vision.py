@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-import vision_models as vision_models_module
 from fixture_types import Models, Start
 from patience import patience
 from stretto import Context
@@ -36,11 +35,11 @@ from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.model import names_in_files
 from stretto_hf import HFConfig, HFDataset
-from stretto_torch import TorchTrainingConfig
 from training_engines import NEARLY_LINEAR, loaded_engine, off, plain_loss, step_of
 from vision_models import ARCHITECTURES, PLACE, TEXTS, picture
 
-TOWER = {"llava": "vision_tower.", "qwen2_5_vl": "visual."}
+TOWERS = ("vision_tower.", "visual.")
+"""How the names of a vision tower's tensors begin: LLaVA's, and Qwen's."""
 
 
 def sequence_of(vision: Vision, seed: int, *sizes: tuple[int, int]) -> Batch:
@@ -128,11 +127,9 @@ def test_media_stay_with_their_sequences() -> None:
 # ---------------------------------------------------------------------------------- the torch engine
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logprobs_depend_on_the_images_and_not_on_the_batch(vision_models: Models, architecture: str) -> None:
-    model = vision_models(architecture)
-    engine = engine_of(model)
-    batch = batch_of(Vision(str(model)))
+def test_logprobs_depend_on_the_images_and_not_on_the_batch(vision_folder: Path) -> None:
+    engine = engine_of(vision_folder)
+    batch = batch_of(Vision(str(vision_folder)))
     together = engine.forward(batch, temperature=1.0)
     alone = [engine.forward(part, temperature=1.0) for part in batch.split([1] * len(batch))]
     torch.testing.assert_close(together, torch.cat(alone), atol=1e-4, rtol=0)
@@ -168,71 +165,61 @@ def gradients_of(engine: HFTraining, batch: Batch) -> dict[str, Tensor]:
     return step_of(engine, batch, Loss(plain_loss, "token"))[0]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_micro_batches_and_rows_change_no_gradient(vision_models: Models, architecture: str) -> None:
+def test_micro_batches_and_rows_change_no_gradient(vision_folder: Path) -> None:
     """Of the vision tower either. The batch has sequences with 0, 1 and 3 images."""
-    model = vision_models(architecture)
-    batch = batch_of(Vision(str(model)))
-    whole = gradients_of(engine_of(model), batch)
+    batch = batch_of(Vision(str(vision_folder)))
+    whole = gradients_of(engine_of(vision_folder), batch)
     towers = [name for name in whole if "vision_tower" in name or "visual" in name or "projector" in name]
     used = [name for name in towers if "post_layernorm" not in name]  # LLaVA reads what is before it
     assert all(whole[name].abs().max() > 0 for name in used)
     for packing in ("auto", "padded"):
         for tokens in (1, 40, 100):
-            engine = engine_of(model, packing=packing, micro_batch_tokens=tokens)
+            engine = engine_of(vision_folder, packing=packing, micro_batch_tokens=tokens)
             assert off(gradients_of(engine, batch), whole) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # of names that peft uses
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_frozen_vision_tower(
-    vision_models: Models, architecture: str, lora: LoraConfig | None, tmp_path: Path
-) -> None:
+def test_a_frozen_vision_tower(vision_folder: Path, lora: LoraConfig | None, tmp_path: Path) -> None:
     """It has no gradient, no state of the optimizer and no adapters, and is not published with the others."""
-    folder = vision_models(architecture)
-    engine = engine_of(folder, freeze_vision_tower=True, lora=lora)
+    engine = engine_of(vision_folder, freeze_vision_tower=True, lora=lora)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     for _ in range(2):
-        engine.train(batch_of(Vision(str(folder))), Loss(plain_loss, "token"), temperature=1.0)
+        engine.train(batch_of(Vision(str(vision_folder))), Loss(plain_loss, "token"), temperature=1.0)
     changed = {name for name, tensor in engine.weights() if not torch.equal(tensor, before[name])}
     assert changed == dict(engine.trained_weights()).keys()
-    tower = {name for name in load_file(folder / "model.safetensors") if name.startswith(TOWER[architecture])}
+    tower = {name for name in load_file(vision_folder / "model.safetensors") if name.startswith(TOWERS)}
     assert tower
     assert dict(engine.frozen_weights()).keys() == (tower if lora is None else set())
     engine.save(tmp_path)
     trained = [*load_file(tmp_path / "optimizer.safetensors"), *changed]
     assert trained
-    assert not [name for name in trained if TOWER[architecture] in name]
-    own, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "model"))
+    assert not [name for name in trained if any(start in name for start in TOWERS)]
+    own, saved = (load_file(each / "model.safetensors") for each in (vision_folder, tmp_path / "model"))
     assert {name for name in own if not torch.equal(own[name], saved[name])}.isdisjoint(tower)
     if lora is not None:  # peft puts the adapters where they were
         peft = pytest.importorskip("peft")
-        plain: Any = AutoModelForImageTextToText.from_pretrained(folder)
+        plain: Any = AutoModelForImageTextToText.from_pretrained(vision_folder)
         merged = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").merge_and_unload().state_dict()
         whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
         for name, tensor in whole.items():
             torch.testing.assert_close(merged[name], tensor)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_checkpoint_is_what_transformers_and_the_engine_load(
-    vision_models: Models, architecture: str, tmp_path: Path
-) -> None:
-    folder = vision_models(architecture)
-    batch = batch_of(Vision(str(folder)))
-    engine = engine_of(folder)
+def test_a_checkpoint_is_what_transformers_and_the_engine_load(vision_folder: Path, tmp_path: Path) -> None:
+    batch = batch_of(Vision(str(vision_folder)))
+    engine = engine_of(vision_folder)
     engine.train(batch, Loss(plain_loss, "token"), temperature=1.0)
     engine.save(tmp_path)
     loaded: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "model")
-    names = names_in_files(loaded, str(folder))
+    names = names_in_files(loaded, str(vision_folder))
     state = {names.get(name, name): tensor for name, tensor in loaded.state_dict().items()}
     for name, tensor in engine.weights():
         torch.testing.assert_close(state[name], tensor, atol=0, rtol=0)
     # Engines of other libraries look for the names of the model's own files.
-    own, saved = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "model"))
+    own, saved = (load_file(each / "model.safetensors") for each in (vision_folder, tmp_path / "model"))
     assert own.keys() == saved.keys() == dict(engine.weights()).keys()
-    again = engine_of(folder)
+    again = engine_of(vision_folder)
     again.load(tmp_path)
     one = engine.forward(batch, temperature=1.0)
     assert torch.equal(again.forward(batch, temperature=1.0), one)
@@ -245,9 +232,8 @@ def test_what_cannot_be_is_one_clear_error(vision_models: Models, tiny_models: M
     folder = vision_models("llava")
     with pytest.raises(EngineError, match="reads images; leave it 'auto'"):
         engine_of(folder, packing="packed")
-    context = Context(run="r", name="n", seed=1, model=str(folder), head="value")
     with pytest.raises(EngineError, match="a value head on one is not supported"):
-        HFTraining(TorchTrainingConfig(use="torch"), context).load(None)
+        engine_of(folder, head="value")
     with pytest.raises(EngineError, match=r"the batch carries images, and model .* reads none"):
         engine_of(tiny_models("qwen2")).forward(sequence_of(Vision(str(folder)), 0, (9, 9)), temperature=1.0)
 
@@ -279,13 +265,11 @@ def train_as_rank(model: Path, folder: Path, rank: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_ranks_change_no_gradient(vision_models: Models, architecture: str, tmp_path: Path) -> None:
-    model = vision_models(architecture)
-    path = {**os.environ, "PYTHONPATH": str(Path(vision_models_module.__file__).parent)}
-    command = [sys.executable, __file__, model, tmp_path]
+def test_ranks_change_no_gradient(vision_folder: Path, tmp_path: Path) -> None:
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "helpers")}
+    command = [sys.executable, __file__, vision_folder, tmp_path]
     ranks = [subprocess.Popen([*command, str(rank)], env=path) for rank in range(2)]
-    whole = gradients_of(engine_of(model), batch_of(Vision(str(model))))
+    whole = gradients_of(engine_of(vision_folder), batch_of(Vision(str(vision_folder))))
     assert [rank.wait(timeout=patience(120)) for rank in ranks] == [0, 0]
     for number in range(len(SPLITS)):
         found = load_file(tmp_path / f"gradients-{number}.safetensors")
@@ -334,15 +318,12 @@ def rows(tmp_path: Path) -> Path:
     return folder / "rows.jsonl"
 
 
-def run_of(model: Path, rows: Path, **sections: Any) -> dict[str, Any]:
+def errors_of(model: Path, rows: Path, **sections: Any) -> list[str]:
     usual = {"training": "torch", "inference": "mock", "reward": "exact", "name": "v", "steps": 2}
     sizes = {"algorithm": {"use": "grpo", "group_size": 2}, "queue": {"batch_size": 3}}
     dataset = {"use": "jsonl", "path": str(rows)}
     sampling = {"max_tokens": 16}
-    return {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
-
-
-def errors_of(run: dict[str, Any]) -> list[str]:
+    run = {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
     found = problems(Assembly(compose_mapping(run)))
     return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
 
@@ -402,22 +383,22 @@ def test_the_rollout_worker_s_part_imports_no_torch(vision_models: Models, rows:
 def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Models, rows: Path) -> None:
     folder = vision_models("llava")
     frozen = {"use": "torch", "freeze_vision_tower": True}
-    assert errors_of(run_of(folder, rows, training=frozen)) == []
-    errors = errors_of(run_of(tiny_models("qwen2"), rows, training=frozen))
+    assert errors_of(folder, rows, training=frozen) == []
+    errors = errors_of(tiny_models("qwen2"), rows, training=frozen)
     assert any(each.startswith("training.freeze_vision_tower: is true, but") for each in errors)
     tensor = {"use": "fsdp2", "processes": 2, "tensor_parallel": 2}
-    errors = errors_of(run_of(folder, rows, inference={"use": "torch"}, training=tensor))
+    errors = errors_of(folder, rows, inference={"use": "torch"}, training=tensor)
     assert any("reads images and cannot be split" in each for each in errors)
-    [error] = errors_of(run_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4}))
+    [error] = errors_of(folder, rows, training={"use": "pipeline"}, queue={"batch_size": 4})
     assert error.startswith("training.use: 'pipeline' cannot split")
-    [error] = errors_of(run_of(tiny_models("qwen2"), rows))
+    [error] = errors_of(tiny_models("qwen2"), rows)
     assert error.startswith("dataset: the first row has images, but the model")
 
 
 def test_check_reads_the_first_row(vision_models: Models, rows: Path) -> None:
     row = {"prompt": "<image><image>?", "images": ["pictures/0-0.png"], "answer": "1"}
     rows.write_text(json.dumps(row) + "\n")
-    [error] = errors_of(run_of(vision_models("llava"), rows))
+    [error] = errors_of(vision_models("llava"), rows)
     assert re.match("dataset: the first row: .*does not go with its 1 images: .* 2 ", error), error
 
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from fixture_types import Models
 from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import GenerateRequest, Sampling
@@ -24,7 +23,7 @@ from stretto.testing.served_engine import Sample, ServedEngine
 from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
-from vision_models import ARCHITECTURES, picture
+from vision_models import picture
 
 TOLERANCE = 1e-4
 
@@ -79,14 +78,9 @@ class Asked:
         )
 
 
-@pytest.fixture(params=ARCHITECTURES)
-def folder(vision_models: Models, request: pytest.FixtureRequest) -> Path:
-    return vision_models(request.param)
-
-
 @pytest.fixture
-def model(folder: Path) -> SeenModel:
-    return SeenModel(folder)
+def model(vision_folder: Path) -> SeenModel:
+    return SeenModel(vision_folder)
 
 
 def serve(folder: Path, run: Path, **options: Any) -> ServedEngine:
@@ -96,19 +90,15 @@ def serve(folder: Path, run: Path, **options: Any) -> ServedEngine:
 
 
 @pytest.fixture
-def served(folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[ServedEngine]:
-    with serve(folder, tmp_path).running() as engine:
+def served(vision_folder: Path, model: SeenModel, tmp_path: Path) -> Iterator[ServedEngine]:
+    with serve(vision_folder, tmp_path).running() as engine:
         engine.swap(model)  # type: ignore[arg-type]
         yield engine
 
 
-def ask(served: ServedEngine, *asked: Asked) -> None:
+def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
     for each in asked:
         served.ask(each.request, images=each.files)
-
-
-def answers(served: ServedEngine, *asked: Asked) -> list[list[Sample]]:
-    ask(served, *asked)
     return [served.finished(each.request) for each in asked]
 
 
@@ -156,13 +146,13 @@ def test_the_next_turn_reads_its_own_images_from_the_cache_and_no_others(
 
 @pytest.mark.parametrize("on_swap", ["keep_cache", "recompute"])
 def test_new_weights_in_the_middle_of_an_answer(
-    folder: Path, model: SeenModel, on_swap: str, tmp_path: Path
+    vision_folder: Path, model: SeenModel, on_swap: str, tmp_path: Path
 ) -> None:
-    newer = SeenModel(folder, seed=1)
-    with serve(folder, tmp_path, on_swap=on_swap).running() as served:
+    newer = SeenModel(vision_folder, seed=1)
+    with serve(vision_folder, tmp_path, on_swap=on_swap).running() as served:
         served.swap(model)  # type: ignore[arg-type]
         asked = Asked(model.vision, "long", [image_of(1), image_of(2, 30, 30)], max_tokens=120)
-        ask(served, asked)
+        served.ask(asked.request, images=asked.files)
         served.until((asked.request.id, 0), tokens=20)
         served.swap(newer)  # type: ignore[arg-type]
         [sample] = served.finished(asked.request)
@@ -192,7 +182,7 @@ def test_what_cannot_be_served_is_one_clear_error(served: ServedEngine, model: S
 
 def test_an_abort_while_the_images_are_read_ends_the_request(served: ServedEngine, model: SeenModel) -> None:
     asked = Asked(model.vision, "gone", [image_of(1, 300, 300)], n=3)
-    ask(served, asked)
+    served.ask(asked.request, images=asked.files)
     served.abort(asked.request.id)
     assert {sample.finish for sample in served.finished(asked.request)} == {"abort"}
     served.until_load(lambda load: load.running == load.waiting == 0)

@@ -43,9 +43,8 @@ PRINT_SUM = "a, b = map(int, input().split())\nprint(a + b)\n"
 @pytest.fixture(scope="module")
 def runner() -> Iterator[SandboxRunner]:
     os.environ["SECRET_OF_THE_RUN"] = "SECRET"
-    runner = SandboxRunner("bubblewrap", 2, ("json", "typing"))
-    yield runner
-    runner.close()
+    with closing(SandboxRunner("bubblewrap", 2, ("json", "typing"))) as runner:
+        yield runner
     del os.environ["SECRET_OF_THE_RUN"]
 
 
@@ -54,8 +53,8 @@ def config(**keys: Any) -> CodeConfig:
     return CodeConfig(use="code", **{**limits, **keys})
 
 
-def rewards(runner: SandboxRunner, tests: Any, *answers: str, fn_name: str = "", **keys: Any) -> list[float]:
-    marks = Marker(config(**keys), runner).mark(answers, read_suite(tests, {"fn_name": fn_name}))
+def rewards(runner: SandboxRunner, tests: Any, *answers: str, **keys: Any) -> list[float]:
+    marks = Marker(config(**keys), runner).mark(answers, read_suite(tests, {}))
     return [mark["reward"] for mark in marks]
 
 
@@ -64,14 +63,11 @@ def rewards(runner: SandboxRunner, tests: Any, *answers: str, fn_name: str = "",
 RIGHT_CALLS = {
     "plain": ADD,
     "in a fence": f"Here it is:\n```python\n{ADD}```\nIt adds.",
-    "the last fence counts": f"```python\ndef add(a, b): return 0\n```\nBetter:\n```python\n{ADD}```",
-    "an example after it": f"```python\n{ADD}```\nOutput:\n```\n5\n```",
     "prints something": "def add(a, b):\n    print('adding', a, b)\n    return a + b",
     "class Solution": "class Solution:\n    def add(self, a: int, b: int) -> int:\n        return a + b",
     "annotations of typing": "def add(a: Optional[int], b: List[int]) -> Any: return a + b",
     "a helper and a main": f"{ADD}\nif __name__ == '__main__':\n    print(add(*map(int, input().split())))",
     "lambda": "add = lambda a, b: a + b",
-    "float": "def add(a, b): return float(a + b)",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    a: int\n    b: int\n"
     "def add(a, b):\n    p = P(a, b)\n    return p.a + p.b",
     "future": f"from __future__ import annotations\n{ADD}",
@@ -88,17 +84,13 @@ RIGHT_CALLS = {
 WRONG_CALLS = {
     "wrong": "def add(a, b): return a - b",
     "right once": "def add(a, b): return 5",
-    "text": "def add(a, b): return str(a + b)",
     "list": "def add(a, b): return [a + b]",
     "other name": "def plus(a, b): return a + b",
     "raises": "def add(a, b): raise ValueError",
     "syntax": "def add(a, b) return a + b",
     "prints": "def add(a, b): print(a + b)",
     "prose": "I would add the numbers.",
-    "unclosed fence": f"```python\n{ADD}",
-    "another language": "```javascript\nconst add = (a, b) => a + b\n```",
     "empty": "",
-    "not a whole number": "def add(a, b): return a + b + 1e-9",
 }
 RIGHT_TEXTS = {
     "plain": PRINT_SUM,
@@ -106,9 +98,7 @@ RIGHT_TEXTS = {
     "reads the device": "a, b = open('/dev/stdin').read().split()\nprint(int(a) + int(b))",
     "reads bytes": "import os\na, b = os.read(0, 100).split()\nos.write(1, b'%d' % (int(a) + int(b)))",
     "main": "def main(): print(sum(map(int, input().split())))\nif __name__ == '__main__': main()",
-    "blanks": PRINT_SUM.replace("print(a + b)", "print(a + b, ' \\n\\n')"),
     "exits well": PRINT_SUM + "import sys; sys.exit(0)",
-    "float": PRINT_SUM.replace("print(a + b)", "print(float(a + b))"),
     "prints at the end": PRINT_SUM.replace("print(", "import atexit; atexit.register(print, "),
     "prints in a thread": PRINT_SUM.replace(
         "print(a + b)", "import threading; threading.Thread(target=lambda: print(a + b)).start()"
@@ -117,7 +107,6 @@ RIGHT_TEXTS = {
 }
 WRONG_TEXTS = {
     "wrong": PRINT_SUM.replace("a + b", "a * b"),
-    "two lines": PRINT_SUM + "print(1)",
     "two words": PRINT_SUM.replace("a + b", "a + b, 0"),
     "nothing": "input()",
     "raises after it printed": PRINT_SUM + "1 / 0",
@@ -260,7 +249,6 @@ def test_a_lost_sandbox_is_replaced(runner: SandboxRunner) -> None:
 
 
 def test_programs_without_a_sandbox_have_limits_all_the_same() -> None:
-    unsafe = SandboxRunner("unsafe", 1, ("json", "typing"))
     programs = (
         ADD,
         "x = [0] * 10**9",
@@ -269,15 +257,13 @@ def test_programs_without_a_sandbox_have_limits_all_the_same() -> None:
         hostile_programs.QUICK["one large file"],
         ADD + "import os\nassert not [name for name in os.environ if 'SECRET' in name]",
     )
-    try:
+    with closing(SandboxRunner("unsafe", 1, ("json", "typing"))) as unsafe:
         assert rewards(unsafe, CALLS, *programs, time_s=2.0) == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
         assert below_warm_pythons() == []
-    finally:
-        unsafe.close()
 
 
 class PlainRunner:
-    """Another implementation of `ProgramRunner`: a process for each program, and no sandbox."""
+    """What the reward uses of a `ProgramRunner`: a process for each program, and no sandbox."""
 
     def __init__(self, parallel: int, python: str) -> None:
         assert parallel == 2
@@ -285,19 +271,13 @@ class PlainRunner:
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
         argv = [self._python, "-I", "-c", source]
-        try:
-            done = subprocess.run(argv, input=stdin, capture_output=True, timeout=limits.time_s, check=False)
-        except subprocess.TimeoutExpired:
-            return Execution(ending="time")
+        done = subprocess.run(argv, input=stdin, capture_output=True, timeout=limits.time_s, check=False)
         return Execution(ending="exit", status=done.returncode, output=done.stdout, errors=done.stderr)
 
-    def close(self) -> None:
-        pass
 
-
-def composed(folder: Path, *overrides: str, **reward: Any) -> Any:
+def composed(folder: Path, **reward: Any) -> Any:
     keys = {"use": "code", "time_s": 20.0, **reward}
-    return compose(write_run_file(folder), [f"reward={json.dumps(keys)}", *overrides])
+    return compose(write_run_file(folder), [f"reward={json.dumps(keys)}"])
 
 
 def test_another_package_can_run_the_programs(tmp_path: Path) -> None:
@@ -321,15 +301,6 @@ def test_another_package_can_run_the_programs(tmp_path: Path) -> None:
 def test_a_wrong_section_is_refused(tmp_path: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         composed(tmp_path, **keys)
-
-
-def test_a_machine_without_a_sandbox_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    with pytest.raises(RewardError, match="No permissions to create new namespace"):
-        SandboxRunner("bubblewrap", 1)
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:

@@ -20,8 +20,8 @@ from worlds import in_simulation
 ROW = {"prompt": "?", "answer": "42"}
 
 
-def composed_with(folder: Path, reward: dict[str, Any], *overrides: str) -> Composed:
-    return compose(write_run_file(folder), [f"reward={json.dumps(reward)}", *overrides])
+def composed_with(folder: Path, reward: dict[str, Any]) -> Composed:
+    return compose(write_run_file(folder), [f"reward={json.dumps(reward)}"])
 
 
 def scores(

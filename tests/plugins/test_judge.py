@@ -20,7 +20,7 @@ from stretto import Context
 from stretto.errors import RewardError
 from stretto.machine.proxies import spare_this_machine
 from stretto.user_code.scoring import score_group
-from stretto_judge import JudgeConfig, judge, make
+from stretto_judge import JudgeConfig, check, judge, make
 
 Answer = tuple[int, Any, dict[str, str]]
 """Status, body (text of a reply, or raw JSON) and headers."""
@@ -217,8 +217,6 @@ def test_what_cannot_be_is_said(options: dict[str, Any], fault: str) -> None:
 
 
 def test_check_names_a_missing_key_and_a_wrong_rubric() -> None:
-    from stretto_judge import check
-
     config = JudgeConfig(use="judge", url="http://x/v1", model="m", key_env="NO_SUCH_KEY", rubric="{% if %}")
     problems = {problem.path: problem.message for problem in check(config, None)}  # type: ignore[arg-type]
     assert "is no Jinja template" in problems["reward.rubric"]

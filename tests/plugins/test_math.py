@@ -164,10 +164,6 @@ class Scorer:
         assert number == 7
         return self.process.stdout.read(size)
 
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
     def usage(self, row: dict[str, Any], *completions: str) -> tuple[ScoringResult, float, float]:
         """The scores, their seconds of processor time, and the most MB that all processes held."""
         main, most, done = psutil.Process(self.process.pid), 0, threading.Event()
@@ -203,7 +199,8 @@ def scorer() -> Iterator[Callable[..., Scorer]]:
 
     yield start
     for each in started:
-        each.end()
+        each.process.kill()
+        each.process.communicate()
 
 
 @pytest.mark.slow

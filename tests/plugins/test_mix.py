@@ -19,8 +19,7 @@ from stretto.errors import StrettoError
 from stretto_mix import GateConfig, MixConfig, check
 from stretto_mix.curriculum import MixCurriculum, Pool, Weight, weight_at
 
-BOUNDLESS = float("inf")
-POOLS = [Pool("hard", 0.1, 0.1), Pool("fitting", 0.9, 1.0), Pool("easy", BOUNDLESS, 0.1)]
+POOLS = [Pool("hard", 0.1, 0.1), Pool("fitting", 0.9, 1.0), Pool("easy", float("inf"), 0.1)]
 
 
 def mix(

@@ -25,8 +25,6 @@ from stretto_ray.placement import ClusterNode, groups_of, resources_of, shortage
 from waiting import until
 from worker_jobs import job
 
-Refusals = Callable[..., list[str]]
-
 ENDING = """\
 import asyncio, os, sys, types
 
@@ -117,7 +115,7 @@ def test_values_that_cannot_work_are_refused(section: dict[str, Any], words: str
         RayConfig(**section)
 
 
-def test_the_run_file_is_checked_against_what_ray_can_give(refusals: Refusals) -> None:
+def test_the_run_file_is_checked_against_what_ray_can_give(refusals: Callable[..., list[str]]) -> None:
     section = {"use": "ray", "resources": {"actor": {"x": 1}}}
     found = "\n".join(refusals(f"launcher={json.dumps(section)}", "training.gpus=2", "training.share=0.5"))
     if "pip install 'stretto[ray]'" in found:

@@ -404,24 +404,17 @@ class LeakingPrompts(FastDecoder):
         return super().prefill(tokens, *more, **images) * (1 + 1e-6 * len(tokens))
 
 
-def test_prompts_are_computed_separately_where_their_bits_depend_on_each_other() -> None:
-    decoder = LeakingPrompts()
-    shapes = stable_shapes(decoder, Shapes(slots=20, context=160))
-
-    assert shapes == Shapes(slots=20, context=160, solo_prompts=True)
-    assert "each is computed by itself" in what_was_found(shapes)
-    assert max(decoder.prefills) > 1  # before it was known
-
-
-def test_the_result_is_kept_for_the_same_model_processor_and_values(
+def test_prompts_are_computed_separately_where_their_bits_depend_on_each_other_and_that_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """For the same model, processor and values."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     said: list[str] = []
     first, other = LeakingPrompts(), LeakingPrompts()
     shapes = kept_shapes(first, Shapes(slots=20, context=160), ["model", "dtype"], said.append)
-    assert shapes.solo_prompts
-    assert first.prefills
+    assert shapes == Shapes(slots=20, context=160, solo_prompts=True)
+    assert "each is computed by itself" in what_was_found(shapes)
+    assert max(first.prefills) > 1  # before it was known
     assert re.fullmatch(r"tries that .* other: \d+ of \d+, about \d+ s left", said[-1])
     assert kept_shapes(other, Shapes(slots=20, context=160), ["model", "dtype"], said.append) == shapes
     assert not other.prefills
@@ -436,20 +429,13 @@ def test_the_result_is_kept_for_the_same_model_processor_and_values(
     assert other.prefills
 
 
-def make_batcher(
-    model: Any,
-    decoder: FastDecoder | None = None,
-    *,
-    slots: int,
-    deterministic: bool = False,
-    **shapes: bool,
-) -> Batcher:
-    rows = -(-slots // 8) * 8
-    decoder = decoder or FastDecoder(model, rows=rows, length=160, tokens=rows * 160, onednn=False)
+def make_batcher(model: Any, decoder: FastDecoder | None = None, **shapes: bool) -> Batcher:
+    """A deterministic batcher of 20 slots."""
+    decoder = decoder or FastDecoder(model, rows=24, length=160, tokens=24 * 160, onednn=False)
     batcher = Batcher(
-        LoadedModel(decoder, decoder.targets, Shapes(slots, context=160, **shapes), eos=()),
+        LoadedModel(decoder, decoder.targets, Shapes(slots=20, context=160, **shapes), eos=()),
         tokenizer=lambda: None,
-        deterministic=deterministic,
+        deterministic=True,
         recompute_on_swap=False,
     )
     batcher.swap(dict(model.named_parameters()), 0)
@@ -464,7 +450,7 @@ def take(batcher: Batcher, name: str, prompt: int, max_tokens: int) -> None:
 def test_deterministic_prompts_of_one_padded_length_share_a_prefill() -> None:
     decoder = LeakingPrompts()
     for solo in (False, True):
-        batcher = make_batcher(make_model("qwen2"), decoder, slots=20, deterministic=True, solo_prompts=solo)
+        batcher = make_batcher(make_model("qwen2"), decoder, solo_prompts=solo)
         for i, length in enumerate((17, 3, 32, 16, 33)):
             take(batcher, f"{i}", length, 9)
         decoder.prefills.clear()
@@ -489,7 +475,7 @@ def test_a_model_whose_weights_are_not_finite_is_refused_by_name(
 
 def test_fixed_shapes_give_the_same_answers() -> None:
     def answers(*, fixed: bool) -> dict[str, list[int]]:
-        batcher = make_batcher(model, slots=20, fixed=fixed, deterministic=True)
+        batcher = make_batcher(model, fixed=fixed)
         for i in range(30):
             take(batcher, f"{i}", 1 + i, 5 + 4 * i)
         while batcher.busy:

@@ -1,4 +1,4 @@
-"""The torch inference engine's requests: scoring, determinism, resumption, endings and failures."""
+"""The torch inference engine's requests: numbers, determinism, resumption, endings and failures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,42 @@ from torch_engine import (
     weights_of,
 )
 
-# -------------------------------------------------------------------------------------- given text
+
+@pytest.mark.parametrize(
+    ("name", "decoder"),
+    [
+        *((name, f"hand-written {name}") for name in ("qwen2", "llama", "qwen3")),
+        *((name, f"transformers {name}") for name in ("mistral", "gpt2", "gemma2")),
+        ("llama_dynamic", "transformers llama"),
+    ],
+)
+async def test_logprobs_are_those_of_the_plain_forward(folders: Folders, name: str, decoder: str) -> None:
+    # More samples than slots, of very different lengths: refills, moves of rows, and spans all happen.
+    requests = [
+        request(f"{i}", prompt=1 + 13 * i % 60, n=1 + i % 3, max_tokens=5 + 37 * i % 170, temperature=t)
+        for i, t in enumerate([1.0, 0.7, 0.0, 1.3] * 5)
+    ]
+    with capture_logs() as logs:
+        async with serving(folders[name], slots=20) as served:
+            results = await served.answers(*requests)
+
+    assert [entry["decoder"] for entry in logs if entry["event"] == "model loaded"] == [decoder]
+    model = load(folders[name])
+    for asked, samples in zip(requests, results, strict=True):
+        assert {len(sample.tokens) for sample in samples} == {asked.sampling.max_tokens}
+        assert_own(model, asked, samples)
+
+
+async def test_bfloat16_serves_a_float32_file_and_stays_near(folders: Folders) -> None:
+    requests = [request(f"{i}", prompt=5 + i, max_tokens=150) for i in range(20)]
+    async with serving(folders["qwen2"], slots=20, dtype="bfloat16") as served:
+        results = await served.answers(*requests)
+
+    model = load(folders["qwen2"])
+    off: list[float] = []
+    for asked, (sample,) in zip(requests, results, strict=True):
+        off += np.abs(own_logprobs(model, asked, sample.tokens) - sample.logprobs).tolist()
+    assert 0 < np.mean(off) < 0.05
 
 
 async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Folders) -> None:
@@ -50,9 +85,6 @@ async def test_text_that_cannot_be_scored_is_refused_with_the_reason(folders: Fo
         await served.engine.stop()
         with pytest.raises(EngineError, match="was stopped"):
             await served.engine.logprobs([text])
-
-
-# ------------------------------------------------------------------------------------- determinism
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])

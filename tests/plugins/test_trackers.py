@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,7 @@ class make:
     def samples(self, rows): self.note("samples")
     def finish(self, summary): self.note("end")
 """
+"""A tracker that writes a line for each call."""
 
 
 class Kernel:
@@ -73,20 +73,15 @@ class Kernel:
         **section: Any,
     ) -> None:
         self.folder = folder
-        self.name = tracker
+        self.own = folder / "trackers" / tracker
         self.metrics = MetricsFile(folder)
         self.child: subprocess.Popen[bytes] | None = None
         self.reports = folder / "reports"
-        folder.mkdir()
-        (folder / "bus").mkdir()
+        (folder / "bus").mkdir(parents=True)
         values = {"plugins": list(plugins), "samples": {"keep": keep}, "steps": 8}
         sections = [{"use": tracker, **section}, *beside]
         write_values(folder, compose(write_run(folder, **values, trackers=sections)))
         self.kept = Kept(folder)
-
-    @property
-    def own(self) -> Path:
-        return self.folder / "trackers" / self.name
 
     def step(self, step: int, reward: float, **more: Any) -> None:
         figures = {"reward": reward, "loss": None, "ledger": {"trained": 4 * step}, "advice": [], **more}
@@ -109,7 +104,7 @@ class Kernel:
         aside.write_text(json.dumps({"status": "completed", "reason": "", "version": 8, "wall_s": 9.0}))
         aside.rename(self.folder / "summary.json")
 
-    def start(self) -> None:
+    def start(self) -> subprocess.Popen[bytes]:
         self.own.mkdir(parents=True, exist_ok=True)
         with self.reports.open("ab") as reports, (self.folder / "trackers/output.log").open("ab") as output:
             self.child = subprocess.Popen(
@@ -119,6 +114,7 @@ class Kernel:
                 stderr=output,
                 start_new_session=True,
             )
+        return self.child
 
     def until_noted(self, **expected: int) -> None:
         file = self.own / "cursor.json"
@@ -168,17 +164,6 @@ def kernel_of(tmp_path: Path) -> Iterator[Callable[..., Kernel]]:
     for kernel in kernels:
         if kernel.child is not None and kernel.child.returncode is None:
             kernel.kill()
-
-
-@pytest.fixture
-def notes(kernel_of: Callable[..., Kernel], tmp_path: Path) -> Callable[..., Kernel]:
-    """`notes()`: a run with a tracker that writes a line for each call."""
-    return partial(
-        kernel_of, "mine", plugins=(write_plugin(tmp_path, "tracker", NOTES, "stretto.TrackerConfig"),)
-    )
-
-
-# ------------------------------------------------------------------------------------ the readers
 
 
 def of_tensorboard(kernel: Kernel) -> Sent:
@@ -348,19 +333,16 @@ def test_everything_arrives_once(tracker: str, kernel_of: Callable[..., Kernel])
 
 
 def test_a_process_sends_the_rest_when_its_kernel_ends_and_only_then_the_next_one_begins(
-    notes: Callable[..., Kernel],
+    kernel_of: Callable[..., Kernel], tmp_path: Path
 ) -> None:
-    kernel = notes(keep="none", samples_every=1)
+    notes = write_plugin(tmp_path, "tracker", NOTES, "stretto.TrackerConfig")
+    kernel = kernel_of("mine", plugins=(notes,), keep="none", samples_every=1)
     kernel.step(1, 0.125)
     kernel.samples(1)  # of a time in which the run kept some
-    kernel.start()
+    first = kernel.start()
     kernel.until_noted(step=1)
-    first = kernel.child
-    assert first is not None
     assert first.stdin is not None
-    kernel.start()
-    assert kernel.child is not None
-    second = psutil.Process(kernel.child.pid)
+    second = psutil.Process(kernel.start().pid)
     lock = str(kernel.folder / "trackers/process.lock")
     until(lambda: lock in {file.path for file in second.open_files()})
     kernel.step(2, 0.25)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,6 @@ import pytest
 from patience import SOON_S, patience
 from processes import arguments_of
 from stretto import Context
-from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import compose
-from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError
 from stretto.testing import FakeSession
 from stretto.user_code.sandbox import sandbox_problem
@@ -225,13 +221,9 @@ def test_a_run_trains_on_an_environment(start: Any, library: Path) -> None:
     assert "reward/length" in step
 
 
-def test_the_workflow_plays_rows_of_its_own_dataset_only(start: Any, tmp_path: Path) -> None:
-    del start  # it has written the file
-    overrides = ["workflow=verifiers", "reward=verifiers", "sandbox=unsafe", f"out={tmp_path}/out"]
-    found = problems(Assembly(compose(tmp_path / "run.yaml", overrides)))
-    assert [(each.path, each.message) for each in found if each.severity == "error"] == [
-        ("dataset.use", "is 'jsonl'; the workflow 'verifiers' needs the dataset 'verifiers'")
-    ]
+def test_the_workflow_plays_rows_of_its_own_dataset_only(refusals: Callable[..., list[str]]) -> None:
+    [fault] = refusals("workflow=verifiers", "reward=verifiers", "sandbox=unsafe")
+    assert fault.endswith(": dataset.use: is 'jsonl'; the workflow 'verifiers' needs the dataset 'verifiers'")
 
 
 def _run_on(python: str, folder: Path) -> list[str]:
@@ -244,36 +236,35 @@ def _run_on(python: str, folder: Path) -> list[str]:
     ]
 
 
+SUMS = """\
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=0.5)
+    async def answered(self, trace) -> float:
+        return float(bool(trace.last_reply))
+
+    @vf.metric
+    async def characters(self, trace) -> float:
+        return float(len(trace.last_reply))
+
+class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
+    def load(self):
+        for n in range(3):
+            yield Sum(Data(prompt=f"{n}+1=?", answer=str(n + 1)), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("STRETTO_VERIFIERS_PYTHON" not in os.environ, reason="no interpreter with verifiers")
 def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "sums.py").write_text(
-        textwrap.dedent(
-            """\
-            import verifiers.v1 as vf
-
-            class Data(vf.TaskData):
-                answer: str
-
-            class Sum(vf.Task[Data, vf.State, vf.TaskConfig]):
-                @vf.reward(weight=0.5)
-                async def answered(self, trace) -> float:
-                    return float(bool(trace.last_reply))
-
-                @vf.metric
-                async def characters(self, trace) -> float:
-                    return float(len(trace.last_reply))
-
-            class Sums(vf.Taskset[Sum, vf.TasksetConfig]):
-                def load(self):
-                    for n in range(3):
-                        yield Sum(Data(prompt=f"{n}+1=?", answer=str(n + 1)), self.config.task)
-
-            __all__ = ["Sums"]
-            """
-        )
-    )
+    (tmp_path / "own" / "sums.py").write_text(SUMS)
     run = start(
         *_run_on(os.environ["STRETTO_VERIFIERS_PYTHON"], tmp_path / "own"),
         "dataset.options={agent: {harness: {id: 'null'}}}",

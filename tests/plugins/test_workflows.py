@@ -25,6 +25,7 @@ from stretto.errors import EngineError
 from stretto.models.tokenizer import ByteTokenizer
 from stretto.testing import FakeSession
 from stretto.tools import tool_of
+from stretto.user_code.importable import load_importable
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_multi_turn import MultiTurn, MultiTurnConfig
 from stretto_tool_use import ToolUse, ToolUseConfig
@@ -319,10 +320,7 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, re.DOTALL)
     for name, code in blocks:
         (tmp_path / name).write_text(code)
-    guess, lookup = (
-        {name: _defined(code, name.removesuffix(".py")) for name, code in blocks}[file]
-        for file in ("guess.py", "tools.py")
-    )
+    guess, lookup = (load_importable(f"{tmp_path}/{name}") for name in ("guess.py:guess", "tools.py:lookup"))
     state: dict[str, Any] = {}
     assert feedback_of(guess(" 3", 7, 1, state), state).messages == (" No. Not 3. Again: ",)
     assert feedback_of(guess("7", 7, 2, state), state).reward == 0.5
@@ -330,12 +328,6 @@ def test_the_page_about_workflows_is_true(start: Start, tmp_path: Path) -> None:
     run = start(f"plugins=[{tmp_path}/reconsider.py]", "workflow={use: reconsider}", "steps=2")
     run.assert_completed(2)
     assert [line["reward/turns"] for line in run.metrics()] == [2, 2]
-
-
-def _defined(code: str, file: str) -> Any:
-    names: dict[str, Any] = {}
-    exec(compile(code, file, "exec"), names)
-    return next(value for name, value in names.items() if callable(value) and not name.startswith("_"))
 
 
 # -------------------------------------------------------------------------------------------- check
