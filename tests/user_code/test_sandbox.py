@@ -23,7 +23,7 @@ from processes import sleepers
 from stretto.component import SandboxMode
 from stretto.user_code import seccomp
 from stretto.user_code.forwarded_port import ForwardedPort
-from stretto.user_code.sandbox import sandbox_command, sandbox_problem, systemd_works
+from stretto.user_code.sandbox import kill, sandbox_command, sandbox_problem, systemd_works
 from stretto.user_code.seccomp import seccomp_filter
 from waiting import until
 
@@ -48,9 +48,8 @@ print(json.dumps({name: tried(what) for name, what in json.loads(sys.argv[1]).it
 """
 
 
-def look(questions: dict[str, str], **options: Any) -> dict[str, Any]:
-    argv = [sys.executable, "-c", LOOK, json.dumps(questions)]
-    made = sandbox_command(argv, sandbox="bubblewrap", **options)
+def look(questions: dict[str, str], sandbox: SandboxMode = "bubblewrap", **options: Any) -> dict[str, Any]:
+    made = sandbox_command([sys.executable, "-c", LOOK, json.dumps(questions)], sandbox=sandbox, **options)
     done = subprocess.run(
         made.argv, env=made.env, cwd=made.folder, capture_output=True, check=True, timeout=patience()
     )
@@ -110,6 +109,13 @@ def test_settings_of_the_kernel_cannot_be_written() -> None:
     assert set(seen.values()) <= {"OSError", "PermissionError"}
 
 
+def test_the_network_is_there_only_if_asked_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        question = {"reached": f"socket.create_connection({server.getsockname()!r}, 5).close()"}
+        assert look(question) == {"reached": "ConnectionRefusedError"}  # of a loopback of its own
+        assert look(question, network=True) == {"reached": None}
+
+
 # What argv[1] asks is tried, once the forwarded port has answered.
 CALL_HOME = f"""
 import socket
@@ -161,6 +167,15 @@ async def test_a_forwarded_port_leads_to_this_process_and_nothing_else_does() ->
         "files": ["0", "1", "2"],  # neither the channel nor the listening socket
     }
     assert psutil.Process().num_fds() == files
+
+
+def test_unsafe_scrubs_the_environment_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SECRET", "of the run")
+    questions = {"env": "dict(os.environ)", "cwd": "os.getcwd()"}
+    seen = look(questions, "unsafe", env={"KEY": "k"}, folder=tmp_path)
+    assert "SECRET" not in seen["env"]
+    assert seen["env"]["KEY"] == "k"
+    assert seen["cwd"] == str(tmp_path)
 
 
 def test_memory_is_bounded() -> None:
@@ -236,6 +251,21 @@ def test_systemd_limits_the_whole_sandbox_where_it_works(
     assert "--property=MemoryMax=4096M" in limited
 
 
+BOTH = pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
+
+
+@BOTH
+async def test_kill_ends_all_that_was_started(sandbox: SandboxMode) -> None:
+    mark = f"1000.{os.getpid()}1"
+    process = await sandbox_command(["sh", "-c", f"sleep {mark} & sleep {mark}"], sandbox=sandbox).start()
+    until(lambda: len(sleepers(mark)) == 2)
+    kill(process)
+    with anyio.fail_after(patience()):
+        await process.wait()
+    until(lambda: not sleepers(mark))
+    await process.aclose()
+
+
 PARENT = """
 import sys, anyio
 from stretto.user_code.sandbox import sandbox_command
@@ -248,7 +278,7 @@ anyio.run(main)
 """
 
 
-@pytest.mark.parametrize("sandbox", ["bubblewrap", "unsafe"])
+@BOTH
 def test_it_ends_with_whoever_started_it(sandbox: SandboxMode) -> None:
     mark = f"1000.{os.getpid()}2"
     parent = subprocess.Popen([sys.executable, "-c", PARENT.format(mark=mark, sandbox=sandbox)])
