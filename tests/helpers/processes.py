@@ -34,10 +34,12 @@ def spawning() -> Generator[Spawn]:
         processes.append(subprocess.Popen(words, stdout=pipe, stderr=subprocess.STDOUT, text=True, **options))
         return processes[-1]
 
-    yield spawn
-    for process in processes:
-        process.kill()
-        process.communicate()
+    try:
+        yield spawn
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 def sleepers(mark: str) -> list[psutil.Process]:
