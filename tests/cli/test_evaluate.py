@@ -51,7 +51,8 @@ def test_figures_are_those_worked_out_by_hand() -> None:
     long = {"tokens": 30, "finish": "length"}
     answers = [answer(0, score, sample=index) for index, score in enumerate((1, 0, 0, 0))]
     answers += [answer(1, score, sample=index, **long) for index, score in enumerate((1, 1, 0, 1))]
-    result = result_of(answers, **PLAIN | {"failed": 2})
+    changed: dict[str, Any] = {**PLAIN, "failed": 2}
+    result = result_of(answers, **changed)
     # Row means 1/4 and 3/4: s = 0.353553, and 1.959964 s / sqrt(2) = 0.489991.
     assert (result.rows, result.samples, result.n, result.failed) == (2, 8, 4, 2)
     assert result.avg.mean == 0.5
@@ -81,7 +82,8 @@ def test_a_sample_that_became_several_trajectories_counts_once_and_a_threshold_s
     result = result_of(answers, **PLAIN)
     assert (result.samples, result.n, result.avg.mean) == (2, 2, 0.5)
     assert (result.length, result.truncated) == (12.5, 0.5)
-    passing = result_of([answer(0, 0.4), answer(0, 0.6, sample=1)], **PLAIN | {"threshold": 0.5})
+    half: dict[str, Any] = {**PLAIN, "threshold": 0.5}
+    passing = result_of([answer(0, 0.4), answer(0, 0.6, sample=1)], **half)
     assert passing.pass_at[1].mean == 0.5
 
 

@@ -91,9 +91,9 @@ async def test_processes_survive_the_server_and_their_end_is_noticed(
 async def test_a_server_that_hangs_hides_no_end_and_is_used_no_more(
     forks: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forks_module, "_ANSWER_S", 5.0)
     processes = [await forks.fork(command("waits"), tmp_path / "w.out", []) for _ in range(2)]
     os.kill(forks.pid, signal.SIGSTOP)
+    monkeypatch.setattr(forks_module, "_ANSWER_S", 5.0)  # the first answer waits for the server's start
     with anyio.fail_after(patience()):
         for process in processes:
             assert process is not None

@@ -64,37 +64,41 @@ def context(model: Path, folder: Path) -> Context:
 
 
 async def test_logprobs_are_those_of_each_tokens_own_version(tiny_models: Models, tmp_path: Path) -> None:
-    """A full batch of 32 x 8 samples, with three swaps in flight, against the training engine's forward."""
+    """Three swaps, each with 8 x 8 samples in flight, against the training engine's forward."""
     model = tiny_models("qwen2")
     trainer = HFTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
     trainer.load(None)
     publisher, subscriber = transport_ends(tmp_path)
     config = TorchInferenceConfig(on_swap="recompute", slots=64, context_length=128)
     engine = TorchInferenceEngine(config, context(model, tmp_path))
-    collected, saved = Collected(), {}
+    collected, saved, prompts = Collected(), dict[int, Path](), dict[str, np.ndarray[Any, Any]]()
     random = np.random.default_rng(0)
-    prompts = {str(g): random.integers(2, 97, random.integers(3, 20), dtype=np.int32) for g in range(32)}
+    sampling = Sampling(max_tokens=60, temperature=0.9)
+
+    async def ask(version: int) -> None:
+        for name in [f"{version}-{group}" for group in range(8)]:
+            prompts[name] = random.integers(2, 97, random.integers(3, 20), dtype=np.int32)
+            engine.generate(GenerateRequest(name, Array.of(prompts[name]), (*range(8),), sampling, 0))
+        await until(lambda: (f"{version}-7", 7) in collected.chunks)
 
     async def publish(version: int) -> None:
         trainer.save(folder := tmp_path / f"version-{version}")
         saved[version] = folder
         note = publisher.publish(version, trainer.weights())
-        report = await engine.swap(await subscriber.receive(note))
+        update = await subscriber.receive(note)
+        if version:
+            await ask(version)
+        report = await engine.swap(update)
         assert report.digest == note.digest
         assert report.version == version
 
     async with anyio.create_task_group() as tasks:
         await engine.start(collected.emit, tasks)
         await publish(0)
-        for name, prompt in prompts.items():
-            seeds = tuple(range(100 * int(name), 100 * int(name) + 8))
-            sampling = Sampling(max_tokens=60, temperature=0.9)
-            engine.generate(GenerateRequest(name, Array.of(prompt), seeds, sampling, 0))
         for version in (1, 2, 3):
-            await collected.until(40 * version)
             trainer.train(random_batch(version), Loss(push_up, "token"), temperature=1.0)
             await publish(version)
-        await collected.until(32 * 8)
+        await collected.until(3 * 8 * 8)
         await engine.stop()
 
     keys = sorted(collected.chunks)

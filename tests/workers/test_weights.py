@@ -269,10 +269,13 @@ class Tampered:
 BIG = [("big", torch.arange(20_000, dtype=torch.float32)), *tensors(1.0)]  # 80 pieces of a KiB, or some more
 
 
+Subscribe = Callable[[Callable[[int], bool]], tuple[Subscriber, Tampered]]
+
+
 @asynccontextmanager
 async def bus_ends(
     open_bus: OpenBus, folder: Path, **options: Any
-) -> AsyncGenerator[tuple[Publisher, Callable[..., tuple[Subscriber, Tampered]]]]:
+) -> AsyncGenerator[tuple[Publisher, Subscribe]]:
     """A publisher, and what makes subscribers whose wire has such damages, in two roles on a real server."""
     config = BusTransportConfig(use="bus", folder=str(folder), piece_kb=1, **options)
     async with open_bus("trainer") as trainer, open_bus("inference") as inference:
@@ -280,7 +283,7 @@ async def bus_ends(
         publisher = BusTransport(config, context("trainer-0")).publisher(own)
         receiving = BusTransport(config, context("inference-0"))
 
-        def subscribe(damages: Callable[[int], bool] = none) -> tuple[Subscriber, Tampered]:
+        def subscribe(damages: Callable[[int], bool]) -> tuple[Subscriber, Tampered]:
             wire = Tampered(BusWire(context_of(inference, "inference-0", "x")), damages)
             return receiving.subscriber(wire), wire
 
@@ -291,7 +294,7 @@ async def bus_ends(
 async def test_bus_carries_a_version_piece_by_piece(open_bus: OpenBus, tmp_path: Path) -> None:
     async with bus_ends(open_bus, tmp_path, shard_gb=1e-8) as (publisher, subscribe):
         note = publisher.publish(3, iter(BIG))
-        subscriber, wire = subscribe()
+        subscriber, wire = subscribe(none)
         update = await subscriber.receive(note)
         assert wire.asked > 80
         folder = update.folder
@@ -313,7 +316,7 @@ async def test_bus_asks_again_only_for_damaged_or_missing_pieces(open_bus: OpenB
     broken = True
     async with bus_ends(open_bus, tmp_path, in_flight=2) as (publisher, subscribe):
         note = publisher.publish(0, iter(BIG))
-        plain, all_well = subscribe()
+        plain, all_well = subscribe(none)
         (await plain.receive(note)).close()
         subscriber, wire = subscribe(lambda number: number in (7, 20))
         (await subscriber.receive(note)).close()
@@ -361,7 +364,7 @@ async def test_a_delta_is_asked_for_again_and_kept_files_stay(open_bus: OpenBus,
 
 async def test_bus_says_what_is_gone_and_who_is_silent(open_bus: OpenBus, tmp_path: Path) -> None:
     async with bus_ends(open_bus, tmp_path, keep=2, deadline_s=patience(0.3)) as (publisher, subscribe):
-        subscriber, _ = subscribe()
+        subscriber, _ = subscribe(none)
         notes = [publisher.publish(version, iter(tensors(version)), [0]) for version in range(4)]
         (await subscriber.receive(notes[0])).close()  # an evaluation needs it
         with pytest.raises(WeightsError, match=r"version 1 is not here \(any more\); the newest is 3"):
