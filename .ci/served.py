@@ -1,12 +1,13 @@
 """Hold what the inference servers depend on to what was last tried on real ones.
 
 `make test-integration` writes with `python .ci/served.py passed`, for each server, a hash of the files that
-decide how it is used. `python .ci/served.py` compares: if they differ, it installs that server and runs its
-conformance tests. If they differ for both, the hash draws one.
+decide how it is used, without comments and docstrings. `python .ci/served.py` compares: if they differ, it
+installs that server and runs its conformance tests. If they differ for both, the hash draws one.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import subprocess
@@ -54,8 +55,26 @@ def hash_of(server: str) -> str:
         for file in files:
             other = file.parent.name == "integration" and file.stem in SERVERS.keys() - {server}
             if file.is_file() and "__pycache__" not in file.parts and not other:
-                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + _content(file))
     return digest.hexdigest()
+
+
+def _content(file: Path) -> bytes:
+    if file.suffix != ".py":
+        return file.read_bytes()
+    module = ast.parse(file.read_text())
+    for node in ast.walk(module):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            node.body = [each for each in node.body if not _is_text(each)]
+    return ast.dump(module).encode()
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
 
 
 if __name__ == "__main__":
