@@ -1,1 +1,1 @@
-"""What the rooms above ask of the machine: clocks, processor cores, processes, network, private files."""
+"""Access to the machine for the rest of the core: clocks, cores, processes, network, private files."""

@@ -1,4 +1,4 @@
-"""The clocks of kernel, bus, workers and serving: what a simulation replaces is in one place."""
+"""The clocks of kernel, bus, workers and serving: one module, so that a simulation can replace them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 
 
 def now() -> float:
-    """Seconds of the monotonic clock, for durations and deadlines. An event loop's time is the same clock."""
+    """Return the seconds of the monotonic clock, also an event loop's, for durations and deadlines."""
     return time.monotonic()
 
 
 def wall() -> float:
-    """Seconds since 1970, for people and records. It may jump."""
+    """Return the seconds since 1970, for people and records. The clock may jump."""
     return time.time()

@@ -13,25 +13,25 @@ import psutil
 __all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
 
 _LIST_S = 5.0
-"""Look for new processes this often: a machine may have thousands."""
+"""Time between two searches for child processes: each search reads all processes of the machine."""
 
 
 def available_cores() -> float:
-    """Return the number of cores that this process may use: a fraction, if a container has a limit."""
+    """Return the number of cores that this process may use. The limit of a container may be a fraction."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     quota = _quota()
     return cores if quota is None else min(cores, quota)
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that processes here may take: the machine's, or a container's."""
+    """Return the bytes of memory that processes may use: the machine's, or a lower limit of a container."""
     return min([psutil.virtual_memory().total, *memory_limits()])
 
 
 def memory_limits(
     groups_file: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """Yield the limits of the control groups that this process is in, of both versions of the interface."""
+    """Yield the memory limits of this process's control groups, in version 1 or 2 of Linux's interface."""
     try:
         groups = groups_file.read_text().splitlines()
     except OSError:  # no Linux
@@ -41,13 +41,13 @@ def memory_limits(
             continue
         name = "memory.limit_in_bytes" if controllers else "memory.max"
         folder = root / controllers / path.lstrip("/")
-        for each in (folder, *folder.parents):
-            if each.is_relative_to(root) and (limit := _number_in(each / name)) is not None:
+        for parent in (folder, *folder.parents):
+            if parent.is_relative_to(root) and (limit := _number_in(parent / name)) is not None:
                 yield limit
 
 
 def _number_in(file: Path) -> int | None:
-    """Return the number that a file holds; None if it holds a word instead, such as max, or is not there."""
+    """Return the number in a file; None if the file does not exist, or has a word such as `max`."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):
@@ -55,16 +55,16 @@ def _number_in(file: Path) -> int | None:
 
 
 class CoreUse(NamedTuple):
-    """Shares of the available cores over some time, from 0 to 1."""
+    """Shares of the available cores during a period, from 0 to 1."""
 
     used: float
     """The share that this process and its descendants used."""
     idle: float
-    """The share that no process used, and that a container's limit leaves."""
+    """The share that no process of the machine used, at most the rest of this process's limit."""
 
 
 class CoreMeter:
-    """Measures which shares of the available cores this process and its descendants use, and are idle."""
+    """Measures how much of the available cores this process and its descendants use, and how much is idle."""
 
     def __init__(self) -> None:
         self._cores = available_cores()
@@ -77,11 +77,11 @@ class CoreMeter:
         self.read()
 
     def read(self) -> CoreUse:
-        """Return the mean shares since the last call. The system counts in hundredths of a second."""
+        """Return the mean shares since the last call. The system counts processor time in steps of 0.01 s."""
         now, before = time.monotonic(), self._seconds
         if now - self._listed > _LIST_S:
-            own = psutil.Process()
-            self._listed, self._processes = now, [own, *own.children(recursive=True)]
+            this_process = psutil.Process()
+            self._listed, self._processes = now, [this_process, *this_process.children(recursive=True)]
         self._seconds = {
             process: _seconds_of(process, before.get(process, 0.0)) for process in self._processes
         }
@@ -100,7 +100,7 @@ def _idle_s() -> float:
 
 
 def _seconds_of(process: psutil.Process, before: float) -> float:
-    """Return the processor time of a process so far; if it has ended, that of the reading before."""
+    """Return the processor seconds of a process so far; `before`, the previous reading, if it has ended."""
     try:
         times = process.cpu_times()
     except psutil.Error:
@@ -109,7 +109,7 @@ def _seconds_of(process: psutil.Process, before: float) -> float:
 
 
 def _quota() -> float | None:
-    """Return the cores' worth of processor time that a container may use; None without a limit."""
+    """Return the number of cores that the container's limit allows, also a fraction; None without a limit."""
     try:
         allowed, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if allowed == "max" else int(allowed) / int(period)

@@ -1,4 +1,4 @@
-"""A process that a former process of the run has started, and that outlives it."""
+"""A process that an earlier process of the run started, and that still runs after its parent's end."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import psutil
 __all__ = ["UNKNOWN_STATUS", "FormerProcess"]
 
 UNKNOWN_STATUS = 255
-"""Stands for the exit status of a process that is no child of the one that asks."""
+"""Stands for the exit status of a process that is no child: the system reports it only to the parent."""
 _POLL_S = 0.2
 
 
 class FormerProcess:
-    """A process on this machine that is no child of this one; psutil.NoSuchProcess if there is none."""
+    """A process on this machine that this process did not start. Raises NoSuchProcess for an unused id."""
 
     def __init__(self, pid: int) -> None:
         self._process = psutil.Process(pid)
         self.pid = pid
         self.created = _start_of(pid) or str(self._process.create_time())
-        """When it started: another process may have its id later."""
+        """Start time of the process. It tells the process apart from a later one with the same id."""
 
     @classmethod
     def find(cls, pid: int, created: str) -> FormerProcess | None:
-        """Return the process with this id that started at this time; None if it does not run any more."""
+        """Return the process with this id and this start time; None if it has ended."""
         with suppress(psutil.NoSuchProcess):
             process = cls(pid)
             if process.created == created and process.poll() is None:
@@ -42,7 +42,7 @@ class FormerProcess:
         return []
 
     def poll(self) -> int | None:
-        """Return None while the process runs, then `UNKNOWN_STATUS`. A zombie does not run."""
+        """Return None while the process runs, and `UNKNOWN_STATUS` when it has ended. A zombie has ended."""
         with suppress(psutil.NoSuchProcess):
             if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:
                 return None
@@ -50,13 +50,13 @@ class FormerProcess:
 
     @property
     def stands_still(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal, such as SIGSTOP, has paused the process."""
         with suppress(psutil.NoSuchProcess):
             return self._process.status() == psutil.STATUS_STOPPED
         return False
 
     async def wait(self) -> int:
-        """Wait for the end, and return `UNKNOWN_STATUS`."""
+        """Wait until the process has ended, and return `UNKNOWN_STATUS`."""
         while self.poll() is None:
             await anyio.sleep(_POLL_S)
         return UNKNOWN_STATUS
@@ -76,8 +76,8 @@ class FormerProcess:
 
 
 def _start_of(pid: int) -> str:
-    """Return the boot of the system and the clock tick at which a process started; empty where no /proc says
-    it. psutil's time has the wall clock in it: after a step of the clock no process would be found again."""
+    """Return the system's boot id and the clock tick at which a process started; empty without /proc. psutil
+    computes a start time from the wall clock: after a change of that clock, `find` would find no process."""
     with suppress(OSError, IndexError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}"

@@ -8,10 +8,10 @@ __all__ = ["address_towards", "interface_with"]
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address towards a host. Nothing is sent. Raise OSError if it is unreachable."""
+    """Return this machine's address on the route to a host. Send nothing. Raise OSError without a route."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: it only chooses the route
+        probe.connect(address)  # a datagram socket sends nothing here: it only chooses the route
         return probe.getsockname()[0]
 
 
@@ -20,6 +20,6 @@ def interface_with(address: str) -> str:
     import psutil  # only ranks on several machines need it, and every process imports this module
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address.partition("%")[0] == address for each in addresses):
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
     raise OSError(f"no network interface of this machine has the address {address}")

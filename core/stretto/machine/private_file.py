@@ -1,4 +1,4 @@
-"""Files that only the user can read, and the folder for what can be made again."""
+"""Files that only the user can read, and the folder for files that stretto can create again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["cache_folder", "write_private"]
 
 
 def cache_folder(name: str) -> Path:
-    """Return this user's folder for what stretto can make again, such as copies of checkpoints."""
+    """Return this user's folder for files that stretto can create again, such as copies of checkpoints."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "stretto" / name
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only the user can read. Under its name it is complete, also after a power cut."""
-    aside = path.with_name(f".{path.name}")
-    descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Write a file that only the user can read. It is never partly written, even after a power cut."""
+    temporary = path.with_name(f".{path.name}")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""A folder that is removed when its owner has ended, even if the owner is killed."""
+"""A folder that is removed when the process that made it ends, even if that process is killed."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _REMOVE = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], igno
 
 @contextmanager
 def scratch_folder(prefix: str, parent: Path | None = None) -> Generator[tuple[Path, int]]:
-    """Make a folder for the block; another process removes it, even if this one is killed. Yield it with a
-    file descriptor: the folder stays while any process has it open, as forks do."""
+    """Make a folder for the block. Another process removes the folder, even if this process is killed. Yield
+    the folder and a file descriptor: the folder stays while any process, such as a fork, has it open."""
     folder = tempfile.mkdtemp(prefix=prefix, dir=parent)
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", "-c", _REMOVE, folder]
     quiet = subprocess.DEVNULL
-    # In a session of its own, no Ctrl-C reaches it.
+    # Ctrl-C does not reach the remover, because it has a session of its own.
     remover = subprocess.Popen(command, stdin=reading, stdout=quiet, stderr=quiet, start_new_session=True)
     os.close(reading)
     try:
