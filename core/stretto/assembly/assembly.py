@@ -1,7 +1,7 @@
-"""A composed run, assembled: its algorithm, dataflow, placement, workers and numbers.
+"""A composed run, assembled: its algorithm, dataflow, placement, workers and their numbers.
 
-Private to the core. Each process of a run makes one `Assembly` after composition and hands it down. A worker
-makes its own from the configuration that the kernel sends.
+Private to the core. Each process of a run makes one `Assembly` after composition and passes it on. A worker
+makes its `Assembly` from the configuration that the kernel sends.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from stretto.tokenizer import Tokenizer
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
-"""Fewest rows of an evaluation that begin for each training group that ends. A row costs up to 0.4 of a
+"""Minimum number of evaluation rows that begin for each training group that ends. A row costs up to 0.4 of a
 group, so a step takes about a tenth longer."""
 _IN_TIME = 0.8
-"""An evaluation is over in this share of the time until the next one is due."""
+"""An evaluation ends within this share of the time until the next evaluation."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Worker:
     """Workers with the same unit must run on one machine; empty for any machine."""
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
-        """Return the worker's job. A place for it needs no command. `imports` take long to import."""
+        """Return the worker's job. Placing it needs no `command`. `imports` are modules slow to import."""
         return Job(
             worker=self.id,
             role=self.role,
@@ -66,10 +66,10 @@ class Worker:
 
 
 class Assembly:
-    """The parts of a run that follow from its run file. They are made when they are first asked for.
+    """The parts of a run that follow from its run file. Each part is made at its first use.
 
-    `folder` is empty in a process without access to it, and None for a new run, which gets an id. A worker
-    gets the numbers in force from the kernel.
+    `folder` is empty in a process that cannot access the run's folder, and None for a new run, which gets an
+    id. A worker receives the numbers of workers in force from the kernel.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Assembly:
             worker=worker,
         )
         self.tools: Sequence[Mapping[str, Any]] = ()
-        """JSON schemas of the run's own tools, once a check has made these."""
+        """JSON schemas of the run's own tools; empty until a check has made the tools."""
 
     @property
     def config(self) -> RunConfig:
@@ -98,7 +98,7 @@ class Assembly:
 
     @property
     def trial_context(self) -> Context:
-        """What the factories of components get that are only tried: no folder, which they might write to."""
+        """The context for components made on trial: without a folder, to which a factory could write."""
         return msgspec.structs.replace(self.context, folder="")
 
     def make(self, path: str) -> Any:
@@ -110,7 +110,7 @@ class Assembly:
 
     @property
     def samples_in_flight(self) -> int:
-        """How many samples of training an inference engine may have at the same time."""
+        """The maximum number of training samples that one inference engine has at the same time."""
         source, queue = self.graph.source, self.config.queue
         batches = queue.max_staleness + 1
         groups = batches * queue.batch_size if source.op == "generate" else 0
@@ -118,7 +118,7 @@ class Assembly:
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """The algorithm's object. Raises as `Composed.make`, and so do `graph` and what follows from it."""
+        """The algorithm object. It and all properties that need the `graph` raise like `Composed.make`."""
         return self.make("algorithm")
 
     @cached_property
@@ -133,7 +133,7 @@ class Assembly:
 
     @cached_property
     def workers(self) -> list[Worker]:
-        """Every worker process that the run starts: those that its dataflow or evaluation needs."""
+        """All worker processes that the run starts: those that its dataflow or its evaluation needs."""
         evaluates = self.config.evaluation is not None
         roles: dict[Role, bool] = {
             "inference": self.graph.samples or evaluates,
@@ -165,9 +165,9 @@ class Assembly:
         return is_wanted and bool(self.config.steps) and self.graph.samples
 
     def evaluation_pace(self, rows: int) -> float:
-        """Return how many rows of an evaluation begin for each training group that ends: few, so that
-        training loses little, but enough to finish before the next evaluation. 0: all at once, since their
-        engine is not training."""
+        """Return the number of evaluation rows that begin for each training group that ends: few, so that
+        training loses little time, but enough to end before the next evaluation. 0 without an evaluator:
+        all rows begin at once, because their engine serves no training then."""
         if not self.has_evaluator or self.config.evaluation is None:
             return 0.0
         groups = self.config.evaluation.every * self.config.queue.batch_size
@@ -194,28 +194,28 @@ class Assembly:
         return load_tokenizer(self.config.model, self.config.dataset)
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
-        """Return the modules that take long to import and that a worker's process imports."""
+        """Return the modules of a worker's process that take long to import."""
         if worker.role == "trainer":
             path = self.placement.groups[group_of_worker(worker.id)[0]].path
         else:
             path = str(worker.role)
         components = self.composed.components
-        named = components[path].imports if path in components else None
-        return () if named is None else tuple(named(self.composed.section(path), self.config))
+        find_imports = components[path].imports if path in components else None
+        return () if find_imports is None else tuple(find_imports(self.composed.section(path), self.config))
 
     def renewed(self) -> Assembly:
-        """Return the run for its next kernel, with the numbers of workers that are in force then."""
+        """Return the run for its next kernel, with the numbers of workers that are in force now."""
         return Assembly(self.numbers.composed, folder=self.folder, run=self.context.run)
 
     def of_variant(self, name: str) -> Assembly:
-        """Return the run with the sections of one variant as its own. The placement is the run's."""
+        """Return the run with a variant's sections in place of its own. The placement stays the run's."""
         variant = copy(self)
         variant.composed = run_of_variant(self.composed, name)
         return variant
 
 
 def decided(composed: Composed) -> Composed:
-    """Return a run with the values that depend on the machine and the day of its start."""
+    """Return a run with the unset values filled in that depend on the machine and on today's date."""
     config = composed.config
     if config.evaluation is not None and config.evaluation.own_engine is None:
         composed = composed.with_value("evaluation.own_engine", _has_room(config))
@@ -227,8 +227,8 @@ def decided(composed: Composed) -> Composed:
 
 
 def _has_room(config: RunConfig) -> bool:
-    """Return whether an engine for evaluations costs little: the run has one engine, on processors of this
-    machine, and half of the memory holds the trainer and both engines."""
+    """Return whether a second engine, for evaluations, costs little: the run has one engine, on CPUs of this
+    machine, and the trainer and both engines fit into half of its memory."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
     if not section.may_be_doubled or section.gpus or not is_alone:
@@ -243,8 +243,8 @@ def _has_room(config: RunConfig) -> bool:
 
 def _new_folder(config: RunConfig) -> Path:
     now = datetime.now().astimezone()
-    named = f"runs/{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}" if config.out is None else config.out
-    folder = Path(named).expanduser().absolute()
+    name = f"runs/{config.name}-{now:%Y%m%d-%H%M%S}-{config.seed}" if config.out is None else config.out
+    folder = Path(name).expanduser().absolute()
     if not is_utf8(str(folder)):
         raise ConfigError(f"out: the name {str(folder)!r} is not UTF-8; choose another folder", path="out")
     return folder

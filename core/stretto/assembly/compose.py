@@ -1,4 +1,4 @@
-"""Turn a run into a `RunConfig` with the structs of the chosen components, and check every key."""
+"""Turn a run file into a `RunConfig` with the structs of the chosen components, and check every key."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, o
 _PARTS = "parts"
 """Key of a section whose type may be `ComponentParts`."""
 _LOGIN = re.compile(r"://[^/\s@]*@")
-"""A login in a URL, which no message shows."""
+"""The login in a URL. Messages show `<login>` instead."""
 
 
 @dataclass(frozen=True)
 class Composed:
-    """A run file that has been read, merged and checked key by key."""
+    """A run file that has been read, merged with overrides and checked key by key."""
 
     config: RunConfig
     plugins: Plugins
     components: Mapping[str, Component[Any]]
-    """Dotted key of the section -> its component; `trackers.0` and so on in a list."""
+    """Dotted key of a section -> its component. The keys in a list are `trackers.0`, `trackers.1`, ..."""
     document: Mapping[str, Any]
-    """The run with all defaults, for `config.yaml`; secrets stay interpolations."""
+    """The run's keys and values with all defaults, for `config.yaml`. Secrets stay interpolations."""
     written: tuple[str, ...] = ()
-    """Dotted keys that the run file or an override has."""
+    """Dotted keys that the run file or an override sets."""
     notices: tuple[str, ...] = ()
     """Decisions made for the user, as text to show."""
     place: Callable[[str], str] = str
@@ -69,7 +69,7 @@ class Composed:
         return node
 
     def with_numbers(self, numbers: Mapping[str, tuple[int, str]]) -> Composed:
-        """Return the run with these numbers by dotted key, each with the place that set it."""
+        """Return the run with these numbers of workers: dotted key -> (number, place that set the number)."""
         config = self.config
         for path, (number, _) in numbers.items():
             config = _replaced(config, path.split("."), number)
@@ -80,7 +80,7 @@ class Composed:
         return replace(self, config=config, place=place)
 
     def with_value(self, path: str, value: object) -> Composed:
-        """Return the run with another value at a dotted key, also in its document."""
+        """Return the run with another value at a dotted key of its config and its document."""
         *sections, key = path.split(".")
         document = node = dict(self.document)
         for section in sections:
@@ -89,17 +89,17 @@ class Composed:
         return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
-        """Make the component of a section. Raise ContractError if it does not keep its contract."""
+        """Make the component of a section. Raise ContractError if the component breaks its contract."""
         section = self.section(path) if section is None else section
         with _redacted_errors(self.redact):
             parts = getattr(section, _PARTS, None)
-            made = (
+            arguments = (
                 [{name: self.make(f"{path}.{_PARTS}.{name}", context) for name in parts.__struct_fields__}]
                 if isinstance(parts, ComponentParts)
                 else []
             )
             try:
-                component = self.components[path].make(section, context, *made)
+                component = self.components[path].make(section, context, *arguments)
             except StrettoError:
                 raise
             except Exception as error:
@@ -113,8 +113,8 @@ class Composed:
 
     def blame(self, error: BaseException, path: str = "") -> str:
         """Name the component whose code is innermost in the error's traceback, such as `algorithm 'median' of
-        acme 1.2 raised ValueError: … (median.py:23)`. If the traceback has no component's files, name that of
-        the section at `path`; without `path`, return an empty text."""
+        acme 1.2 raised ValueError: … (median.py:23)`. If the traceback has no component's files, name the
+        component of the section at `path`; without `path`, return an empty text."""
         owners = {
             section: self.origin(section) for section in ([path] if path else []) + list(self.components)
         }
@@ -125,7 +125,7 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path | str) -> str:
-        """Return an error as text, with plugin and line. `log` has the traceback unless stretto raised it."""
+        """Return an error as text; if stretto did not raise it, with plugin, line, and `log` for details."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -172,7 +172,7 @@ def _redacted_errors(redact: Callable[[str], str]) -> Generator[None]:
 
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
-    """Convert a run that was composed before, such as the one that a worker gets from the kernel."""
+    """Convert a run that was composed before, such as the run that the kernel sends to a worker."""
     return _Composer(KeySource(Path("config")), Plugins(), dict(mapping)).run()
 
 
@@ -180,8 +180,8 @@ def _inherit_sampling(data: dict[str, Any]) -> None:
     sampling, evaluation = data.get("sampling"), data.get("evaluation")
     if isinstance(sampling, dict) and isinstance(evaluation, dict):
         evaluation = cast("dict[str, Any]", evaluation)
-        if isinstance(own := evaluation.get("sampling"), dict):
-            evaluation["sampling"] = sampling | own
+        if isinstance(changed := evaluation.get("sampling"), dict):
+            evaluation["sampling"] = sampling | changed
 
 
 def _inherit_sections(data: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class _Composer:
         data = self.data
         self._load_paths()
         sections = self._structs_of([*SECTIONS, *self._named_sections()])
-        # Variants take over keys of the run's own sections, which are complete now.
+        # Variants inherit keys of the run's own sections, which are complete now.
         sections |= self._structs_of(self._variant_sections())
         struct = self._struct(sections, self._lists(), list(data.get("variants") or {}))
         _expand_names(data, struct)
@@ -244,8 +244,8 @@ class _Composer:
         for name in names:
             self._expect_name(f"{path}.{_PARTS}.{name}", name, "a part")
         structs = self._structs_of(f"{path}.{_PARTS}.{name}" for name in names)
-        own = [(name, structs[f"{path}.{_PARTS}.{name}"]) for name in names]
-        return _narrowed(struct, [(_PARTS, _narrowed(ComponentParts, own))])
+        part_fields = [(name, structs[f"{path}.{_PARTS}.{name}"]) for name in names]
+        return _narrowed(struct, [(_PARTS, _narrowed(ComponentParts, part_fields))])
 
     def _mapping(self, path: str) -> dict[str, Any]:
         entries = _at(self.data, path) or {}
@@ -284,7 +284,7 @@ class _Composer:
                 yield f"{path}.{name}"
 
     def _variant_sections(self) -> list[str]:
-        """Complete the sections of variants, and return those with a component: `variants.short.workflow`."""
+        """Complete the variants' sections. Return those with a component, as `variants.short.workflow`."""
         paths: list[str] = []
         for name, variant in self._mapping("variants").items():
             path = f"variants.{name}"
@@ -301,7 +301,7 @@ class _Composer:
         return paths
 
     def _section(self, path: str) -> dict[str, Any] | None:
-        """Return the mapping at `path`, made if its kind has a default component; None without both."""
+        """Return the mapping at `path`. If it is missing, add one for a kind with a default, else None."""
         owner, _, key = path.rpartition(".")
         parent = _at(self.data, owner)
         if not isinstance(parent, dict):
@@ -327,10 +327,10 @@ class _Composer:
         use_key = f"{path}.use"
         if not isinstance(name, str):
             names = ", ".join(self.plugins.names(kind)) or "none"
-            found = "is missing" if name is None else f"is {name!r}"
+            fault = "is missing" if name is None else f"is {name!r}"
             article = "an" if kind[0] in "aeiou" else "a"
             raise self.source.error(
-                use_key, f"{found}; expected the name of {article} {kind}; installed: {names}"
+                use_key, f"{fault}; expected the name of {article} {kind}; installed: {names}"
             )
         try:
             component = self.plugins.get(kind, name)
@@ -340,15 +340,15 @@ class _Composer:
         return component
 
     def _drop_stale_keys(self, path: str, section: dict[str, Any], component: Component[Any]) -> None:
-        """If an override replaces a section's component, remove keys that only the previous one has."""
+        """If an override replaces a section's component, remove keys that only the previous component has."""
         if not self.source.is_overridden(f"{path}.use"):
             return
-        known, former = _keys_of(component), self._former_keys(path)
+        known, previous = _keys_of(component), self._former_keys(path)
         stale = [
             key
             for key in section
             if key not in known
-            and (former is None or key in former)
+            and (previous is None or key in previous)
             and not self.source.is_overridden(f"{path}.{key}")
         ]
         for key in stale:
@@ -359,7 +359,7 @@ class _Composer:
             )
 
     def _former_keys(self, path: str) -> set[str] | None:
-        """Return the keys of the component that the file names; None if it cannot be loaded here."""
+        """Return the keys of the component that the run file names; None if the component does not load."""
         try:
             return _keys_of(self.plugins.get(kind_of(path), self.source.component_in_file(path)))
         except PluginError:
@@ -393,9 +393,9 @@ class _Composer:
         fields: list[tuple[str, Any]] = [item for item in sections.items() if "." not in item[0]]
         if groups := _below("groups", sections):
             fields.append(("groups", _narrowed(Groups, groups)))
-        own = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", sections))) for name in variants]
-        if own:
-            fields.append(("variants", _narrowed(Variants, own)))
+        nested = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", sections))) for name in variants]
+        if nested:
+            fields.append(("variants", _narrowed(Variants, nested)))
         if evaluation := _below("evaluation", sections):
             fields.append(("evaluation", _narrowed(EvaluationConfig, evaluation)))
         for path, structs in lists.items():
@@ -416,11 +416,11 @@ class _Composer:
             if key not in known:
                 hint = _other_place(str(key), known, run) or offer(str(key), known, "accepted here")
                 raise self.source.error(key_path, f"unknown key {key!r}{hint}", value)
-            for part, item in _structs_in(known[key].type, value, key_path):
-                self._refuse_unknown(item[1], part, item[0], run)
+            for nested, path_and_value in _structs_in(known[key].type, value, key_path):
+                self._refuse_unknown(path_and_value[1], nested, path_and_value[0], run)
 
     def _refuse_numbers(self, value: Any, path: str) -> None:
-        """Refuse numbers that no process of a run can use, or send to another, in any key."""
+        """Refuse a number, at any key, that is not finite, or too large for messages between processes."""
         if isinstance(value, dict):
             for key, item in cast("dict[str, Any]", value).items():
                 self._refuse_numbers(item, f"{path}.{key}" if path else str(key))
@@ -446,12 +446,12 @@ class _Composer:
             if missing:
                 path = f"{path}.{missing[1]}" if path else missing[1]
                 raise self.source.error(path, "this key is required but missing") from error
-            source = ""
+            from_key = ""
             if origin := self._reference_at(path):
                 try:
                     msgspec.convert(_at(data, origin), _annotation_at(struct, origin))
-                    source = f", from ${{{origin}}}"
-                except msgspec.ValidationError as cause:  # the fault is where the value comes from
+                    from_key = f", from ${{{origin}}}"
+                except msgspec.ValidationError as cause:  # the fault is at the key of the reference
                     message, path = _message_and_path(cause)[0], origin
             value, annotation = _at(data, path), _annotation_at(struct, path)
             text = _plain_message(message, value, annotation)
@@ -462,12 +462,12 @@ class _Composer:
                     value,
                 ) from error
             shown = _LOGIN.sub("://<login>@", repr(value))
-            value_text = "" if isinstance(value, dict) else f"; found {shown}{source}"
+            value_text = "" if isinstance(value, dict) else f"; found {shown}{from_key}"
             hint = _hint(path, message, value, annotation)
             raise self.source.error(path, f"{text}{value_text}{hint}", value) from error
 
     def _reference_at(self, path: str) -> str:
-        """Return the key that `${key}` at `path` refers to in the end; empty if the value is no reference."""
+        """Follow the references from `path`, and return the last key; empty if the value is no `${key}`."""
         match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.raw, path)))
         return (self._reference_at(match[1]) or match[1]) if match else ""
 
@@ -498,18 +498,18 @@ class _Composer:
     def _resolve_path(self, marks: set[str], value: str, path: str) -> str:
         module, _, name = value.rpartition(":")
         if "local_path" in marks:
-            found = str(self._find_file(path, value))
+            resolved = str(self._find_file(path, value))
         elif "model" in marks and (local := find_path(value, self.source.file)):
-            found = str(local)
+            resolved = str(local)
         elif "importable" in marks and module.endswith(".py"):
-            found = f"{self._find_file(path, module)}:{name}"
+            resolved = f"{self._find_file(path, module)}:{name}"
         else:
-            found = value
-        if not is_utf8(found):  # messages and records could not have it
+            resolved = value
+        if not is_utf8(resolved):  # messages and records are UTF-8
             raise self.source.error(
-                path, f"the name {found!r} is not UTF-8: rename the file or folder", value
+                path, f"the name {resolved!r} is not UTF-8: rename the file or folder", value
             )
-        return found
+        return resolved
 
     def _find_file(self, key: str, path: str) -> Path:
         local = find_path(path, self.source.file)
@@ -525,7 +525,7 @@ class _Composer:
 
 def _below(path: str, sections: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
     return [
-        (key.rpartition(".")[2], each) for key, each in sections.items() if key.rpartition(".")[0] == path
+        (key.rpartition(".")[2], struct) for key, struct in sections.items() if key.rpartition(".")[0] == path
     ]
 
 
@@ -543,12 +543,12 @@ def _default_use(kind: Kind) -> str | None:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be written: file names of other encodings have bytes that no text has."""
-    return not any("\ud800" <= each <= "\udfff" for each in text)
+    """Return whether a text can be encoded as UTF-8. File names of other encodings have surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def find_path(path: str, run_file: Path) -> Path | None:
-    """Return an absolute path, from the working directory or the run file's folder; None if in neither."""
+    """Return the absolute path of a file in the working directory or the run file's folder; else None."""
     for candidate in (Path(path).expanduser(), run_file.parent / path):
         if candidate.exists():
             # Do not resolve links: the interpreter of a virtual environment is one.
@@ -559,7 +559,7 @@ def find_path(path: str, run_file: Path) -> Path | None:
 def _structs_in(
     annotation: Any, value: Any, path: str
 ) -> Iterator[tuple[type[msgspec.Struct], tuple[str, Any]]]:
-    """Yield the struct types that a value has to match, each with (path, value)."""
+    """Yield the struct types in an annotation, each with the (path, value) that has to match the type."""
     info = _type_info(annotation)
     for part in getattr(info, "types", (info,)):
         if isinstance(part, msgspec.inspect.StructType):
@@ -576,15 +576,15 @@ def _structs_in(
 
 
 _fields = cache(msgspec.structs.fields)
-"""msgspec evaluates the annotations in each call."""
+"""Cached, because msgspec evaluates all annotations in each call."""
 _known_type_info = cache(msgspec.inspect.type_info)
 
 
 def _type_info(annotation: Any) -> msgspec.inspect.Type:
-    """Return what msgspec knows of a type. It is kept, because a run asks for each type several times."""
+    """Return msgspec's description of a type, cached because composing asks for a type several times."""
     try:
         return _known_type_info(annotation)
-    except TypeError:  # metadata without a hash
+    except TypeError:  # metadata that cannot be hashed
         return msgspec.inspect.type_info(annotation)
 
 
@@ -646,7 +646,7 @@ def _expand_names(data: Any, struct: type[msgspec.Struct]) -> None:
 
 def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
     """Split msgspec's error into its message and the dotted path of the value. The path ends at a mapping
-    with keys of any names: msgspec does not name them."""
+    whose keys the user names, because msgspec leaves such a key out."""
     message, _, place = str(error).partition(" - at ")
     if place.startswith("`key` in "):
         message, place = f"a key: {message[0].lower()}{message[1:]}", place.removeprefix("`key` in ")
@@ -656,8 +656,8 @@ def _message_and_path(error: msgspec.ValidationError) -> tuple[str, str]:
 
 def _hint(path: str, message: str, value: Any, annotation: Any) -> str:
     if message.startswith("Expected `str") and isinstance(value, (bool, int, float)):
-        read = ", because YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
-        return f"; write the text in quotes{read}"
+        cause = ", because YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
+        return f"; write the text in quotes{cause}"
     if str(value).lower() == "none" and "null" in message:
         return "; write null"
     if message.startswith("Expected `object") and not isinstance(value, dict):
@@ -690,7 +690,7 @@ def _description(annotation: Any) -> str:
 
 
 def _annotation_at(struct: Any, path: str) -> Any:
-    """Return the annotation at a dotted path, of the list for its items; Any if there is no field."""
+    """Return the annotation at a dotted path, for an item that of its list; Any if there is no field."""
     annotation: Any = struct
     for part in path.split("."):
         if part.isdigit():

@@ -75,7 +75,7 @@ def _method_faults(component: object, name: str, contract_method: FunctionType) 
 def _signature_faults(
     name: str, method: Callable[..., Any], first: list[object], contract_method: FunctionType
 ) -> Iterator[str]:
-    """Try to bind the core's arguments to the method's parameters. A contract with `*args` allows any."""
+    """Yield a fault unless the method accepts the core's arguments. `*args` in a contract allows any."""
     _, *parameters = inspect.signature(contract_method).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
@@ -89,8 +89,8 @@ def _signature_faults(
         signature.bind(*first, *positional, **dict.fromkeys(keywords))
     except TypeError as error:
         arguments = ", ".join([*positional, *(f"{keyword}=" for keyword in keywords)])
-        own = ", ".join(list(signature.parameters)[len(first) :])
-        yield f"has {name}({own}), but stretto calls {name}({arguments}): {error}"
+        accepted = ", ".join(list(signature.parameters)[len(first) :])
+        yield f"has {name}({accepted}), but stretto calls {name}({arguments}): {error}"
 
 
 def _place_of_class(kind: type) -> str:

@@ -12,7 +12,7 @@ from stretto.errors import ConfigError, nearest, offer
 
 # Keys that a call may read although no call writes them.
 INPUT_KEYS = ("prompt",)
-# These calls are complete before a batch is formed: rollout workers run them, or they read rows.
+# Calls that are complete before a batch is formed: rollout workers run them, or they only read rows.
 SOURCE_OPS = ("generate", "score", "read")
 
 
@@ -21,7 +21,7 @@ class Graph:
     """A checked dataflow."""
 
     calls: tuple[Call, ...]
-    """In an order that respects every edge; otherwise in the algorithm's order."""
+    """In the algorithm's order, except where an edge requires another order."""
     edges: frozenset[tuple[str, str]]
     """(earlier call, later call)."""
     models: Mapping[str, Model]
@@ -38,7 +38,7 @@ class Graph:
 
     @property
     def samples(self) -> bool:
-        """Whether the algorithm samples its sequences; otherwise it reads them."""
+        """Whether the algorithm samples its sequences, rather than reading them from the dataset."""
         return self.source.op == "generate"
 
     @property
@@ -48,9 +48,9 @@ class Graph:
 
     @cached_property
     def lead(self) -> str:
-        """The model whose weights a version counts: the one that samples; else the first trained one."""
-        first = next(call.model for call in self.calls if call.op == "train")
-        lead = self.source.model if self.samples else first
+        """The name of the lead model: the model that samples, or without sampling the first trained model."""
+        first_trained = next(call.model for call in self.calls if call.op == "train")
+        lead = self.source.model if self.samples else first_trained
         assert lead is not None
         return lead
 
@@ -64,7 +64,7 @@ class Graph:
         return sorted(earlier for earlier, later in self.edges if later == call.name)
 
     def levels(self) -> list[list[Call]]:
-        """Return the calls by the longest path to them: calls of one level do not wait for each other."""
+        """Return the calls in levels, by the longest path to a call. Calls of a level are independent."""
         depth: dict[str, int] = {}
         for call in self.calls:
             depth[call.name] = max((depth[earlier] for earlier in self.before(call)), default=-1) + 1
@@ -85,23 +85,22 @@ class Graph:
         return "\n".join(lines)
 
     def mermaid(self) -> str:
-        """Return the dataflow as a Mermaid flowchart. The label of an arrow names the keys behind it."""
-        number = {call.name: f"c{index}" for index, call in enumerate(self.calls)}
+        """Return the dataflow as a Mermaid flowchart. An arrow's label names the keys that the call reads."""
+        node = {call.name: f"c{index}" for index, call in enumerate(self.calls)}
         lines = ["flowchart LR", "  prompt([prompt])"]
-        lines += [f'  {number[call.name]}["{call.name}"]' for call in self.calls]
+        lines += [f'  {node[call.name]}["{call.name}"]' for call in self.calls]
         for call in self.calls:
             keys: dict[str, list[str]] = {}
             for key in call.reads:
-                source = "prompt" if key in INPUT_KEYS else number[self.writers[key].name]
+                source = "prompt" if key in INPUT_KEYS else node[self.writers[key].name]
                 keys.setdefault(source, []).append(key)
             lines += [
-                f'  {source} -- "{", ".join(names)}" --> {number[call.name]}'
-                for source, names in keys.items()
+                f'  {source} -- "{", ".join(names)}" --> {node[call.name]}' for source, names in keys.items()
             ]
             lines += [
-                f"  {number[earlier]} -.-> {number[call.name]}"
+                f"  {node[earlier]} -.-> {node[call.name]}"
                 for earlier in self.before(call)
-                if number[earlier] not in keys
+                if node[earlier] not in keys
             ]
         return "\n".join(lines)
 
@@ -122,8 +121,8 @@ def graph_of(calls: Sequence[Call], models: Mapping[str, Model]) -> Graph:
         raise _error(f"exactly one call must produce sequences, `generate` or `read`; found {names}")
     if {"generate", "score"} & {call.op for call in calls} not in ({"generate", "score"}, set()):
         raise _error("sampled answers need scores: expected both `generate` and `score`, or neither")
-    writer = _writers(calls)
-    edges = {(writer[key], call.name) for call in calls for key in call.reads if key not in INPUT_KEYS}
+    writers = _writers(calls)
+    edges = {(writers[key], call.name) for call in calls for key in call.reads if key not in INPUT_KEYS}
     edges |= set(_weights_edges(calls))
     return Graph(_sort_calls(calls, edges), frozenset(edges), dict(models))
 
@@ -151,21 +150,21 @@ def _check_loss(call: Call) -> None:
 
 
 def _writers(calls: Sequence[Call]) -> dict[str, str]:
-    writer: dict[str, str] = {}
+    writers: dict[str, str] = {}
     for call in calls:
         for key in call.writes:
-            if key in writer:
-                raise _error(f"two calls write the key {key!r}: {writer[key]!r} and {call.name!r}")
-            writer[key] = call.name
+            if key in writers:
+                raise _error(f"two calls write the key {key!r}: {writers[key]!r} and {call.name!r}")
+            writers[key] = call.name
     for call in calls:
         for key in call.reads:
-            if key not in writer and key not in INPUT_KEYS:
-                raise _error(f"call {call.name!r} reads {key!r}, which no call writes{nearest(key, writer)}")
-    return writer
+            if key not in writers and key not in INPUT_KEYS:
+                raise _error(f"call {call.name!r} reads {key!r}, which no call writes{nearest(key, writers)}")
+    return writers
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Yield edges from other calls on a model to its training: they read the weights of the step's start."""
+    """Yield edges from the other calls on a model to its train call: they read the weights before it."""
     for train_call in calls:
         if train_call.op == "train":
             for call in calls:

@@ -1,6 +1,6 @@
 """Structured logs: JSON lines in a file for every process, readable lines in the kernel's terminal.
 
-`log_to` binds the process's fields (run, role, worker), and `bound` those of the work (ticket, version).
+`log_to` adds the process's fields (run, role, worker) to every line, `bound` the work's (ticket, version).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import structlog
 from stretto.errors import printable
 
 _HIDDEN = ("run", "role")
-"""Fields that are the same in every line of a process."""
+"""Fields that people need not read: they are the same in every line of a process."""
 
 
 def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None:
-    """Write this process's log as JSON lines, and as text to stderr if `console`, without tracebacks."""
+    """Write this process's log to `file` as JSON lines; if `console`, also to stderr without tracebacks."""
     processors: list[Any] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -40,7 +40,7 @@ def log_to(file: Path | None, *, console: bool = False, **identity: str) -> None
 
 
 def log_nothing() -> None:
-    """Drop this process's log, for a command that says by itself what is wrong."""
+    """Drop this process's log, for a command that prints its errors itself."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
@@ -90,9 +90,9 @@ class _Tee:
 
 
 class _Standard(logging.Handler):
-    """Passes records of the standard module on to structlog."""
+    """Passes records of the standard `logging` module on to structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == "asyncio" and "eof_received() has no effect when using ssl" in record.getMessage():
-            return  # the end of each TLS connection of nats-py, which asyncio closes as it should
+            return  # logged at the end of each TLS connection of nats-py, though it closes as it should
         structlog.get_logger().log(record.levelno, record.getMessage(), logger=record.name)

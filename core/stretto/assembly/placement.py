@@ -20,8 +20,8 @@ from stretto.launcher import worker_group
 DEFAULT_GROUP = "training"
 
 _UNEVEN = 1.25
-"""Groups stay whole if the heaviest part then has at most this many times the mean weight. More would cost
-the other ranks more time than a group's shared prompt saves."""
+"""Groups stay whole if the heaviest part then has at most this multiple of the mean weight. Above it, the
+other ranks would wait longer for that part than a group's shared prompt saves."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WorkerGroup:
         return self.section.processes // self.section.data_parallel
 
     def unit_of(self, rank: int) -> str:
-        """Return the name of the ranks that must run on the machine of this rank; empty if none must."""
+        """Return the name of the ranks that must run on one machine with this rank; empty if none must."""
         together = self.section.ranks_together
         return f"{self.name} {rank // together}" if together > 1 else ""
 
@@ -59,7 +59,7 @@ class WorkerGroup:
         return rank // self.ranks_per_part
 
     def worker_of(self, part: int) -> str:
-        """Return the process that gives out the columns of a part of a batch."""
+        """Return the worker that sends out the columns of a part of a batch: the part's first rank."""
         return self.workers[part * self.ranks_per_part]
 
 
@@ -98,7 +98,7 @@ class Placement:
         return self.lead if call.model is None else self.groups[self._group_name(call.model)]
 
     def owners(self, key: str, lengths: Sequence[int], groups: Sequence[int]) -> list[str]:
-        """Return for each row the worker that holds what a call of this step wrote to `key`."""
+        """Return, for each row, the worker that holds the value that a call of this step wrote to `key`."""
         call = self.graph.writers[key]
         group = self.group_of(call)
         owners = [group.workers[0]] * len(lengths)
@@ -132,28 +132,28 @@ def model_folder(checkpoint: Path, model: str, graph: Graph) -> Path:
 def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None = None) -> list[list[int]]:
     """Split indices 0 .. len(weights) - 1 into `parts` lists of about equal weight, each in ascending order.
 
-    Units, from the heaviest on, go to the lightest part so far: every process computes the same result.
-    `units` has the number of each index's unit, which stays in one part; by default each index is a unit.
+    Each unit, heaviest first, is added to the part that is lightest so far. Every process computes the same
+    result. `units` has the number of each index's unit. A unit stays in one part; default: each index is one.
     """
     if parts == 1:
         return [list(range(len(weights)))]
     members: dict[int, list[int]] = {}
     for index, unit in enumerate(range(len(weights)) if units is None else units):
         members.setdefault(unit, []).append(index)
-    total = {unit: sum(weights[index] for index in indices) for unit, indices in members.items()}
+    unit_weights = {unit: sum(weights[index] for index in indices) for unit, indices in members.items()}
     shares: list[list[int]] = [[] for _ in range(parts)]
     loads = [(0, 0)] * parts
-    for unit in sorted(members, key=lambda unit: (-total[unit], members[unit][0])):
+    for unit in sorted(members, key=lambda unit: (-unit_weights[unit], members[unit][0])):
         lightest = loads.index(min(loads))
         shares[lightest] += members[unit]
         weight, count = loads[lightest]
-        loads[lightest] = (weight + total[unit], count + len(members[unit]))
+        loads[lightest] = (weight + unit_weights[unit], count + len(members[unit]))
     return [sorted(indices) for indices in shares]
 
 
 def split_groups(weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:
-    """Split like `split_rows`, with each group and its prompt in one part, if parts stay even."""
-    whole = split_rows(weights, parts, groups)
-    heaviest = max(sum(weights[index] for index in indices) for indices in whole)
-    even = all(whole) and heaviest * parts <= _UNEVEN * sum(weights)
-    return whole if even else split_rows(weights, parts)
+    """Split like `split_rows`. Keep each group, which shares a prompt, in one part if parts stay even."""
+    by_group = split_rows(weights, parts, groups)
+    heaviest = max(sum(weights[index] for index in indices) for indices in by_group)
+    is_even = all(by_group) and heaviest * parts <= _UNEVEN * sum(weights)
+    return by_group if is_even else split_rows(weights, parts)

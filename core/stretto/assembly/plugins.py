@@ -80,12 +80,12 @@ class Origin:
     files: str
     """Prefix of the paths of its source files: its package's folder, or its module's file."""
     distribution: str
-    """The installed package; the module if it was loaded by path."""
+    """Name of the installed package, or of the module if the module was loaded by path."""
 
 
 @dataclass(frozen=True)
 class _PluginSource:
-    """Where a component of some name comes from: an entry point, or a module loaded by path."""
+    """The source of a named component: an entry point, or a module loaded by path."""
 
     kind: Kind
     name: str
@@ -177,11 +177,11 @@ class Plugins:
         return component
 
     def origin(self, kind: Kind, name: str) -> Origin:
-        """Return the plugin of a component that `get` has returned."""
+        """Return the origin of a component that `get` has returned."""
         return self._origins[kind, name]
 
     def listing(self) -> list[Listing]:
-        """Return all components. Import all plugins; the lines of one that does not load have the reason."""
+        """Import all plugins and return all components, with the error of a plugin that does not load."""
         lines: list[Listing] = []
         for kind in KINDS:
             sources = sorted(self._sources(kind), key=lambda source: (source.name, source.distribution))
@@ -208,7 +208,7 @@ class Plugins:
         def fault(reason: str) -> PluginError:
             return PluginError(f"{source.label}{reason}", kind=kind, name=source.name)
 
-        # Once a library has imported the package importlib_metadata, entry points have that package's class.
+        # Do not test for EntryPoint: a library that imports importlib_metadata changes the class.
         if not isinstance(module, ModuleType):
             try:
                 module = module.load()
@@ -271,7 +271,7 @@ def _installed(search_path: tuple[str, ...]) -> EntryPoints:
 
 @cache
 def _name_and_version(package: Distribution | None) -> tuple[str, str]:
-    """Return the name and the version of a package. Each of them needs the package's whole metadata file."""
+    """Return the name and the version of a package. Cached: either of them reads the whole metadata file."""
     return ("?", "?") if package is None else (package.name, package.version)
 
 
@@ -284,7 +284,7 @@ def missing_extra(component: Component[Any]) -> str:
 
 
 def _refuse_unknown_hook(function: FunctionType, label: str) -> None:
-    """pluggy accepts a misspelt hook, and reports a wrong argument only as a traceback."""
+    """Refuse a misspelt hook, which pluggy accepts, and arguments, for which pluggy shows a traceback."""
     name = function.__name__
     location = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
     hook_names = [hook for hook in vars(hooks) if hook.startswith("stretto_")]

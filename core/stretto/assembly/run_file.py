@@ -21,7 +21,7 @@ from stretto.errors import ConfigError
 _OTHER_BASE = re.compile(r"[-+]?0\d|.*:")
 """Numbers that YAML 1.1 reads with base 8 or 60."""
 _LONG_VALUE = 6
-"""`RunFile.redact` replaces values of this length also inside longer words."""
+"""`RunFile.redact` replaces values of at least this many characters also inside longer words."""
 
 
 class RunFile(KeySource):
@@ -68,7 +68,7 @@ class RunFile(KeySource):
         return any(f"{path}.".startswith(f"{key}.") for key in self._override_keys)
 
     def written(self) -> tuple[str, ...]:
-        """Return the dotted keys that the file or an override has, once it is read."""
+        """Return the dotted keys that the file or an override sets. Call `read` before."""
         return tuple(".".join(path) for path in _leaves(self.raw))
 
     def place(self, path: str) -> str:
@@ -80,19 +80,19 @@ class RunFile(KeySource):
 
     def redact(self, text: str) -> str:
         """Replace values from the environment by the interpolations that read them."""
-        values = {
-            form: written
-            for value, written in _environment_values(self.raw, self.plain)
+        replacements = {
+            form: interpolation
+            for value, interpolation in _environment_values(self.raw, self.plain)
             for form in (value, repr(value)[1:-1], json.dumps(value)[1:-1])
             if form
         }
-        if not values:
+        if not replacements:
             return text
         forms = [
             re.escape(form) if len(form) >= _LONG_VALUE else rf"(?<!\w){re.escape(form)}(?!\w)"
-            for form in sorted(values, key=len, reverse=True)
+            for form in sorted(replacements, key=len, reverse=True)
         ]
-        return re.sub("|".join(forms), lambda found: values[found[0]], text)
+        return re.sub("|".join(forms), lambda found: replacements[found[0]], text)
 
     def component_in_file(self, path: str) -> str:
         """See `KeySource`."""
@@ -102,7 +102,7 @@ class RunFile(KeySource):
         return raw if isinstance(raw, str) else str(cast("dict[str, Any]", raw or {}).get("use", ""))
 
     def _line(self, path: str) -> int:
-        """Return the line of the deepest key of `path` that is in the file; 0 if none is."""
+        """Return the line of the deepest key of `path` that is in the file; 0 if no key is."""
         try:
             node = yaml.compose(self.file.read_text(), Loader=yaml.SafeLoader)
         except (OSError, yaml.YAMLError):
@@ -119,7 +119,7 @@ class RunFile(KeySource):
 
 
 def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the merged run file twice: with everything resolved, and with the environment unresolved."""
+    """Return the merged run file twice: with all references resolved, and with all but the environment's."""
     try:
         loaded = source.load()
         source.refuse_unusual_numbers()
@@ -164,9 +164,9 @@ def read(source: RunFile) -> tuple[dict[str, Any], dict[str, Any]]:
 def _misfits(tree: Any, overrides: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (key, fault) where a file has a list and an override a mapping, or the other way round."""
     if isinstance(tree, dict) and isinstance(overrides, dict):
-        own, others = cast("dict[str, Any]", tree), cast("dict[str, Any]", overrides)
-        for key in own.keys() & others.keys():
-            yield from _misfits(own[key], others[key], f"{path}.{key}" if path else str(key))
+        in_file, in_overrides = cast("dict[str, Any]", tree), cast("dict[str, Any]", overrides)
+        for key in in_file.keys() & in_overrides.keys():
+            yield from _misfits(in_file[key], in_overrides[key], f"{path}.{key}" if path else str(key))
     elif isinstance(tree, list) and isinstance(overrides, dict):
         yield path, f"is a list, which an override replaces as a whole; write {path}=[…]"
     elif isinstance(tree, dict) and isinstance(overrides, list):
@@ -199,7 +199,7 @@ def _hint(item: str) -> str:
 
 
 def _unusual_number(text: str) -> tuple[int, str] | None:
-    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line and its reading."""
+    """Find a number that YAML reads in another base, such as 010 or 1:30. Return its line and a message."""
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -215,8 +215,8 @@ def _unusual_number(text: str) -> tuple[int, str] | None:
         elif node is not None and node.tag == "tag:yaml.org,2002:int" and _OTHER_BASE.match(node.value):
             number = yaml.safe_load(node.value)
             reads = f"YAML reads {node.value} as {number}"
-            instead = f"{reads}; write it without a leading 0 and without colons, or in quotes"
-            return node.start_mark.line + 1, instead
+            message = f"{reads}; write it without a leading 0 and without colons, or in quotes"
+            return node.start_mark.line + 1, message
     return None
 
 
@@ -235,16 +235,16 @@ def _leaves(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 
 def _expand_short_sections(config: DictConfig, overrides: DictConfig | None = None) -> DictConfig:
     """Expand `workflow: single_turn` to `workflow: {use: single_turn}`, but not `${…}`, a whole section.
-    Expand a name also under an override: `algorithm.correction.cap=3` adds to `correction: token_tis`."""
+    Also expand a name if an override sets a key in its section: `algorithm.correction.cap=3`."""
     tree = _to_plain(config)
     named = {path: tree[path] for path in NAMED_SECTIONS if isinstance(tree.get(path), dict)}
     named_sections = [f"{path}.{name}" for path, entries in named.items() for name in entries]
-    below = {
+    overridden = {
         ".".join(leaf[:depth])
         for leaf in _leaves(_to_plain(overrides) if overrides is not None else {})
         for depth in range(1, len(leaf))
     }
-    for path in (*SECTIONS, *named_sections, *sorted(below - {*SECTIONS, *named_sections})):
+    for path in (*SECTIONS, *named_sections, *sorted(overridden - {*SECTIONS, *named_sections})):
         raw: Any = tree
         for part in path.split("."):
             raw = cast("dict[str, Any]", raw).get(part) if isinstance(raw, dict) else None
@@ -261,8 +261,8 @@ def _environment_values(raw: Any, plain: Any) -> Iterator[tuple[str, str]]:
             yield from _environment_values(value, resolved.get(key))
     elif isinstance(raw, list):
         items = cast("list[Any]", raw)
-        found = cast("list[Any]", plain) if isinstance(plain, list) else [None] * len(items)
-        for value, item in zip(items, found, strict=True):
+        resolved_items = cast("list[Any]", plain) if isinstance(plain, list) else [None] * len(items)
+        for value, item in zip(items, resolved_items, strict=True):
             yield from _environment_values(value, item)
     elif isinstance(raw, str) and "oc.env" in raw:
         for path in _leaves(plain):

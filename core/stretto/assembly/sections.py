@@ -1,4 +1,4 @@
-"""The sections of a run that choose a component, and where their keys were written."""
+"""The sections of a run that choose a component, and the places where their keys were written."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ FOREIGN_KEYS = {
     "vllm_tensor_parallel_size": "inference.tensor_parallel",
 }
 
-# Keys that are gone -> what to write instead, for error messages. The key of a section stands for all in it.
+# Keys that are gone -> what to write instead, for error messages. A section's key stands for all its keys.
 REMOVED_KEYS: dict[str, str] = {
     "elastic": "docs/elastic.md has a loop around `stretto status` and `stretto scale`",
     "tracing": "the timeline shows what the kernel and the workers did (stretto trace RUN, docs/seeing.md)",
@@ -102,7 +102,7 @@ _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.
 
 
 _PARTS = ".parts."
-"""Between the key of a section and the name of one of its parts (see `stretto.component.ComponentParts`)."""
+"""Text between the key of a section and the name of a part (see `stretto.component.ComponentParts`)."""
 
 
 def names_component(path: str) -> bool:
@@ -122,12 +122,12 @@ def kind_of(path: str) -> Kind:
 
 
 def instead_of_list(path: str) -> str:
-    """Return what to write instead of a list at the key of a section; empty if that is not known."""
+    """Return a hint what to write instead of a list for a section; empty if there is no hint."""
     return "; several rewards are the `parts` of the reward `sum`" if path == "reward" else ""
 
 
 class KeySource:
-    """Where a run's keys were written, for messages; this class is for runs that were composed before."""
+    """The places of a run's keys, for messages. This class serves runs that were composed before."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -149,5 +149,5 @@ class KeySource:
         return ""
 
     def error(self, path: str, message: str, value: Any = None) -> ConfigError:
-        """Return the error that something is wrong with a key."""
+        """Return an error about a key. It begins with the place where the key was written."""
         return ConfigError(f"{self.place(path)}: {message}", path=path, value=value)

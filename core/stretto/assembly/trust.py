@@ -1,4 +1,4 @@
-"""Whether the user trusts a run's folder: to continue a run is to import the code that its config names."""
+"""Ask whether the user trusts a run's folder: a continued run imports the code that its config names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_trust(folder: Path, *, trusted: bool) -> None:
 
 
 def _strangers(*paths: Path) -> str:
-    """Return which other users own some of the paths; an empty text if none does."""
+    """Return the other users who own any of the paths, as text; empty if there are none."""
     owners = {path.stat().st_uid for path in paths if path.exists()} - {os.geteuid()}
     return " and ".join(map(_user, sorted(owners)))
 

@@ -13,7 +13,7 @@ from stretto.assembly.sections import VARIANT_SECTIONS
 from stretto.config import RunConfig, VariantConfig, Variants
 
 BASE = ""
-"""Name that stands for the run's own sections. Evaluations have them."""
+"""Name that stands for the run's own sections, which evaluations use."""
 
 
 def variants_of(config: RunConfig) -> dict[str, VariantConfig]:
@@ -22,7 +22,7 @@ def variants_of(config: RunConfig) -> dict[str, VariantConfig]:
 
 
 def own_sections(variant: VariantConfig) -> dict[str, Any]:
-    """Return the sections that a variant has of its own, by their keys."""
+    """Return key -> section for the sections that a variant sets itself."""
     sections = {key: getattr(variant, key) for key in (*VARIANT_SECTIONS, "sampling")}
     return {key: section for key, section in sections.items() if section is not None}
 
@@ -34,7 +34,7 @@ def runs_of(composed: Composed) -> Mapping[str, Composed]:
 
 
 def run_of_variant(composed: Composed, name: str) -> Composed:
-    """Return a run without variants, which has the sections of one variant as its own."""
+    """Return the run without variants, and with the sections of one variant in place of its own."""
     sections = own_sections(variants_of(composed.config)[name])
 
     def place(path: str) -> str:

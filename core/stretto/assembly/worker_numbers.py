@@ -1,6 +1,6 @@
-"""The numbers of a run's workers, and the place that set each.
+"""The numbers of a run's workers, and the place that set each number.
 
-A number that `stretto scale` has changed replaces that of the run file, also after restarts and resumes. A
+A number that `stretto scale` has changed replaces the run file's number, also after restarts and resumes. A
 resume that changes the run file's number, such as `stretto resume RUN rollout.processes=4`, wins.
 """
 
@@ -28,13 +28,13 @@ EVALUATOR = "inference-evaluation"
 
 class _ChangedNumber(msgspec.Struct, frozen=True):
     file: int
-    """The number of the run file when it was changed."""
+    """The number in the run file at the time of the change."""
     now: int
 
 
 class WorkerNumbers:
-    """The numbers of one run's workers. Those that were changed are in `workers.json` of the folder, which is
-    None in a process that gets the numbers in force from the kernel."""
+    """The numbers of one run's workers. `workers.json` in `folder` has the changed numbers. `folder` is
+    None in a process that receives the numbers in force from the kernel."""
 
     def __init__(self, composed: Composed, folder: Path | None) -> None:
         self.composed = composed
@@ -42,7 +42,7 @@ class WorkerNumbers:
         self._numbers = self._read()
 
     def in_force(self) -> dict[str, tuple[int, str]]:
-        """Return dotted key -> (number, place that set it) where it differs from the run file."""
+        """Return dotted key -> (number, place that set it) for numbers that replace the run file's."""
         return {
             key: (number.now, f"{self._file}: {key}")
             for key, number in self._numbers.items()
