@@ -1,1 +1,1 @@
-"""Commands that prove a run: audit and replay."""
+"""Commands that verify a run: audit and replay."""

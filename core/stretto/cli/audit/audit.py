@@ -1,6 +1,6 @@
 """`stretto audit RUN`: compare a run's accounts with its journal, kept samples and checkpoints. It computes
-everything again, with the kernel's formats and none of its accounting. Each check says which versions it
-could check: a run may keep only some samples."""
+all figures again from the stored files, without the kernel's accounting code. Each check reports the versions
+that it could check, because a run may keep only some samples."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Check(msgspec.Struct, kw_only=True):
     checked: str
     """What the audit compared."""
     unchecked: str = ""
-    """What it could not compare, and why."""
+    """What the audit could not compare, and why."""
     violations: list[str]
     empty: bool
-    """Whether there was nothing to compare, so that a check without violations says nothing."""
+    """Whether there was nothing to compare, so that a check without violations proves nothing."""
 
 
 class AuditReport(msgspec.Struct, kw_only=True):
@@ -99,9 +99,9 @@ class _Checker:
         self._history = history = self._journal.history
         self._samples = read_samples(folder)
         self._checkpoints = read_checkpoints(folder)
-        for each in self._checkpoints:
-            if not each.damage and each.incarnation > history.incarnation:
-                history.enter(each.incarnation, each.version)  # it has no batch yet
+        for checkpoint in self._checkpoints:
+            if not checkpoint.damage and checkpoint.incarnation > history.incarnation:
+                history.enter(checkpoint.incarnation, checkpoint.version)  # this incarnation has no batch yet
         self._batches = dict(sorted(history.batches.items()))
         """Version -> its batch, for all batches in force."""
         self._first = min(self._batches, default=0)
@@ -143,9 +143,9 @@ class _Checker:
     # ------------------------------------------------------------------------------------- journal
 
     def _check_chain(self) -> Check:
-        """Messages follow each other; those that checkpoints and summary name are there, unless lost."""
+        """Check that messages follow each other, and that those named by files exist unless lost."""
         messages, (named, lost) = self._journal.messages, self._named_messages()
-        newest = max((each.sequence for each in named), default=0)
+        newest = max((named_message.sequence for named_message in named), default=0)
         later = [message.sequence for message in messages if message.sequence > newest]
         unchecked = [f"messages {_ranges(later)}: no file names a later one"] if later else []
         unchecked += [f"what {_listed(lost)} names: a part of the journal was lost"] if lost else []
@@ -158,7 +158,7 @@ class _Checker:
         )
 
     def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
-        """Return the messages that files name, and which files are older than the journal's newest loss."""
+        """Return the messages that files name, and the files older than the journal's newest loss."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
         for place, record in records:
@@ -174,8 +174,8 @@ class _Checker:
         return named, [place for place in losses if losses[place] < newest]
 
     def _check_journal(self) -> Check:
-        """Each version has one batch, and its batch came before its step."""
-        gaps = [each for one, two in pairwise(self._batches) for each in range(one + 1, two)]
+        """Check that each version has one batch, and that the batch came before the step."""
+        gaps = [missing for one, two in pairwise(self._batches) for missing in range(one + 1, two)]
         number = self._history.incarnations
         incarnations = f", {number} incarnations" if number > 1 else ""
         return Check(
@@ -194,7 +194,7 @@ class _Checker:
         )
 
     def _check_doubled(self) -> Check:
-        """No ticket and no trajectory is in two batches, or twice in one."""
+        """Check that no ticket and no trajectory is in two batches, or twice in one batch."""
         tickets: defaultdict[int, list[int]] = defaultdict(list)
         rows: defaultdict[str, list[int]] = defaultdict(list)
         faults: list[str] = []
@@ -204,9 +204,9 @@ class _Checker:
             for row in batch.rows:
                 rows[row.id].append(version)
             faults += _row_faults(version, batch)
-        twice = {each for each, versions in tickets.items() if len(versions) > 1}
-        rows_twice = {each for each, versions in rows.items() if len(versions) > 1}
-        self.doubled = len(twice | {int(id.split("/")[0]) for id in rows_twice})
+        doubled_tickets = {each for each, versions in tickets.items() if len(versions) > 1}
+        doubled_rows = {each for each, versions in rows.items() if len(versions) > 1}
+        self.doubled = len(doubled_tickets | {int(id.split("/")[0]) for id in doubled_rows})
         return Check(
             name="no ticket twice",
             checked=f"{len(tickets)} tickets, {len(rows)} trajectories, versions {_ranges(self._batches)}",
@@ -216,15 +216,15 @@ class _Checker:
         )
 
     def _check_batches(self) -> Check:
-        """Each batch has as many tickets as the values in force say; a completed run has all its steps."""
+        """Check that each batch has `batch_size` tickets, and that a completed run has all its steps."""
         violations = [
             f"the batch of version {version} has {len(batch.tickets)} tickets, expected {size}"
             for version, batch in self._batches.items()
             if len(batch.tickets) != (size := self._terms_at(version).batch_size)
         ]
         present = self._present_version
-        if (said := self._completed_at) not in (None, present):
-            violations.append(f"summary.json says completed at version {said}; the journal ends at {present}")
+        if (last := self._completed_at) not in (None, present):
+            violations.append(f"summary.json says completed at version {last}; the journal ends at {present}")
         sizes = {self._terms_at(version).batch_size for version in self._batches}
         return Check(
             name="steps x batch_size",
@@ -252,9 +252,9 @@ class _Checker:
     # -------------------------------------------------------------------------------------- ledgers
 
     def _check_lost(self) -> Check:
-        """Each ledger accounts for every issued ticket: trained by a batch, retired, or open."""
+        """Check that each ledger accounts for every issued ticket: trained, retired or in flight."""
         accounts = [] if self._first else list(self._accounts())
-        trained, highest = [0], [-1]  # number of trained tickets and their highest, before each version
+        trained, highest = [0], [-1]  # of the tickets trained before each version: number, highest
         for version in range(max((account.version for account in accounts), default=0)):
             tickets = self._batches[version].tickets if version in self._batches else ()
             trained.append(trained[-1] + len(tickets))
@@ -283,12 +283,12 @@ class _Checker:
             yield _Account("summary.json", summary["version"], summary["ledger"], None, summary["reasons"])
 
     def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
-        """`trained` and `highest` (-1: none) are of the tickets that the journal trained before."""
+        """Yield faults. The journal trained `trained` tickets before, up to number `highest` (-1: none)."""
         ledger, place = account.ledger, account.place
-        known = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
-        self.lost = max(self.lost, ledger["issued"] - known, ledger["trained"] - trained)
-        if known != ledger["issued"]:
-            yield f"{place}: issued {ledger['issued']} tickets, and accounts for {known}"
+        accounted = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
+        self.lost = max(self.lost, ledger["issued"] - accounted, ledger["trained"] - trained)
+        if accounted != ledger["issued"]:
+            yield f"{place}: issued {ledger['issued']} tickets, and accounts for {accounted}"
         if ledger["trained"] != trained:
             yield f"{place}: says {ledger['trained']} tickets trained; the journal has {trained}"
         if highest >= ledger["issued"]:
@@ -306,28 +306,28 @@ class _Checker:
                     yield f"{place}: {ledger[name]} tickets {name}, with reasons for {sum(counts)}"
 
     def _is_in_force(self, incarnation: int, version: int) -> bool:
-        latest = self._batches.get(version - 1)
+        trained_batch = self._batches.get(version - 1)
         return (
             incarnation == self._history.incarnation
-            or (latest is not None and latest.incarnation == incarnation)
+            or (trained_batch is not None and trained_batch.incarnation == incarnation)
             or version == 0
         )
 
     # -------------------------------------------------------------------------------------- samples
 
     def _check_staleness(self) -> Check:
-        """Trained tokens are at most `max_staleness` versions old; of samples not kept, by metrics.jsonl."""
+        """Check that trained tokens are at most `max_staleness` old; without samples, by metrics.jsonl."""
         violations: list[str] = []
         checked: Counter[int] = Counter()
         left_out: set[int] = set()
-        worst = 0
+        largest = 0
         for version, row in self._rows():
             if (facts := self._samples.trained.get(row.id)) is None:
                 left_out.add(version)
                 continue
             bound = self._terms_at(version).max_staleness
             checked[version] += 1
-            worst = max(worst, version - facts.oldest)
+            largest = max(largest, version - facts.oldest)
             if not version - bound <= facts.oldest <= facts.newest <= version:
                 violations.append(
                     f"trajectory {row.id} of version {version}: tokens of versions {facts.oldest} to "
@@ -343,7 +343,7 @@ class _Checker:
                     )
         return Check(
             name="staleness of each token",
-            checked=f"{checked.total()} trajectories of versions {_ranges(checked)}, largest {worst}"
+            checked=f"{checked.total()} trajectories of versions {_ranges(checked)}, largest {largest}"
             if checked
             else "no trajectory",
             unchecked=_versions(left_out, "not all samples are kept, only staleness_max in metrics.jsonl"),
@@ -352,8 +352,8 @@ class _Checker:
         )
 
     def _check_samples(self) -> Check:
-        """Each kept sample is what its columns say; the trained rows of a group are its kept samples, in
-        order, with the lengths that the journal says."""
+        """Check that kept samples match their columns, and that the trained rows of a group are its kept
+        samples, in order and with the lengths in the journal."""
         violations = list(self._samples.faults)
         checked: set[int] = set()
         for version, batch in self._batches.items():
@@ -361,10 +361,10 @@ class _Checker:
             for row in batch.rows:
                 if row.length:
                     by_attempt[row.group, row.attempt].append(row)
-            kept = {attempt for attempt in by_attempt if attempt in self._samples.members}
-            if by_attempt and len(kept) == len(by_attempt):
+            kept_attempts = {attempt for attempt in by_attempt if attempt in self._samples.members}
+            if by_attempt and len(kept_attempts) == len(by_attempt):
                 checked.add(version)
-            for attempt in kept:
+            for attempt in kept_attempts:
                 violations += self._group_faults(version, by_attempt[attempt])
         unchecked = {version for version, _ in self._rows()} - checked
         return Check(
@@ -389,17 +389,17 @@ class _Checker:
                 )
 
     def _check_draws(self) -> Check:
-        """Each ticket has one draw in the journal, and its samples are of that row."""
+        """Check that each ticket has one draw in the journal, and that its samples are of the drawn row."""
         draws = self._history.draws
-        rows = {(each.ticket, each.row) for each in self._samples.trained.values()}
+        sampled = {(facts.ticket, facts.row) for facts in self._samples.trained.values()}
         return Check(
             name="draws in the journal",
-            checked=f"{len(draws)} draws; samples of {len({ticket for ticket, _ in rows})} tickets",
+            checked=f"{len(draws)} draws; samples of {len({ticket for ticket, _ in sampled})} tickets",
             violations=[
                 *self._journal.draw_faults,
                 *(
                     f"ticket {ticket} sampled row {row}; its draw in the journal: {draws.get(ticket, 'none')}"
-                    for ticket, row in sorted(rows)
+                    for ticket, row in sorted(sampled)
                     if draws.get(ticket) != row
                 ),
             ],
@@ -407,31 +407,31 @@ class _Checker:
         )
 
     def _rows(self) -> Iterator[tuple[int, RowRef]]:
-        """Yield the sampled rows of all batches in force. Rows of a dataset have no length."""
+        """Yield (version, row) for the sampled rows of all batches in force. Dataset rows have length 0."""
         for version, batch in self._batches.items():
             yield from ((version, row) for row in batch.rows if row.length)
 
     # -------------------------------------------------------------------------------------- digests
 
     def _check_digests(self) -> Check:
-        """Checkpoints are as their manifests say, and every record of a version has the same digest."""
+        """Check that checkpoints match their manifests, and that all records of a version have one digest."""
         records: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
         for (incarnation, version), digests in self._history.digests.items():
             records[incarnation, version] += [("the journal", digest) for digest in digests]
         violations: list[str] = []
-        for each in self._checkpoints:
-            if each.damage:
-                violations.append(f"checkpoint {each.name}: {each.damage}")
+        for saved in self._checkpoints:
+            if saved.damage:
+                violations.append(f"checkpoint {saved.name}: {saved.damage}")
                 continue
-            key = each.incarnation, each.version
-            begins = each.incarnation > 0 and each.version not in {
-                version for incarnation, version in self._history.digests if incarnation == each.incarnation
-            }  # the step to it was repeated, and gave other weights than the journal recorded
-            if each.version > self._first and key not in records and not begins:
+            key = saved.incarnation, saved.version
+            begins_incarnation = saved.incarnation > 0 and saved.version not in {
+                version for incarnation, version in self._history.digests if incarnation == saved.incarnation
+            }  # a repeated step gave other weights than the journal recorded
+            if saved.version > self._first and key not in records and not begins_incarnation:
                 violations.append(
-                    f"checkpoint {each.name}: the journal has no step to version {each.version}"
+                    f"checkpoint {saved.name}: the journal has no step to version {saved.version}"
                 )
-            records[key].append((f"checkpoint {each.name}", each.state["digest"]))
+            records[key].append((f"checkpoint {saved.name}", saved.state["digest"]))
         for (incarnation, version), digests in sorted(records.items()):
             if len({digest for _, digest in digests}) > 1:
                 listed = ", ".join(f"{place} has {digest[:12]}" for place, digest in digests)
@@ -458,9 +458,9 @@ class _Checker:
         steps, present = [line["step"] for line in self._step_lines], self._present_version
         violations: list[str] = []
         if steps != list(range(1, len(steps) + 1)):
-            odd = next(index for index, step in enumerate(steps, 1) if step != index)
-            violations.append(f"line {odd} of the steps is that of step {steps[odd - 1]}")
-        # The line of a step is there before its weights are published, beside the next step.
+            wrong = next(index for index, step in enumerate(steps, 1) if step != index)
+            violations.append(f"line {wrong} of the steps is that of step {steps[wrong - 1]}")
+        # The line of a step is written before the step's weights are published, during the next step.
         if len(steps) > present + (present in self._batches):
             violations.append(f"{len(steps)} steps; the journal has {present}")
         missing = range(len(steps) + 1, present + 1)
@@ -477,14 +477,14 @@ class _Checker:
         )
 
     def _check_evaluations(self) -> Check:
-        """Each evaluated version has one result, from tokens of exactly this version."""
+        """Check that each evaluated version has one result, from tokens of exactly this version."""
         results: dict[tuple[int, int], Evaluation] = {}
         violations: list[str] = []
-        for each in self._history.evaluations:
-            key = each.incarnation, each.result.version
+        for evaluation in self._history.evaluations:
+            key = evaluation.incarnation, evaluation.result.version
             if key in results:
                 violations.append(f"version {key[1]} has two results in incarnation {key[0]}")
-            results[key] = each.result
+            results[key] = evaluation.result
         answers: defaultdict[int, list[TrajectoryFacts]] = defaultdict(list)
         for facts in self._samples.evaluated:
             answers[facts.oldest].append(facts)
@@ -495,13 +495,13 @@ class _Checker:
         for result in results.values():
             samples, score = _result_of(answers[result.version])
             if score is None or samples < result.samples:
-                continue  # several kernels evaluated it, or not all answers are kept
+                continue  # several kernels evaluated the version, or not all answers are kept
             recomputed.add(result.version)
             known = result.reward if result.accuracy is None else result.accuracy
             if samples != result.samples or not isclose(score, known or 0.0, abs_tol=1e-9):
-                said = f"{result.samples} samples, score {known}"
-                found = f"the kept ones are {samples}, score {score}"
-                violations.append(f"the evaluation of version {result.version}: {said}; {found}")
+                reported = f"{result.samples} samples, score {known}"
+                kept = f"the kept ones are {samples}, score {score}"
+                violations.append(f"the evaluation of version {result.version}: {reported}; {kept}")
         violations += self._evaluation_line_faults(results.values())
         versions = {version for _, version in results}
         left_out = _versions(versions - recomputed, "not all their samples are kept")
@@ -518,11 +518,11 @@ class _Checker:
         for version, count in written.items():
             if count > 1:
                 yield f"metrics.jsonl has {count} evaluations of version {version}"
-        known = {(each.version, each.samples, each.accuracy, each.reward) for each in results}
+        recorded = {(each.version, each.samples, each.accuracy, each.reward) for each in results}
         for line in self._evaluation_lines:
             figures = line["step"], line["evaluation/samples"], line.get(ACCURACY), line.get(HELD_OUT_REWARD)
             is_older = self._before_journal and line["step"] <= self._first
-            if figures not in known and not is_older:
+            if figures not in recorded and not is_older:
                 yield f"metrics.jsonl: the evaluation of version {line['step']} is not in the journal"
         if self._completed_at is not None:
             for version in sorted({each.version for each in results} - written.keys()):
@@ -548,18 +548,18 @@ def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
 
 
 def _result_of(answers: Sequence[TrajectoryFacts]) -> tuple[int, float | None]:
-    """Return an evaluation's number of samples, and their mean accuracy, or reward if some have none; None
-    without samples, or if several kernels worked on them: the first one's do not count."""
-    first: dict[int, int] = {}
-    for each in answers:
-        first.setdefault(each.ticket, each.attempt)  # the first complete attempt counts
+    """Return an evaluation's number of samples, and their mean accuracy, or mean reward if one lacks it.
+    The mean is None without samples, or if several kernels evaluated: the first kernel's do not count."""
+    first_attempts: dict[int, int] = {}
+    for answer in answers:
+        first_attempts.setdefault(answer.ticket, answer.attempt)  # the first complete attempt counts
     samples: dict[tuple[int, int], TrajectoryFacts] = {}
-    for each in answers:
-        if first[each.ticket] == each.attempt:
-            samples.setdefault((each.ticket, each.sample), each)  # the others are parts of it
-    whole = all(each.accuracy is not None for each in samples.values())
-    scores = [(each.accuracy if whole else each.reward) or 0.0 for each in samples.values()]
-    one_kernel = len({each.attempt // _ATTEMPTS_PER_KERNEL for each in answers}) == 1
+    for answer in answers:
+        if first_attempts[answer.ticket] == answer.attempt:
+            samples.setdefault((answer.ticket, answer.sample), answer)  # the first part of the sample
+    all_scored = all(answer.accuracy is not None for answer in samples.values())
+    scores = [(answer.accuracy if all_scored else answer.reward) or 0.0 for answer in samples.values()]
+    one_kernel = len({answer.attempt // _ATTEMPTS_PER_KERNEL for answer in answers}) == 1
     return len(samples), sum(scores) / len(scores) if one_kernel else None
 
 

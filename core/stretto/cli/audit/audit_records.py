@@ -1,4 +1,4 @@
-"""What a run has written, as the audit reads it: journal, kept samples, checkpoints, metrics, summary."""
+"""Read what a run has written, for the audit: journal, kept samples, checkpoints, metrics, summary."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from stretto.records.events.files import stored_events
 from stretto.records.events.history import RunHistory
 from stretto.records.files import read_record
 
-_PIECE = 2**20
+_PIECE = 2**20  # bytes that are read and hashed at once
 
 # ---------------------------------------------------------------------------------------- journal
 
 
 @dataclass(frozen=True)
 class JournalMessage:
-    """A message with events, without them."""
+    """A message of the journal, without its events: its place in the chain of digests."""
 
     sequence: int
     digest: str
@@ -54,11 +54,11 @@ class JournalRecord:
     messages: list[JournalMessage] = field(default_factory=list[JournalMessage])
     unreadable: list[int] = field(default_factory=list[int])
     batch_faults: list[str] = field(default_factory=list[str])
-    """Batches that replaced another one in the same incarnation, and steps without an earlier batch."""
+    """Batches that replaced another batch in the same incarnation, and steps without an earlier batch."""
     draw_faults: list[str] = field(default_factory=list[str])
 
     def add(self, time: float, event: Event) -> None:
-        """Take in the next event."""
+        """Add the next event to the history, and record its faults."""
         history = self.history
         match event:
             case BatchStarted(version, _, rows):
@@ -69,8 +69,8 @@ class JournalRecord:
                 if version - 1 not in history.batches_of(incarnation):
                     self.batch_faults.append(f"the step to version {version} has no earlier batch")
             case RowsDrawn(draws=draws):
-                twice = (ticket for ticket, _ in draws if ticket in history.draws)
-                self.draw_faults += [f"ticket {ticket} has two draws in the journal" for ticket in twice]
+                repeated = (ticket for ticket, _ in draws if ticket in history.draws)
+                self.draw_faults += [f"ticket {ticket} has two draws in the journal" for ticket in repeated]
             case _:
                 pass
         history.take(time, event)
@@ -102,19 +102,19 @@ _batch_of = decoder(EventBatch)
 
 
 def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessage]) -> Iterator[str]:
-    """Yield where messages do not follow each other, and which named ones are others or gone."""
-    for former, message in pairwise([JournalMessage(0, "", ""), *messages]):
-        if message.former != former.digest:
-            before = f"message {former.sequence}" if former.sequence else "the beginning"
+    """Yield faults: messages that do not follow each other, and named messages that are altered or gone."""
+    for previous, message in pairwise([JournalMessage(0, "", ""), *messages]):
+        if message.former != previous.digest:
+            before = f"message {previous.sequence}" if previous.sequence else "the beginning"
             yield (
                 f"message {message.sequence} does not follow {before}: one of them was altered or moved, or "
                 "one was removed or inserted there"
             )
     digests = {message.sequence: message.digest for message in messages}
-    for each in named:
-        if each.sequence and digests.get(each.sequence) != each.digest:
-            found = "was altered or moved" if each.sequence in digests else "is not there"
-            yield f"message {each.sequence}, which {each.place} names, {found}"
+    for reference in named:
+        if reference.sequence and digests.get(reference.sequence) != reference.digest:
+            state = "was altered or moved" if reference.sequence in digests else "is not there"
+            yield f"message {reference.sequence}, which {reference.place} names, {state}"
 
 
 # ------------------------------------------------------------------------------------ kept samples
@@ -135,7 +135,7 @@ class TrajectoryFacts:
     accuracy: float | None
     reward: float | None
     sample: int
-    """Index of the ticket's sample that it is, or is a part of."""
+    """Index of the ticket's sample. A sample may have several trajectories."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class SampleRecord:
     """(ticket, attempt) -> ids of its trajectories, in order."""
     evaluated: list[TrajectoryFacts] = field(default_factory=list[TrajectoryFacts])
     faults: list[str] = field(default_factory=list[str])
-    """Rows whose columns say something else than their arrays."""
+    """Rows whose columns differ from their arrays, and groups that differ from their digest."""
 
 
 def read_samples(folder: Path) -> SampleRecord:
@@ -170,7 +170,7 @@ def _kept(folder: Path, purpose: Purpose, faults: list[str]) -> Iterator[Traject
 
 
 def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
-    """None for an attempt without a trajectory."""
+    """Return the facts of a row, or None if its attempt has no trajectory, or its arrays have a fault."""
     if row["index"] is None:
         return None
     mask, versions = row["loss_mask"], row["versions"]
@@ -180,10 +180,10 @@ def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
         faults.append(f"{row['id']}: arrays of {sorted(lengths)} tokens, {len(trained)} trained")
         return None
     oldest, newest = int(trained.min()), int(trained.max())
-    found = {"length": len(mask), "sampled": len(trained), "oldest": oldest, "newest": newest}
-    said = {name: row[name] for name in found}
-    if said != found:
-        faults.append(f"{row['id']}: its columns say {said}, its tokens {found}")
+    computed = {"length": len(mask), "sampled": len(trained), "oldest": oldest, "newest": newest}
+    stored = {name: row[name] for name in computed}
+    if stored != computed:
+        faults.append(f"{row['id']}: its columns say {stored}, its tokens {computed}")
     return TrajectoryFacts(
         *(row["id"], row["ticket"], row["attempt"], row["row"]),
         *(len(mask), oldest, newest),
@@ -218,24 +218,24 @@ class CheckpointRecord:
 
 def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
     """Read all checkpoints of the run in a folder, also damaged ones."""
-    return [_checkpoint(each) for each in sorted((folder / "checkpoints").glob("step-*"))]
+    return [_checkpoint(path) for path in sorted((folder / "checkpoints").glob("step-*"))]
 
 
 def _checkpoint(folder: Path) -> CheckpointRecord:
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
         state = json.loads((folder / "kernel.json").read_bytes())
-        there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-        store = json.loads(there.pop("store.json").read_bytes())["url"] if "store.json" in there else ""
+        files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        store = json.loads(files.pop("store.json").read_bytes())["url"] if "store.json" in files else ""
     except (OSError, ValueError, KeyError) as error:
         return CheckpointRecord(folder.name, str(error), {})
-    found = {name: _sha256(path.open("rb")) for name, path in there.items()}
+    actual = {name: _sha256(path.open("rb")) for name, path in files.items()}
     if store:
-        found = _read_store(store) | found
-    del found["manifest.json"]
-    altered = [name for name in hashes if found.get(name, hashes[name]) != hashes[name]]
+        actual = _read_store(store) | actual
+    del actual["manifest.json"]
+    altered = [name for name in hashes if actual.get(name, hashes[name]) != hashes[name]]
     damage = [f"{name} differs from its hash" for name in altered]
-    damage += [f"{name}: unexpected or missing" for name in sorted(found.keys() ^ hashes.keys())]
+    damage += [f"{name}: unexpected or missing" for name in sorted(actual.keys() ^ hashes.keys())]
     return CheckpointRecord(folder.name, "; ".join(damage), state)
 
 
@@ -261,16 +261,16 @@ def _sha256(opened: BinaryIO) -> str:
 
 
 def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
-    """Return the complete lines of a file of JSON objects; none if there is no file. Of a log, lines that are
-    not JSON are left out: one that did not fit on a full disk, with the next behind."""
-    found: list[dict[str, Any]] = []
+    """Return the JSON objects in the complete lines of a file; none if there is no file. In a log, skip a
+    line that is not JSON: a full disk may have cut a line, and the next line follows without a line end."""
+    objects: list[dict[str, Any]] = []
     for line in (_content_of(file) or b"").splitlines(keepends=True):
         try:
-            found += [json.loads(line)] if line.endswith(b"\n") else []
+            objects += [json.loads(line)] if line.endswith(b"\n") else []
         except ValueError as error:
             if not is_log:
                 raise RunError(f"{file}: a line is not JSON: {error}") from error
-    return found
+    return objects
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Commands that prove a run."""
+"""Commands that verify a run: audit and replay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 
-_MOST_VIOLATIONS = 20
+_MOST_VIOLATIONS = 20  # of one check, in the table's text
 
 
 @app.command()
@@ -99,8 +99,8 @@ def _show_audit(report: AuditReport) -> None:
     for column in ("check", "result", "checked", "not checked"):
         table.add_column(column, overflow="fold")
     for check in report.checks:
-        fine = "nothing to check" if check.empty else "ok"
-        result = f"{len(check.violations)} violations" if check.violations else fine
+        without_violations = "nothing to check" if check.empty else "ok"
+        result = f"{len(check.violations)} violations" if check.violations else without_violations
         table.add_row(*map(printable, (check.name, result, check.checked, check.unchecked)))
     print_table(table)
     for check in report.checks:

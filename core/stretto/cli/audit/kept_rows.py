@@ -13,7 +13,7 @@ from stretto.errors import ConfigError
 from stretto.records.samples.files import FOLDER, segments_in
 from stretto.records.samples.kept_sample import KeptSample, digest_of
 
-_ROWS_AT_ONCE = 512
+_ROWS_AT_ONCE = 512  # rows that are in memory at once
 
 
 def kept_rows(
@@ -38,13 +38,13 @@ def kept_rows(
 
 
 def kept_groups(folder: Path, purpose: Purpose) -> Iterator[list[dict[str, Any]]]:
-    """Yield the kept samples attempt by attempt: those of an attempt stand together."""
+    """Yield the kept samples of each attempt as a list: the files have the samples of an attempt in a row."""
     for _, rows in groupby(kept_rows(folder, purpose), key=itemgetter("ticket", "attempt")):
         yield list(rows)
 
 
 def has_its_digest(group: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the samples of an attempt are those whose digest its rollout worker has computed."""
+    """Return whether the samples of an attempt match the digest that the rollout worker computed."""
     return digest_of(map(KeptSample.of_row, group)) == group[0]["digest"]
 
 
@@ -57,10 +57,10 @@ def _rows(table: Any) -> Iterator[dict[str, Any]]:
         if pa.types.is_list(column.type):
             column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
             values = column.values.to_numpy(zero_copy_only=False)
-            offsets, known = column.offsets.to_numpy().tolist(), column.is_valid().to_pylist()
+            offsets, validity = column.offsets.to_numpy().tolist(), column.is_valid().to_pylist()
             columns[name] = [
-                values[start:stop] if is_known else None
-                for start, stop, is_known in zip(offsets[:-1], offsets[1:], known, strict=True)
+                values[start:stop] if is_valid else None
+                for start, stop, is_valid in zip(offsets[:-1], offsets[1:], validity, strict=True)
             ]
         else:
             columns[name] = column.to_pylist()

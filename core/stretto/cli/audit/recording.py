@@ -1,5 +1,5 @@
-"""What a run has kept of its training: batches in order and digests, from the journal, and the groups' data,
-from the kept samples. The run's folder is only read."""
+"""Read what a run has kept of its training: batches in order and digests from the journal, and the data of
+groups from the kept samples. Nothing is written to the run's folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stretto.records.samples.images import SampleImages
 from stretto.runs.replay import Attempt, RecordedGroup, StepWeights
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
-"""A weight that was rounded to 0 counts as this one."""
+"""Replaces an importance weight that was rounded to 0, because 0 has no logarithm."""
 
 
 # ------------------------------------------------------------------------------ batches and digests
@@ -61,18 +61,18 @@ class KeptGroups:
 
     def missing(self, batches: Sequence[RecordedBatch]) -> list[int]:
         """Return the versions of those batches whose data the run has not kept."""
-        there = {row["id"] for row in kept_rows(self._folder, "train", ("id",))}
-        return [batch.version for batch in batches if any(row.id not in there for row in batch.rows)]
+        kept = {row["id"] for row in kept_rows(self._folder, "train", ("id",))}
+        return [batch.version for batch in batches if any(row.id not in kept for row in batch.rows)]
 
     async def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
         """See `stretto.runs.replay.GroupSource`."""
-        left = dict(rows)
+        remaining = dict(rows)
         kept = groups_in_samples(self._folder, rows)
         while (group := await anyio.to_thread.run_sync(next, kept, None)) is not None:
-            if left.pop((group.ticket, group.attempt), None) is not None:
+            if remaining.pop((group.ticket, group.attempt), None) is not None:
                 yield replace(group, images=self._added_images(group))
-        if left:
-            ticket, attempt = min(left)
+        if remaining:
+            ticket, attempt = min(remaining)
             raise RunError(
                 f"{self._folder}: the samples of ticket {ticket}, attempt {attempt} are not there any more, "
                 "or they differ from their digest"
@@ -80,7 +80,7 @@ class KeptGroups:
 
     def _added_images(self, group: RecordedGroup) -> dict[str, bytes]:
         images: dict[str, bytes] = {}
-        for name in sorted({name for each in group.trajectories for name in each.added_images}):
+        for name in sorted({name for trajectory in group.trajectories for name in trajectory.added_images}):
             file = self._images.read(name)
             if file is None:
                 raise RunError(
@@ -92,7 +92,7 @@ class KeptGroups:
 
 
 def groups_in_samples(folder: Path, rows: Mapping[Attempt, Sequence[RowRef]]) -> Iterator[RecordedGroup]:
-    """Yield those groups that are complete in the kept samples and have their digest."""
+    """Yield the groups that are complete in the kept samples and match their digest."""
     for group in kept_groups(folder, "train"):
         attempt = group[0]["ticket"], group[0]["attempt"]
         if len(group) == len(rows.get(attempt, ())) and has_its_digest(group):
@@ -177,9 +177,9 @@ def kept_weights(folder: Path) -> Iterator[StepWeights]:
 def sums_of(weights: Iterable[StepWeights], batches: Iterable[RecordedBatch]) -> dict[int, WeightSums]:
     """Return the sums over the importance weights of batches, by step. A trajectory counts once."""
     steps: dict[int, WeightSums] = {}
-    left = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
+    remaining = {(batch.version + 1, row.id) for batch in batches for row in batch.rows}
     for step, id, values in weights:
-        if (step, id) in left and len(values):
-            left.remove((step, id))
+        if (step, id) in remaining and len(values):
+            remaining.remove((step, id))
             steps.setdefault(step, WeightSums()).add(values)
     return steps

@@ -28,15 +28,15 @@ from stretto.records.run_folder import RunFolder
 from stretto.runs.replay import ReplaySegment, train_again
 
 _UNUSED = ("dataset", "evaluation", "inference", "queue", "reward", "rollout", "verifier", "workflow")
-"""Sections that decide what is generated. A replay uses nothing of them."""
-_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")
+"""Sections that decide what is generated. A replay does not use them."""
+_LAYOUT = re.compile(r"(?:\A|; )(\S+): \S+ x (\d+), ")  # key of a worker group, number of processes
 
 
 class ReplayOptions(msgspec.Struct, frozen=True):
-    """What the command line says besides the overrides."""
+    """The options of the command line, without the overrides."""
 
     start: str | None
-    """Version, or name of the checkpoint, to begin with; None for the initial models."""
+    """Version, or name of the checkpoint, at which the replay begins; None for the initial models."""
     stop: int | None
     out: Path | None
 
@@ -58,10 +58,10 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     start = _start(folder, options.start)
     batches = _chosen(recording, start[1].version if start else 0, options.stop)
     out = _free_folder(folder, options.out)
-    former = _segments(folder, recording, batches, (), out)
+    recorded = _segments(folder, recording, batches, (), out)
     segments = _segments(folder, recording, batches, overrides, out)
-    _check(folder, former, segments, start)
-    _accept(former, segments, overrides)
+    _check(folder, recorded, segments, start)
+    _accept(recorded, segments, overrides)
     kept = KeptGroups(folder)
     if segments[0].assembly.graph.samples and (missing := kept.missing(batches)):
         raise _kept_too_little(folder, recording, missing)
@@ -104,8 +104,8 @@ def _free_folder(run: Path, out: Path | None) -> Path:
         if not is_free(out.expanduser()):
             raise ConfigError(f"--out {out}: exists and is not an empty folder")
         return out.expanduser().absolute()
-    ends = chain([""], (f"-{number}" for number in count(2)))
-    folders = (run.with_name(f"{run.name}-replay{end}") for end in ends)
+    suffixes = chain([""], (f"-{number}" for number in count(2)))
+    folders = (run.with_name(f"{run.name}-replay{suffix}") for suffix in suffixes)
     return next(folder for folder in folders if is_free(folder))
 
 
@@ -113,7 +113,7 @@ def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
     states = (folder / "checkpoints").glob("step-*/kernel.json")
     versions = sorted(state_of(state.parent).version for state in states)
-    later = [each for each in versions if max(missing) < each < len(recording.batches)]
+    later = [version for version in versions if max(missing) < version < len(recording.batches)]
     hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
     return ConfigError(
         f"{folder} has not kept the trajectories of {len(missing)} of the steps, the first of them step "
@@ -132,7 +132,7 @@ def _segments(
     overrides: Sequence[str],
     out: Path,
 ) -> list[ReplaySegment]:
-    """Return the batches in parts with the same values and the same numbers of processes."""
+    """Split the batches into segments, each with the same values and the same numbers of processes."""
 
     def terms(batch: RecordedBatch) -> tuple[int, str]:
         return recording.values_at(batch.version), batch.layout
@@ -149,8 +149,8 @@ def _segments(
 
 
 def _composed(folder: Path, values: int, layout: str, overrides: Sequence[str], out: Path) -> Composed:
-    """Compose the recorded values with this number for a replay: nothing is evaluated or tracked, and worker
-    groups have as many processes as in this layout, which `stretto scale` may have changed."""
+    """Compose the recorded values with the number `values` for a replay, without evaluation and trackers.
+    Worker groups get the numbers of processes in `layout`, because `stretto scale` may have changed them."""
     document = document_of(folder, values)
     document |= {"out": str(out), "evaluation": None, "metrics": None, "trackers": []}
     document["checkpoint"] = {**document["checkpoint"], "store": None}
@@ -169,9 +169,9 @@ def _check(
     segments: Sequence[ReplaySegment],
     start: tuple[Path, KernelState] | None,
 ) -> None:
-    for one, other in zip(former, segments, strict=True):
-        place = other.assembly.composed.place
-        was, now = one.assembly.graph, other.assembly.graph
+    for recorded, replayed in zip(former, segments, strict=True):
+        place = replayed.assembly.composed.place
+        was, now = recorded.assembly.graph, replayed.assembly.graph
         if was.samples != now.samples:
             kind = "samples" if was.samples else "rows of a dataset"
             raise ConfigError(f"{place('algorithm')}: the run has trained on {kind}; this algorithm does not")
@@ -182,14 +182,14 @@ def _check(
                 "replay from the beginning, without --from"
             )
         if not now.samples:
-            _check_rows(folder, other.assembly)
+            _check_rows(folder, replayed.assembly)
 
 
 def _accept(
     former: Sequence[ReplaySegment], segments: Sequence[ReplaySegment], overrides: Sequence[str]
 ) -> None:
     """Refuse values with errors. Print the warnings that the recorded values do not have."""
-    from stretto.cli.start.checks import faults_and_warnings  # it imports what examines run files
+    from stretto.cli.start.checks import faults_and_warnings  # it imports all checks of run files
 
     shown: set[str] = set()
 
@@ -198,9 +198,9 @@ def _accept(
             shown.add(text)
             print_notice(level, text)
 
-    for one, other in zip(former, segments, strict=True):
-        shown |= set(faults_and_warnings(one.assembly, starting=False)[1])
-        accepted(other.assembly, starting=False, show=show)
+    for recorded, replayed in zip(former, segments, strict=True):
+        shown |= set(faults_and_warnings(recorded.assembly, starting=False)[1])
+        accepted(replayed.assembly, starting=False, show=show)
     for item in overrides:
         key = item.partition("=")[0]
         if key.split(".")[0] in _UNUSED:

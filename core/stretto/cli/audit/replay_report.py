@@ -1,8 +1,8 @@
 """The comparison of a replay with its run: digests, figures of steps, and the off-policy error.
 
 The trajectories of a replay were sampled by the policies of the recorded run. As long as the weights are the
-same, the replay has the run's own staleness. With other values the replayed policy moves away from the one
-that sampled, and the importance weights (replayed / behaviour) say how far.
+same, the replay has the run's own staleness. With other values the replayed policy moves away from the
+behaviour policy, and the importance weights (replayed / behaviour) measure how far.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from stretto.records.run_folder import RunFolder
 from stretto.runs.replay import StepWeights
 
 _OF_METRICS = ("loss", "grad_norm", "entropy", "clipped")
-"""Keys of `metrics.jsonl` that the comparison shows. A step has those that its algorithm gives."""
+"""Keys of `metrics.jsonl` that the comparison shows. A step has the keys that its algorithm logs."""
 _OFF_POLICY = ("kl", "ess", "ess_sequences", "outside")
 _MOST_STEPS = 10
 _MOSTLY_OFF = 0.5
-"""Below this effective sample size, the weighted figures of a step say little."""
+"""The report warns if the effective sample size is below this share of the answers."""
 
 _LIMITS = (
     "nothing was generated: rewards, lengths and accuracies are those of the recorded run, and say nothing "
@@ -77,7 +77,7 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     compared: int = 0
     """Number of steps of which both digests are known."""
     identical: int = 0
-    """Number of these steps up to the first that differs."""
+    """Number of these steps before the first step that differs."""
     difference: Difference | None = None
     digest: str = ""
     steps: list[ComparedStep] = []
@@ -99,17 +99,17 @@ def report_of(
 ) -> ReplayReport:
     """Compare a complete replay with its run, and the importance weights of both."""
     replayed = read_journal(replay.folder).history
-    then, now = recording.reached, replayed.reached
-    compared = [each for each in batches if each.version + 1 in then]  # the run may have ended in a step
-    identical = [*takewhile(lambda each: then[each.version + 1] == now[each.version + 1], compared)]
+    recorded, reached = recording.reached, replayed.reached
+    compared = [each for each in batches if each.version + 1 in recorded]  # the run may have ended in a step
+    identical = [*takewhile(lambda each: recorded[each.version + 1] == reached[each.version + 1], compared)]
     difference: Difference | None = None
     if len(identical) < len(compared):
         batch = compared[len(identical)]
         version = batch.version + 1
         difference = Difference(
             step=version,
-            recorded=then[version],
-            replayed=now[version],
+            recorded=recorded[version],
+            replayed=reached[version],
             recorded_layout=batch.layout,
             replayed_layout=replayed.batches[batch.version].layout,
             incarnation_from=_break_before(recording, version),
@@ -120,14 +120,14 @@ def report_of(
         compared=len(compared),
         identical=len(identical),
         difference=difference,
-        digest=now[begun.last],
+        digest=reached[begun.last],
         steps=list(_steps(begun, run, replay, [sums_of(each, batches) for each in weights])),
         limits=list(_LIMITS) if begun.overrides else [],
     )
 
 
 def _break_before(recording: RunHistory, version: int) -> int | None:
-    """Return the last version up to this one with a new incarnation, other than by new values, or None."""
+    """Return the last version up to `version` that began a new incarnation without new values, or None."""
     batches, changes = recording.batches, dict(recording.values)
     for each in range(min(version, len(batches) - 1), 0, -1):
         if each not in changes and batches[each].incarnation != batches[each - 1].incarnation:
@@ -152,7 +152,7 @@ def _figures(line: Mapping[str, float], weights: WeightSums | None) -> dict[str,
 
 
 def off_policy(weights: WeightSums) -> dict[str, float]:
-    """Return the figures of `ComparedStep` that a step's importance weights give."""
+    """Return the figures of `ComparedStep` that follow from a step's importance weights."""
     logs = np.array(weights.sequences)
     relative = np.exp(logs - logs.max())  # a product over a long answer may be out of range
     return {
