@@ -72,20 +72,20 @@ ElsewhereCertificate = Annotated[
 
 
 class WithOverrides(TyperCommand):
-    """A command that takes `key=value`. It refuses `--steps=3` and says what to write instead."""
+    """A command with `key=value` arguments. It refuses `--steps=3` and prints what to write instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Refuse keys with dashes, then parse as usual."""
         from stretto.config import RunConfig
 
         options = {name for parameter in self.params for name in parameter.opts}
-        for item, after in pairwise([*args, "VALUE"]):
+        for item, following in pairwise([*args, "VALUE"]):
             option, equals, value = item.partition("=")
             key = option.removeprefix("--")
             is_key = key.split(".")[0] in RunConfig.__struct_fields__
             if option.startswith("--") and option not in options and is_key:
                 raise ConfigError(
                     f"no option {option!r}: keys of the run file are written without dashes; "
-                    f"write {key}={value if equals else after}"
+                    f"write {key}={value if equals else following}"
                 )
         return super().parse_args(ctx, args)

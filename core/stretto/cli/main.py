@@ -36,31 +36,31 @@ from stretto.errors import ConfigError, PluginError, StrettoError
 from stretto.machine.proxies import spare_this_machine
 
 _GROUP = "stretto.command"
-"""The entry points of commands that packages add: those of plugins/commands, and other ones."""
+"""Entry point group of the commands that packages add, such as plugins/commands or a user's package."""
 
 
 class _Commands(TyperGroup):
-    """stretto's commands, and those of entry points, imported only for their command and for the list."""
+    """stretto's commands and those of entry points, which are imported only to run one or to list all."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        own = super().list_commands(ctx)
-        return [*own, *sorted(_added().keys() - {*own})]
+        built_in = super().list_commands(ctx)
+        return [*built_in, *sorted(_added().keys() - {*built_in})]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        own = super().get_command(ctx, cmd_name)
-        if own is not None:
-            return own
-        found = _added().get(cmd_name)
-        return _added_command(found) if found else None
+        built_in = super().get_command(ctx, cmd_name)
+        if built_in is not None:
+            return built_in
+        entry = _added().get(cmd_name)
+        return _added_command(entry) if entry else None
 
 
 @cache
 def _added() -> dict[str, EntryPoint]:
-    return {each.name: each for each in entry_points(group=_GROUP)}
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
 
 
 def _added_command(entry: EntryPoint) -> Any:
-    """If the function cannot be loaded, the command says so."""
+    """Load a command. If its function does not load, return a command that raises the error."""
     try:
         function = entry.load()
     except Exception as error:  # noqa: BLE001 - a package may raise anything; the others continue
@@ -91,7 +91,7 @@ for wing in (start, sweep, make, show, audit):
 
 
 def main() -> None:
-    """Entry point of the `stretto` command. Only this user can read the files of it and its workers."""
+    """Run the `stretto` command. Only this user can read the files that it and its workers write."""
     os.umask(0o077)
     spare_this_machine()
     signal.signal(signal.SIGINT, lambda number, frame: sys.exit(130))  # until a run sets its own handler

@@ -29,7 +29,7 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table. Text in its cells is no markup: a model or a plugin may have written it."""
+    """Print a table. Its cells are plain text, not markup: a model or a plugin may have written them."""
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 160

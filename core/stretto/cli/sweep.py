@@ -23,7 +23,7 @@ from stretto.cli.arguments import RunFile, WithOverrides
 from stretto.errors import ConfigError, StrettoError, printable
 
 _LOOK_S = 0.25  # seconds between two looks at the processes: a run takes at least some seconds
-_MOST_CHARACTERS = 40
+_MOST_CHARACTERS = 40  # of one value in the name of a run's folder
 
 app = typer.Typer()
 
@@ -78,7 +78,7 @@ def sweep(
 
 
 def grid(items: Sequence[str], seeds: str | None) -> dict[str, list[str]]:
-    """Return all `key=value` of each run, by its name, which has the values that differ: `lr-1e-4_seed-1`."""
+    """Return name of a run -> its `key=value` items. The name lists the swept values: `lr-1e-4_seed-1`."""
     lists: dict[str, list[str]] = {}
     for key, values in map(values_in, [*items, *([] if seeds is None else [f"seed={seeds}"])]):
         if key in lists:
@@ -92,11 +92,11 @@ def grid(items: Sequence[str], seeds: str | None) -> dict[str, list[str]]:
             "no key has several values, so there is only one run; list values with commas, such as "
             "training.lr=1e-4,3e-4, or seeds: --seeds 1,2,3"
         )
-    last = [key.rpartition(".")[2] for key in swept]
-    labels = {key: key if last.count(end) > 1 else end for key, end in zip(swept, last, strict=True)}
+    ends = [key.rpartition(".")[2] for key in swept]
+    labels = {key: key if ends.count(end) > 1 else end for key, end in zip(swept, ends, strict=True)}
     runs: dict[str, list[str]] = {}
-    for chosen in product(*lists.values()):
-        choice = dict(zip(lists, chosen, strict=True))
+    for combination in product(*lists.values()):
+        choice = dict(zip(lists, combination, strict=True))
         name = "_".join(f"{labels[key]}-{_in_name(choice[key])}" for key in swept)
         runs[name] = [f"{key}={value}" for key, value in choice.items()]
     return runs
@@ -113,13 +113,13 @@ def values_in(item: str) -> tuple[str, list[str]]:
         reason = getattr(error, "problem", None) or error
         raise ConfigError(f"{item!r} is no list of YAML values ({reason}); quote them", value=item) from error
     values = [text[node.start_mark.index - 1 : node.end_mark.index - 1].strip() for node in nodes]
-    if twice := next((value for value in values if values.count(value) > 1), None):
-        raise ConfigError(f"{item!r}: the value {twice} is there twice", value=item)
+    if repeated := next((value for value in values if values.count(value) > 1), None):
+        raise ConfigError(f"{item!r}: the value {repeated} is there twice", value=item)
     return key, values or [""]
 
 
 def _in_name(value: str) -> str:
-    """Return a value for a folder's name. A long one, or one with more than `A-Za-z0-9.+-`, gets a hash."""
+    """Return a value as a part of a folder's name; with a hash if it is long or has special characters."""
     plain = re.sub(r"[^A-Za-z0-9.+-]+", "-", value).strip("-.")
     if plain == value and len(value) <= _MOST_CHARACTERS:
         return value
@@ -128,13 +128,13 @@ def _in_name(value: str) -> str:
 
 
 def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, int]:
-    """Check all runs first, once where only seeds differ. Print warnings once; return the steps of each."""
+    """Check all runs, but only one of those that differ in seeds alone. Return name of a run -> its steps."""
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.checks import faults_and_warnings
     from stretto.kernel.durable.changes import differences, is_complete
 
-    names: dict[str, str] = {}
+    first_names: dict[str, str] = {}
     checked: set[str] = set()
     steps: dict[str, int] = {}
     warned: dict[str, None] = {}
@@ -144,14 +144,14 @@ def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, in
         except StrettoError as error:
             raise ConfigError(f"{name}: {error}") from error
         document = {**assembly.composed.document, "out": None}
-        if (other := names.setdefault(repr(document), name)) != name:
-            raise ConfigError(f"{other} and {name} are the same run: their values are equal")
+        if (first_name := first_names.setdefault(repr(document), name)) != name:
+            raise ConfigError(f"{first_name} and {name} are the same run: their values are equal")
         steps[name] = assembly.config.steps
         config = folder / name / "config.yaml"
         if config.exists():
             changes = differences({**yaml.safe_load(config.read_text()), "out": None}, document)
             if changes:
-                listed = ", ".join(f"{key} is {former}, now {new}" for key, (former, new) in changes.items())
+                listed = ", ".join(f"{key} is {before}, now {new}" for key, (before, new) in changes.items())
                 raise ConfigError(
                     f"{config.parent} holds a run with other values ({listed}); write another --out"
                 )
@@ -169,15 +169,15 @@ def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, in
 
 
 def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
-    """Run the commands, some at once, and print a line at the end of each. Return whether it was interrupted:
-    the first interrupt lets the runs finish their step, the second ends them at once."""
+    """Run at most `jobs` commands at once, and print a line when one ends. Return whether a signal came: the
+    first interrupt lets the runs finish their step, the second ends them at once."""
     from stretto.launcher import visible_gpus
 
     interrupts: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # under nohup, SIGHUP stays ignored
             signal.signal(number, lambda number, frame: interrupts.append(number))
-    gpus, obeyed, waiting = visible_gpus(os.environ), 0, iter(commands)
+    gpus, passed_on, waiting = visible_gpus(os.environ), 0, iter(commands)
     shares = [gpus[len(gpus) * n // jobs : len(gpus) * (n + 1) // jobs] for n in range(jobs)]
     running: dict[int, tuple[str, subprocess.Popen[bytes]]] = {}
     while True:
@@ -198,8 +198,8 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
         if not running:
             return bool(interrupts)
         time.sleep(_LOOK_S)
-        while obeyed < len(interrupts):
-            obeyed += 1
+        while passed_on < len(interrupts):
+            passed_on += 1
             for _, process in running.values():
                 process.send_signal(signal.SIGINT)
         for slot, (name, process) in list(running.items()):
@@ -209,7 +209,7 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
 
 
 def end_of(run: Path, status: int) -> str:
-    """Return the line of a run that has ended."""
+    """Return the line that the sweep prints for a run that has ended."""
     from stretto.records.run_folder import RunFolder
 
     if status in (0, 130) and (run / "config.yaml").exists():  # it may be interrupted while it starts

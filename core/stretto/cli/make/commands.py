@@ -242,10 +242,10 @@ def doctor(
     for file in path or []:
         installed.add_path(file.resolve())
     chosen = distributions or [None]
-    shown = [each for distribution in chosen for each in examine_plugins(distribution, installed)]
+    shown = [line for distribution in chosen for line in examine_plugins(distribution, installed)]
     shown += [] if distributions else examine_machine()
     _list_observations(shown)
-    raise typer.Exit(int(any(each.level == "fault" for each in shown)))
+    raise typer.Exit(int(any(line.level == "fault" for line in shown)))
 
 
 @app.command()
@@ -349,8 +349,12 @@ def _list_observations(observations: Sequence[Observation]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("level", "subject", "text"):
         table.add_column(column, overflow="fold", no_wrap=column != "text")
-    for each in observations:
-        table.add_row(Text(each.level, style=styles[each.level]), each.subject, printable(each.text))
+    for observation in observations:
+        table.add_row(
+            Text(observation.level, style=styles[observation.level]),
+            observation.subject,
+            printable(observation.text),
+        )
     print_table(table)
 
 

@@ -1,4 +1,4 @@
-"""`stretto doctor`: faults of installed plugins, which it imports to find them, and what this machine has."""
+"""`stretto doctor`: import the installed plugins to find their faults, and examine this machine."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from stretto.user_code.sandbox import sandbox_problem
 Level = Literal["ok", "note", "warning", "fault"]
 
 _LIBRARIES = ("torch", "transformers", "msgspec", "nats-py", "pluggy", "pyarrow", "vllm", "sglang", "trl")
-"""Libraries whose versions a report of a fault needs."""
+"""Libraries whose versions a bug report needs."""
 _SHARED_MEMORY_GB = 1.0
-"""Weights travel through shared memory, of which a container often has 64 MiB."""
+"""Warn below this free shared memory, in GiB. It carries weights; a container often has 64 MiB of it."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
             f"{', '.join(names)}"
         )
     chosen = [line for line in listing if name in (None, line.distribution)]
-    return [each for line in chosen for each in _examine(line, listing, plugins)]
+    return [observation for line in chosen for observation in _examine(line, listing, plugins)]
 
 
 def examine_machine() -> list[Observation]:
@@ -119,7 +119,7 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
     }
     for name, arguments in calls.items():
         function = getattr(component, name)
-        if name == "factory" and isinstance(function, str):  # it is imported when it is called
+        if name == "factory" and isinstance(function, str):  # a name, imported at the call
             if find_spec(function.partition(":")[0]) is None:
                 yield f"{name} is {function!r}; there is no such module"
             continue
@@ -146,7 +146,7 @@ def _faults_of(component: Component[Any]) -> Iterator[str]:
 
 
 def _warnings_of(component: Component[Any]) -> Iterator[str]:
-    with suppress(TypeError, ValueError):  # `_faults_of` yields it
+    with suppress(TypeError, ValueError):  # `_faults_of` yields this error
         if reason := mismatch(component.api or API_VERSION):
             yield reason
     if not component.summary:
@@ -171,18 +171,18 @@ def _memory() -> Iterator[Observation]:
     yield Observation("ok", "memory", f"{available_memory() / 2**30:.1f} GiB")
     if SHARED_MEMORY.is_dir():
         free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
-        few = free < _SHARED_MEMORY_GB
-        advice = "; a container gets more with `--shm-size`, or use `weights: file`" if few else ""
-        yield Observation("warning" if few else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
+        is_low = free < _SHARED_MEMORY_GB
+        advice = "; a container gets more with `--shm-size`, or use `weights: file`" if is_low else ""
+        yield Observation("warning" if is_low else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
 
 
 def _server() -> Observation:
     try:
         path = binary()
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        reply = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (BusError, OSError, subprocess.SubprocessError) as error:
         return Observation("fault", "nats-server", str(error))
-    return Observation("ok", "nats-server", f"{done.stdout.strip().removeprefix('nats-server: ')} at {path}")
+    return Observation("ok", "nats-server", f"{reply.stdout.strip().removeprefix('nats-server: ')} at {path}")
 
 
 def _loopback() -> Observation:

@@ -1,4 +1,4 @@
-"""`stretto evaluate`: one evaluation of a model, or of a run's checkpoint, by the system that trains.
+"""`stretto evaluate`: one evaluation of a model or of a run's checkpoint, by the system that also trains.
 
 This module composes a run without train steps. The run publishes the weights unchanged and evaluates
 version 0. The figures follow from its answers, with R rows and n answers to each row, of which c pass:
@@ -142,7 +142,7 @@ def _document_of_run(folder: Path, version: str | None) -> dict[str, Any]:
 
 
 def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
-    """Return a version's folder (None: the newest intact one), or the run's `model` for an unsaved 0."""
+    """Return a version's model folder (None: the newest intact one); the run's `model` for an unsaved 0."""
     first = checkpoint_name(0)
     if version in ("0", first) and run.get("model") and not (folder / "checkpoints" / first).is_dir():
         if adapter := (run["training"].get("lora") or {}).get("adapter"):
@@ -222,8 +222,8 @@ def run_evaluation(
     assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
     """Run the evaluation. Return its result and the run's summary (`stretto.runs.life.run`). The result is
-    None if the run did not complete or lacks answers; else `summary.json` has it, and `answers_file` the
-    answers."""
+    None if the run did not complete or lacks answers. Otherwise also write the result to `summary.json`, and
+    the answers to `answers_file`."""
     from stretto.runs.life import run
 
     config, folder = assembly.config, assembly.folder
@@ -235,7 +235,7 @@ def run_evaluation(
     if kept < expected:
         problem = f"only {kept} of {expected} answers are kept; see {folder / 'logs' / 'samples.jsonl'}"
         return None, {**summary, "problems": [*summary["problems"], problem]}
-    # The run of this evaluation counts from 0; the answers are those of the version of its model.
+    # This run evaluated its own version 0. Replace it by the version of the evaluated checkpoint.
     version = version_in(Path(cast("str", config.model)).parent.name) or 0
     answers = [msgspec.structs.replace(answer, version=version) for answer in answers]
     (folder / "answers").mkdir(exist_ok=True)
@@ -268,7 +268,7 @@ def result_of(
     threshold: float,
     tokens_per_s: float,
 ) -> Result:
-    """Compute the figures of answers. Of a sample's answers the last one counts, with the tokens of all."""
+    """Compute the figures. A sample with several answers counts as the last one, with the tokens of all."""
     tokens = sum(answer.tokens for answer in answers)
     answers = list(by_sample(answers).values())
     rows: defaultdict[int, list[KeptAnswer]] = defaultdict(list)
@@ -301,6 +301,6 @@ def result_of(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the probability that k of n answers, drawn without replacement, contain at
-    least one of the c that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
+    """Return 1 - C(n - c, k) / C(n, k): the probability that k of n answers, drawn without replacement,
+    contain at least one of the c answers that pass (Chen et al. 2021, eq. 1). 1 <= k <= n."""
     return 1 - math.comb(n - c, k) / math.comb(n, k)

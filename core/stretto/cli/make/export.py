@@ -1,4 +1,4 @@
-"""`stretto export`: what a run has made, for other programs.
+"""`stretto export`: write a run's model or samples for other programs.
 
 - The model of a checkpoint as a folder that `transformers` loads, or its adapter as one that `peft` loads,
   with the tokenizer, the generation config and a model card. `--push-to-hub` uploads it.
@@ -50,7 +50,7 @@ _KEYS = (
     *("queue.batch_size", "queue.max_staleness", "sampling.temperature", "sampling.max_tokens", "seed"),
 )
 _FIGURES = ("reward", "length", "entropy", "staleness")
-"""Keys of `metrics.jsonl` whose values a model card shows, of the step that made the version."""
+"""Keys of `metrics.jsonl` whose values a model card shows, for the train step that made the version."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
@@ -58,7 +58,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write a checkpoint's model, by default the newest, to a free folder, which is complete or absent."""
+    """Write a checkpoint's model, by default the newest, to a free folder. It is complete or absent."""
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -74,7 +74,7 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
         if form == "adapter":
             ignore = shutil.ignore_patterns(*_WEIGHTS)
             shutil.copytree(model, aside, dirs_exist_ok=True, ignore=ignore)
-            file = aside / "adapter_config.json"  # with the base by its hub id, or a folder by its last part
+            file = aside / "adapter_config.json"  # with the hub id or folder name of the base model
             config = {**json.loads(file.read_text()), "base_model_name_or_path": _base_of(run)[0]}
             file.write_text(json.dumps(config, indent=2) + "\n")
         (aside / "README.md").write_text(_card(run, checkpoint, form))
@@ -82,8 +82,8 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
 
 
 def push_to_hub(folder: Path, repository: str) -> str:
-    """Upload a folder to a repository of the Hugging Face hub, and return its address. A repository that does
-    not exist is made, as a private one. The token is that of `hf auth login`, or of HF_TOKEN."""
+    """Upload a folder to a repository of the Hugging Face hub, and return its address. Create a private
+    repository if it does not exist. The token comes from `hf auth login` or HF_TOKEN."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -95,31 +95,31 @@ def push_to_hub(folder: Path, repository: str) -> str:
         reason = str(error)
         if token := get_token():
             reason = reason.replace(token, "<token>")
-        # Without the cause: its traceback has the request and its headers.
+        # Raise without the cause, whose traceback has the request and its headers.
         raise StrettoError(f"--push-to-hub {repository}: {reason}") from None
     return str(address)
 
 
 @contextmanager
 def _written_aside(to: Path) -> Generator[Path]:
-    """Give a new folder beside `to` that becomes `to` at the end of the block, or goes after an error."""
+    """Yield a new folder beside `to`. Rename it to `to` at the end of the block; remove it after an error."""
     if not is_free(to):
         raise ConfigError(f"{to} exists and is not empty; give another folder with --to")
-    aside = to.absolute().with_name(f".{to.name}-{os.getpid()}")
+    temporary = to.absolute().with_name(f".{to.name}-{os.getpid()}")
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        aside.replace(to)
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.replace(to)
     except OSError as error:
         raise ConfigError(f"{to}: cannot be written: {error}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _base_of(run: RunFolder) -> tuple[str, bool]:
-    """Return the name of the model that the run started from, and whether it is one of the hub."""
+    """Return the name of the model that the run started from, and whether the name is a hub id."""
     model = str(run.config.get("model") or "")
-    if "$" in model:  # it is read from the environment
+    if "$" in model:  # the name is read from the environment
         return "unknown", False
     on_hub = _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
     return (model, True) if on_hub else (Path(model).name or "unknown", False)
@@ -179,7 +179,7 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
 # ------------------------------------------------------------------------------------------ samples
 
 _PAGE = 500
-"""Samples whose tokens are in memory at the same time."""
+"""Maximum number of samples whose tokens are in memory at the same time."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class ExportedSamples:
     truncated: int
     """Samples that reached the limit of tokens. They are left out: a model would learn to stop there."""
     unusable: int
-    """Samples left out because their row holds its images itself, or as conversations with images."""
+    """Samples left out because their dataset row contains the images, or their conversation has images."""
 
 
 def export_samples(
@@ -205,9 +205,9 @@ def export_samples(
     store = open_samples(folder)
     every = store.find(wanted, limit=None, texts=False)
     found = [row for row in every if row["reward"] is not None]
-    whole = [row for row in found if row["finish"] == "stop"]
-    chosen = {row["id"] for row in (_best(whole) if best_of_group else whole)}
-    parts = Counter(map(_sample_of, whole))
+    finished = [row for row in found if row["finish"] == "stop"]
+    chosen = {row["id"] for row in (_best(finished) if best_of_group else finished)}
+    parts = Counter(map(_sample_of, finished))
     encode = _encoder_of(folder)
     rows: list[str] = []
     with_tokens = 0
@@ -222,7 +222,7 @@ def export_samples(
             rows.append(json.dumps(row, ensure_ascii=False))
     if not rows:
         raise ConfigError(
-            f"{folder} has no sample to export: {len(found)} have a reward that fits, and {len(whole)} of "
+            f"{folder} has no sample to export: {len(found)} have a reward that fits, and {len(finished)} of "
             "these ended by themselves; images must be files, and not in a conversation"
         )
     try:
@@ -231,11 +231,11 @@ def export_samples(
         Path(aside.name).replace(file)
     except OSError as error:
         raise ConfigError(f"--samples {file}: cannot write there: {error}") from error
-    return ExportedSamples(len(rows), with_tokens, len(found) - len(whole), len(chosen) - len(rows))
+    return ExportedSamples(len(rows), with_tokens, len(found) - len(finished), len(chosen) - len(rows))
 
 
 def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
-    """Encode a row as `sft` does with the run's model; None for a row that `sft` would refuse."""
+    """Return a function that encodes a row as `sft` does, or returns None if `sft` would refuse the row."""
     document = read(RunFile(folder / "config.yaml", ()))[0]
     model, section = document.get("model"), document.get("dataset", {})
     known = {key: section[key] for key in ("template", "special_tokens") if key in section}
@@ -255,7 +255,7 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     best: dict[int, tuple[int, int, int]] = {}
-    for sample in sorted(samples, key=lambda each: -each["reward"]):  # of equal ones, the first
+    for sample in sorted(samples, key=lambda each: -each["reward"]):  # of equal rewards, the first
         best.setdefault(sample["ticket"], _sample_of(sample))
     return [each for each in samples if _sample_of(each) == best[each["ticket"]]]
 
@@ -265,7 +265,7 @@ def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
-    """None for images in the dataset itself or in a conversation. `parts`: trajectories of the sample."""
+    """Return the row of a sample of `parts` trajectories; None if images are in the dataset or in a chat."""
     columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
     images = names_in(columns)
     prompt: Any = columns.get("prompt")
@@ -284,12 +284,12 @@ def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
 
 
 def _conversation_of(sample: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the messages before the first answer of a trajectory, and those from there to its last answer. A
-    trajectory without them gives its text: only the last one of a chat has the messages."""
+    """Return a trajectory's messages before its first answer, and those from that to its last answer. Without
+    messages, return its texts: only the last trajectory of a chat has the messages."""
     if isinstance(sample["messages"], list):
         messages = cast("list[dict[str, Any]]", sample["messages"])
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = int(np.count_nonzero(np.diff(sample["loss_mask"], prepend=False)) + 1) // 2
-        if turns and (start := turns[-answers:][0]) > 0:
+        num_answers = int(np.count_nonzero(np.diff(sample["loss_mask"], prepend=False)) + 1) // 2
+        if turns and (start := turns[-num_answers:][0]) > 0:
             return messages[:start], messages[start : turns[-1] + 1]
     return sample["prompt_text"], sample["text"]

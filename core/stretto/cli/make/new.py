@@ -22,7 +22,7 @@ _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> Path:
-    """Write the package `stretto-NAME` into a folder that is new or empty, by default here, and return it."""
+    """Write the package `stretto-NAME` into a new or empty folder, by default here, and return the folder."""
     known = _known_kind(kind)
     _expect_free_name(known, name, plugins)
     target = folder or Path(_distribution(name))
@@ -40,7 +40,7 @@ def new_package(kind: str, name: str, folder: Path | None, plugins: Plugins) -> 
 
 
 def new_model(folder: Path, characters: str | None, seed: int) -> None:
-    """Write an untrained model of the quickstart's size, with a token per character, by default ASCII."""
+    """Write an untrained model of the quickstart's size, with a token for each character (default: ASCII)."""
     if characters == "":
         raise ConfigError("--characters is empty; expected the characters of your prompts and answers")
     if not is_free(folder):
@@ -89,7 +89,7 @@ def _expect_free_name(kind: Kind, name: str, plugins: Plugins) -> None:
 
 
 def _files(kind: Kind) -> Iterator[tuple[Path, str]]:
-    """Yield the template's files, each with its place in the package: those of all kinds, then the kind's."""
+    """Yield the template's files and their places in the package: files for all kinds, then the kind's."""
     templates = packaged_folder("templates")
     for part in (templates / "package", templates / kind):
         for path in sorted(part.rglob("*")):

@@ -22,12 +22,12 @@ from stretto.errors import ConfigError, one_error
 
 A = TypeVar("A", bound=Message)
 
-_MOST = 10_000
+_MOST = 10_000  # processes of one role
 _ANSWER_S = 120.0  # deadline for the kernel's answer. A launcher may need some time to start workers
 
 
 def numbers_of(items: Sequence[str]) -> dict[str, int]:
-    """Return the numbers that `ROLE=N` items name."""
+    """Return role -> number, from items such as `rollout=6`."""
     numbers: dict[str, int] = {}
     for item in items:
         name, equals, text = item.partition("=")
@@ -40,13 +40,13 @@ def numbers_of(items: Sequence[str]) -> dict[str, int]:
 
 
 def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Change the numbers of processes of a living run. Return what its kernel does."""
+    """Change the numbers of processes of a living run. Return what the kernel does, as text."""
     with one_error():
         return anyio.run(scale_request(folder, numbers)).done
 
 
 def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awaitable[RunScaled]]:
-    """Return what asks the kernel of a living run for other numbers of processes, which are checked now."""
+    """Check numbers of processes. Return a function that asks the kernel of a living run for them."""
     _require_kernel(folder)
     _check_groups(folder, numbers)
     bootstrap = operator_bootstrap(folder / "bus")
@@ -54,13 +54,13 @@ def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awai
 
 
 def stop_run(folder: Path, *, now: bool) -> str:
-    """End a living run, with `now` without a checkpoint. Return what its kernel does until then."""
+    """End a living run; if `now`, without a checkpoint. Return what the kernel does before the end."""
     with one_error():
         return anyio.run(stop_request(folder, now=now)).state
 
 
 def stop_request(folder: Path, *, now: bool) -> Callable[[], Awaitable[RunStopping]]:
-    """Return what asks the kernel of a living run to end it, with `now` without a checkpoint."""
+    """Return a function that asks the kernel of a living run to end; if `now`, without a checkpoint."""
     _require_kernel(folder)
     bootstrap = operator_bootstrap(folder / "bus")
     return partial(_ask, bootstrap, "stop", StopRun(bootstrap.token, now), RunStopping)
@@ -77,22 +77,22 @@ def _require_kernel(folder: Path) -> None:
 
 
 def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
-    """Check other numbers of trainers as a resume with them would be: the kernel cannot take them back."""
+    """Check new numbers of trainers as if they came with a resume: the kernel cannot undo the change."""
     from stretto.cli.start.acceptance import accepted
     from stretto.kernel.durable.changes import assemble_in_force, compose_changes
 
     groups = {name: number for name, number in numbers.items() if name not in NUMBER_KEYS}
     if not groups:
         return
-    former = assemble_in_force(folder)
-    known = sections(former.config)
+    current = assemble_in_force(folder)
+    known = sections(current.config)
     for name in groups:
         if name not in known:
             names = ", ".join((*NUMBER_KEYS, *known))
             hint = "; trainers are scaled by their worker group" if name == "trainer" else ""
             raise ConfigError(f"no {name!r} to scale: expected one of {names}{hint}")
     overrides = [f"{name}.processes={number}" for name, number in groups.items()]
-    accepted(compose_changes(former, overrides), starting=True, resumed=True)
+    accepted(compose_changes(current, overrides), starting=True, resumed=True)
 
 
 async def _ask(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:

@@ -8,7 +8,7 @@ from pathlib import Path
 from stretto.errors import ConfigError
 
 EXAMPLES = "examples"
-"""Where a checkout has the folders that a wheel has in the package `stretto`."""
+"""Folder of a checkout with those folders that a wheel has in the package `stretto`."""
 
 
 def packaged_folder(name: str) -> Path:

@@ -75,9 +75,9 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
     for key, kind in NAMED_SECTIONS.items():
         run[key] = _names_schema(section(kind, {}), run[key])
     for key, kind in VARIANT_SECTIONS.items():
-        own = section(kind, properties["VariantConfig"][key])
-        own["anyOf"].append({"type": "object"})  # without `use`, it takes over the run's own keys
-        properties["VariantConfig"][key] = own
+        choice = section(kind, properties["VariantConfig"][key])
+        choice["anyOf"].append({"type": "object"})  # without `use`, the variant inherits the run's own keys
+        properties["VariantConfig"][key] = choice
     for kind, structs_of_kind in choices.items():
         for struct in structs_of_kind:
             keys = properties[struct.__name__]
@@ -123,7 +123,7 @@ def _usable(plugins: Plugins, kind: Kind) -> Iterator[Component[Any]]:
         try:
             component = plugins.get(kind, name)
         except PluginError:
-            continue  # `stretto plugins` says why; a schema can only hold what loads
+            continue  # `stretto plugins` shows the error; the schema covers only what loads
         if not missing_extra(component):
             yield component
 

@@ -1,6 +1,6 @@
-"""`stretto worker`: a worker that a user starts by hand. `stretto invite`: the file with which one may join.
-The worker has its own session, so that Ctrl-C reaches this command alone, which passes it on to the worker,
-not to its children: those finish what they do."""
+"""`stretto worker` starts a worker by hand. `stretto invite` writes the file with which a worker may join.
+The worker has its own session, so that Ctrl-C reaches only this command. The command passes Ctrl-C on to the
+worker, but not to the worker's children, which finish their work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.errors import ConfigError
 def work_by_hand(
     folder: Path | None, role: str, invitation: Path | None, *, url: str | None, credentials: str | None
 ) -> int:
-    """Run a worker until it leaves: in `folder` with the next free id of its role, else the invitation's."""
+    """Run a worker until it leaves: with the next free id of `role` in `folder`, or by an invitation."""
     options = [*(["--bus", url] if url else []), *(["--credentials", credentials] if credentials else [])]
     with _bootstrap_file(folder, role, invitation) as file:
         bootstrap = Bootstrap.read(file).reached(url, credentials)
@@ -54,7 +54,7 @@ def _role(name: str) -> str:
 
 @contextmanager
 def _bootstrap_file(folder: Path | None, role: str, invitation: Path | None) -> Generator[Path]:
-    """Give the worker's bootstrap file. One that was made for this worker alone is removed at the end."""
+    """Yield the worker's bootstrap file. If the file was written for this block, remove it at the end."""
     if invitation is not None:
         yield invitation
         return
@@ -67,7 +67,7 @@ def _bootstrap_file(folder: Path | None, role: str, invitation: Path | None) -> 
 
 
 def _run(command: list[str]) -> int:
-    """Run a command in its own session, of which no process is left; pass signals on to it."""
+    """Run a command in its own session, pass signals on to it, and kill what is left of it at the end."""
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def pass_on(number: int, frame: object) -> None:
