@@ -349,12 +349,8 @@ def _list_observations(observations: Sequence[Observation]) -> None:
     table = Table(box=None, pad_edge=False, show_header=False)
     for column in ("level", "subject", "text"):
         table.add_column(column, overflow="fold", no_wrap=column != "text")
-    for observation in observations:
-        table.add_row(
-            Text(observation.level, style=styles[observation.level]),
-            observation.subject,
-            printable(observation.text),
-        )
+    for line in observations:
+        table.add_row(Text(line.level, style=styles[line.level]), line.subject, printable(line.text))
     print_table(table)
 
 

@@ -69,7 +69,7 @@ async def _receive_status(bootstrap: Bootstrap) -> Status:
 
 def _head(status: Status) -> list[str]:
     verdict = [status.verdict.text] if status.verdict is not None else []
-    return [printable(each) for each in (f"step {status.version} of {status.steps}, {status.now}", *verdict)]
+    return [printable(text) for text in (f"step {status.version} of {status.steps}, {status.now}", *verdict)]
 
 
 def _details(status: Status) -> list[str]:

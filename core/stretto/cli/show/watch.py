@@ -1,5 +1,5 @@
-"""`stretto watch`: the live view of a run that another process owns, from its folder or over the bus. What it
-reads may be false: a view draws it as plain text, and shortens what is too long."""
+"""`stretto watch`: the live view of a run that another process owns, from its folder or over the bus. A
+status may be forged: the view draws its texts as plain text, and shortens long ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def watch_folder(folder: Path) -> int:
 
 def watch_bus(viewer: Bootstrap) -> int:
     """Show the run whose kernel sends its status over the bus, as `watch_folder` does."""
-    # The view says what is wrong with the connection.
+    # The view shows errors of the connection.
     log_nothing()
     listener = _Listener()
 
@@ -69,7 +69,7 @@ def watch_bus(viewer: Bootstrap) -> int:
 def bootstrap_elsewhere(
     file: Path, url: str | None, credentials: str | None, certificate: Path | None
 ) -> Bootstrap:
-    """Read the bootstrap file of a viewer on another machine. A certificate's key is beside it, as `.key`."""
+    """Read the bootstrap file of a viewer on another machine. A certificate's key is beside it: NAME.key."""
     bootstrap = Bootstrap.read(file)
     if bootstrap.role != VIEWER:
         raise ConfigError(
@@ -78,9 +78,9 @@ def bootstrap_elsewhere(
     bootstrap = bootstrap.reached(url, credentials)
     if certificate is None:
         return bootstrap
-    own = TlsIdentity.of(TlsConfig(certificate=str(certificate), key=str(certificate.with_suffix(".key"))))
+    tls = TlsIdentity.of(TlsConfig(certificate=str(certificate), key=str(certificate.with_suffix(".key"))))
     ca = bootstrap.tls.ca if bootstrap.tls is not None else ""
-    return msgspec.structs.replace(bootstrap, tls=msgspec.structs.replace(own, ca=ca))
+    return msgspec.structs.replace(bootstrap, tls=msgspec.structs.replace(tls, ca=ca))
 
 
 class _Listener:
@@ -91,7 +91,7 @@ class _Listener:
         self.ended = anyio.Event()
 
     def accept(self, message: RunStatus) -> None:
-        """Take in the kernel's newest status. What is not a status changes nothing."""
+        """Store the kernel's newest status. If a message is not a status, keep the status before it."""
         self._heard = time.monotonic()
         try:
             self._newest = decode_status(message.content)
@@ -111,7 +111,7 @@ class _Listener:
 
 
 async def _watch(source: Callable[[], Status | None], until_the_end: Callable[[], Awaitable[None]]) -> int:
-    """Draw until the run or the user ends it; without a terminal, print a line for each step."""
+    """Draw the view until the run or the user ends it. Without a terminal, print a line for each step."""
     view = View(source)
     received: list[int] = []
 

@@ -26,8 +26,8 @@ def accepted(
     memory_limit: bool = True,
     show: Callable[[str, str], None] = print_notice,
 ) -> Assembly:
-    """Return the run if it has no errors; show warnings. `starting`: this machine's faults refuse it, too."""
-    from stretto.cli.start.checks import faults_and_warnings  # while a fork server imports already
+    """Show warnings, and return the run if it has no errors. `starting`: this machine's faults are errors."""
+    from stretto.cli.start.checks import faults_and_warnings  # slow; a fork server imports meanwhile
 
     for notice in assembly.composed.notices:
         show("note", notice)
@@ -45,7 +45,7 @@ def accepted(
 def accepted_start(
     assembly: Assembly, show: Callable[[str, str], None] = print_notice, *, memory_limit: bool = True
 ) -> Generator[ForkServer | None]:
-    """Yield a fork server that imports while `accepted` checks the run; then models are downloaded."""
+    """Check the run while a fork server imports, download the run's models, and yield the fork server."""
     with fork_server(assembly) as forks:
         accepted(assembly, starting=True, memory_limit=memory_limit, show=show)
         for model in _models_of_hub(assembly):
@@ -54,9 +54,9 @@ def accepted_start(
 
 
 def _models_of_hub(assembly: Assembly) -> list[str]:
-    """The models that processes of this machine load; with another launcher, other machines do that."""
+    """Return the hub models that this machine's processes load; with another launcher, other machines do."""
     config, components = assembly.config, assembly.composed.components.values()
     if config.launcher.use != "local" or not any(each.needs_model for each in components):
         return []
-    named = [config.model, *(model.path for model in config.models.values())]
-    return [each for each in dict.fromkeys(named) if each is not None and not Path(each).is_dir()]
+    sources = [config.model, *(model.path for model in config.models.values())]
+    return [each for each in dict.fromkeys(sources) if each is not None and not Path(each).is_dir()]

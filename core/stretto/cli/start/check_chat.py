@@ -1,4 +1,4 @@
-"""What a run's model makes of its rows: the chat form, and rows that it does not show as they are."""
+"""Check how the model's chat template shows a run's rows: its chat form, and rows that it alters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
 
 _MAX_S = 1.0  # time for the rows of a dataset
-_SHOWN = 400
+_SHOWN = 400  # characters of the first prompt
 
 
 def chat_lines(assembly: Assembly) -> Iterator[str]:
-    """Yield the model's chat form and the first row's prompt; nothing if it is not here or reads images."""
+    """Yield the model's chat form and the first row's prompt; nothing without a local text model."""
     config = assembly.config
     tokenizer = _tokenizer_of(assembly)
     if tokenizer is None:
@@ -40,7 +40,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         lead = f", which begins with {form.lead!r}" if form.lead else ""
         tools = "shown" if form.shows_tools else "not shown beside a user's message alone"
         calls = f"with arguments as {form.arguments}" if form.shows_calls else "not shown"
-        given = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
+        arguments = ", ".join(f"{key}: {value}" for key, value in config.dataset.template.items()) or "none"
         alone = f"none: of the turns of a supervised row, only the last one has {form.closing!r}"
         written = repr(form.tail + form.closing) if form.writes_end else alone
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
@@ -49,7 +49,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
             "dropped" if form.drops_reasoning else "kept"
         )
         yield f"           tools are {tools}, calls {calls}"
-        yield f"           arguments of the template (dataset.template): {given}"
+        yield f"           arguments of the template (dataset.template): {arguments}"
     shown, schemas = _shown(dataset[0], tokenizer, assembly.tools)
     ids = tokenizer.encode_prompt(shown, tools=schemas)
     text = tokenizer.decode(ids, special=True)
@@ -72,19 +72,19 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
-    counts, first, read = Counter[str](), dict[str, str](), 0
+    counts, examples, num_read = Counter[str](), dict[str, str](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     for index in drawn_rows(len(dataset), _MAX_S):
         row = dataset[index]
-        read += 1
+        num_read += 1
         if fault_of(row.get("prompt")):
             continue
         for kind, detail in _oddities(row, tokenizer, size, assembly.tools):
             counts[kind] += 1
-            first.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
+            examples.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
     for kind, count in counts.items():
         level = "error" if kind == _OUTSIDE or (kind == _EMPTY and count == len(dataset)) else "warning"
-        yield Problem(path, f"{count:,} of {read:,} prompts {kind} ({first[kind]})", level)
+        yield Problem(path, f"{count:,} of {num_read:,} prompts {kind} ({examples[kind]})", level)
 
 
 def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
@@ -107,7 +107,7 @@ _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that
 
 
 def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
-    """Return a row's prompt and tools as the run shows them: beside tools of its own, a text is a message."""
+    """Return a row's prompt and tools as the run shows them. In a run with tools, a text is a message."""
     prompt = row["prompt"]
     if tools and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -134,8 +134,8 @@ def _oddities(
         yield _EMPTY, ""
     if size is not None and len(ids) and int(ids.max()) >= size:
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
-    known = {"\u2581", *_composed(tokenizer.decode(ids, special=True))}  # a space in many vocabularies
-    unknown = (each for each in _composed(text) if each not in known and not each.isspace())
+    known = {"\u2581", *_composed(tokenizer.decode(ids, special=True))}  # U+2581 stands for a space
+    unknown = (symbol for symbol in _composed(text) if symbol not in known and not symbol.isspace())
     if lost := "".join(dict.fromkeys(unknown)):
         yield "have characters that the tokenizer drops or does not know", repr(lost[:20])
     if hidden := hidden_tools(tools, text, without_tools):
@@ -178,8 +178,8 @@ def _odd_messages(
             yield "have reasoning whose marks are text (dataset.special_tokens): it is not dropped", place
         if message.get("tool_calls") and not tokenizer.form.shows_calls:
             yield "have tool calls that the chat template does not show", place
-        unsaid = tokenizer.rows is not None and tokenizer.rows.special_tokens is None
-        if unsaid and (token := tokenizer.special_in(words)):
+        is_unset = tokenizer.rows is not None and tokenizer.rows.special_tokens is None
+        if is_unset and (token := tokenizer.special_in(words)):
             yield (
                 "have the text of a special token in a message: it is text there; see dataset.special_tokens",
                 f"{place}: {token!r}",
@@ -187,7 +187,7 @@ def _odd_messages(
 
 
 def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
-    """None without a whole model on this machine, or if it reads images."""
+    """Return the model's tokenizer; None if the model is not on this machine, or reads images."""
     model = assembly.config.model
     if model is None or is_vision_language(known_config(model)):
         return None

@@ -1,4 +1,4 @@
-"""What the engines of a run take of this machine's memory, before it starts."""
+"""Estimate how much of this machine's memory a run's engines take, before the run starts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _GIB = 2**30
 _MUCH = 0.8
 """Share of the memory above which the check warns: activations and other processes need the rest."""
 _LIBRARIES = _GIB // 4
-"""What torch and transformers take in each process of an engine."""
+"""Bytes that torch and transformers take in each process of an engine."""
 _VERSIONS = 2
-"""Versions of the weights in shared memory: the newest, and the one that is written."""
+"""Number of versions of the weights in shared memory: the newest one, and the one being written."""
 
 
 class _Need(NamedTuple):
@@ -52,7 +52,7 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
 
 
 def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
-    """Yield what is wrong with the memory of a run; with `limited`, too little is an error."""
+    """Yield a warning if a run takes most of the memory; if `limited`, an error if it takes more than all."""
     if assembly.config.launcher.use != "local":
         return
     known, memory = _processes(assembly), available_memory()
@@ -77,8 +77,8 @@ def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
         return
     if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
         return
-    item = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
-    size, free = _VERSIONS * item * parameters_in(folder), shutil.disk_usage(SHARED_MEMORY).free
+    item_bytes = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
+    size, free = _VERSIONS * item_bytes * parameters_in(folder), shutil.disk_usage(SHARED_MEMORY).free
     if size > free:
         yield Problem(
             "weights",
@@ -88,19 +88,19 @@ def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
         )
 
 
-@lru_cache(maxsize=1)  # for the problems, and for the lines of `stretto check`
+@lru_cache(maxsize=1)  # the problems and the lines of `stretto check` need it
 def _processes(assembly: Assembly) -> list[_Need]:
-    """None of an engine that does not say what it takes."""
-    config, found = assembly.config, list[_Need]()
+    """Return the memory that each kind of engine needs, except engines that do not report it."""
+    config, needs = assembly.config, list[_Need]()
     for group in assembly.placement.groups.values():
-        if (each := _memory_of_group(assembly, group)) is not None:
-            found.append(_Need(group.path, len(group.workers), each))
+        if (memory := _memory_of_group(assembly, group)) is not None:
+            needs.append(_Need(group.path, len(group.workers), memory))
     engines = [worker for worker in assembly.workers if worker.role == "inference"]
     if config.model is not None and engines:
-        each = config.inference.host_memory(config.model, assembly.samples_in_flight)
-        if each is not None:
-            found.append(_Need("inference", len(engines), each))
-    return found
+        memory = config.inference.host_memory(config.model, assembly.samples_in_flight)
+        if memory is not None:
+            needs.append(_Need("inference", len(engines), memory))
+    return needs
 
 
 def _memory_of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:

@@ -17,9 +17,9 @@ from stretto.training.config import ModelTrainingConfig
 
 _warning = partial(Problem, severity="warning")
 
-_NAMED = 3
+_NAMED = 3  # models that a message lists
 _GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification")
-"""In the names of architectures that a trainer can load."""
+"""Parts of the names of architectures that a trainer can load."""
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
@@ -27,11 +27,11 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
     """Check the sources of the models, and whether the models fit together."""
     config, graph, placement = assembly.config, assembly.graph, assembly.placement
     components = assembly.composed.components
-    sampling = graph.samples or config.evaluation is not None
+    is_sampling = graph.samples or config.evaluation is not None
     if config.model is not None:
         yield from source_problems("model", config.model)
         inference = components["inference"]
-        if sampling:
+        if is_sampling:
             yield from _context_problems(config)
             yield from token_problems(config)
         trained = isinstance(placement.lead.section, ModelTrainingConfig)
@@ -43,7 +43,7 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
                 f"{inference.name!r} samples answers without {config.model!r}, and the run trains that model "
                 "on them; choose an engine that has the model, or `training: mock`",
             )
-        if sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
+        if is_sampling and not inference.reads_images and is_vision_language(known_config(config.model)):
             yield Problem(
                 "inference.use",
                 f"{inference.name!r} reads text only, but {config.model!r} is a vision-language "
@@ -51,17 +51,17 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             )
     else:
         paths = [group.path for group in placement.groups.values()]
-        for path in [*paths, *(["inference"] if sampling else [])]:
+        for path in [*paths, *(["inference"] if is_sampling else [])]:
             if components[path].needs_model:
                 name = components[path].name
                 yield Problem(
                     "model", f"required by the {path} engine {name!r}; give a local folder or a hub id"
                 )
-    for name, own in config.models.items():
-        if own.path is not None:
-            yield from source_problems(f"models.{name}.path", own.path)
-            yield from _vocabulary_problems(f"models.{name}.path", own.path, config.model)
-        if own.lr is not None and not graph.models[name].trainable:
+    for name, settings in config.models.items():
+        if settings.path is not None:
+            yield from source_problems(f"models.{name}.path", settings.path)
+            yield from _vocabulary_problems(f"models.{name}.path", settings.path, config.model)
+        if settings.lr is not None and not graph.models[name].trainable:
             yield _warning(f"models.{name}.lr", "has no effect: the algorithm does not train it")
     if config.evaluation is not None and graph.models[graph.lead].head != "policy":
         yield Problem(
@@ -73,7 +73,7 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
     if lora is not None and lora.adapter is not None and source is not None:
         yield from adapter_problems(lora, source, f"{placement.lead.path}.lora")
         yield from _copy_problems(assembly, source, lora.adapter)
-    if sampling and lora is not None and lora.send == "adapter" and source != config.model:
+    if is_sampling and lora is not None and lora.send == "adapter" and source != config.model:
         yield Problem(
             f"{placement.lead.path}.lora.send",
             f"is 'adapter': inference workers would apply the adapter to {config.model!r}, but the run "
@@ -139,17 +139,17 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
     """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
-    own, expected = _vocabulary(model), _vocabulary(run_model)
-    if own and expected and own != expected:
+    size, expected = _vocabulary(model), _vocabulary(run_model)
+    if size and expected and size != expected:
         yield Problem(
             path,
-            f"{model!r} has a vocabulary of {own} tokens, but the run's model ({run_model}) has {expected}: "
+            f"{model!r} has a vocabulary of {size} tokens, but the run's model ({run_model}) has {expected}: "
             "both get the same token ids, so they must have the same tokenizer",
         )
 
 
 def _vocabulary(model: str | None) -> int | None:
-    """None if the model's config cannot be read on this machine."""
+    """Return the model's number of tokens; None if its config cannot be read on this machine."""
     config = known_config(model)
     return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 

@@ -1,4 +1,4 @@
-"""Read rows of the datasets before a run starts: what they lack, and what is too long in them."""
+"""Check rows of the datasets before a run starts: for missing columns, faults and excess length."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _warning = partial(Problem, severity="warning")
 
 _LOOK_S = 2.0  # time limit of the search for a prompt that is short enough
 _IMAGES_S = 60.0  # time limit of reading a row with images
-_MAX_FORMS = 3
+_MAX_FORMS = 3  # row forms that are tried besides the first row's
 
 _MAX_S = 1.0  # for the rows of a dataset: the check of a large one stays short
 _MAX_LEAK = 0.05
-"""Generated rows may meet by chance: warn from this share of held-out rows that are also training rows."""
+"""Warn above this share of held-out rows that are also training rows. A few may be equal by chance."""
 
 
 @dataclass(eq=False)
@@ -60,12 +60,12 @@ class ReadRows:
     read: int = 0
     forms: dict[Set[tuple[str, type]], RowForm] = field(default_factory=dict[Set[tuple[str, type]], RowForm])
     faults: dict[int, str] = field(default_factory=dict[int, str])
-    """Index of the rows without a valid prompt -> fault."""
+    """Index of a row without a valid prompt -> its fault."""
     contents: set[bytes] = field(default_factory=set[bytes])
     """The rows without their ids, encoded."""
 
     def other_forms(self) -> list[RowForm]:
-        """Return forms that differ from that of the first row, at most `_MAX_FORMS`."""
+        """Return at most `_MAX_FORMS` forms that differ from the first row's form."""
         first = _form_of(self.first)
         return [each for form, each in self.forms.items() if form != first][:_MAX_FORMS]
 
@@ -184,12 +184,12 @@ def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Datase
         count += 1
         if shortest <= limit:
             return
-    every = count == len(dataset)
+    read_all = count == len(dataset)
     yield Problem(
         path,
-        f"is {limit}, but the prompts of {'all' if every else 'the first'} {count} rows are longer (the "
+        f"is {limit}, but the prompts of {'all' if read_all else 'the first'} {count} rows are longer (the "
         f"shortest has {shortest} tokens): the run would skip these rows",
-        "error" if every else "warning",
+        "error" if read_all else "warning",
     )
 
 
@@ -236,37 +236,37 @@ def _encoding_problems(assembly: Assembly, encode: Encode, rows: ReadRows) -> It
 
 
 def _read_rows(dataset: Dataset) -> ReadRows:
-    found = ReadRows(len(dataset), dataset[0])
-    for index in drawn_rows(found.rows, _MAX_S):
-        found.read += 1
+    result = ReadRows(len(dataset), dataset[0])
+    for index in drawn_rows(result.rows, _MAX_S):
+        result.read += 1
         try:
             row = dataset[index]
         except ConfigError as error:
-            found.faults[index] = str(error)
+            result.faults[index] = str(error)
             continue
         if fault := fault_of(row["prompt"]) if "prompt" in row else "it has no column 'prompt'":
-            found.faults[index] = fault
+            result.faults[index] = fault
             continue
-        form = found.forms.setdefault(_form_of(row), RowForm(index, row))
+        form = result.forms.setdefault(_form_of(row), RowForm(index, row))
         form.count += 1
         if index < form.index:
             form.index, form.row = index, row
         content = {name: value for name, value in row.items() if name != "id"}
-        found.contents.add(msgspec.json.encode(content, enc_hook=repr, order="sorted"))
-    return found
+        result.contents.add(msgspec.json.encode(content, enc_hook=repr, order="sorted"))
+    return result
 
 
 def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Warn of held-out rows that are training rows."""
+    """Warn if many held-out rows are also training rows."""
     if len(read) < 2:
         return
     train, held_out = read["dataset"], read["evaluation.dataset"]
-    leaked = len(train.contents & held_out.contents)
+    shared = len(train.contents & held_out.contents)
     of_train, of_held_out = (checked_rows(each.read, each.rows) for each in (train, held_out))
-    if leaked > _MAX_LEAK * len(held_out.contents):
+    if shared > _MAX_LEAK * len(held_out.contents):
         yield _warning(
             "evaluation.dataset",
-            f"{leaked:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
+            f"{shared:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
             f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
             f"{of_train}); remove them from one of the two",
         )

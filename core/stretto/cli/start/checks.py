@@ -1,4 +1,4 @@
-"""All checks of `stretto check` and `stretto run` before a worker starts, but types: composing has those."""
+"""All checks of `stretto check` and `stretto run` before a worker starts. Composing checks types."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _TRY_S = 60.0  # time limit of each trial: making components, or scoring the fir
 _NOT_TRIED = "the run does not need this check; move downloads and large imports out of it"
 _LENGTH_COLUMN = "completion_tokens"
 """The column with the length of an answer; in a trial it is 1."""
-_ANSWER = "0"
+_ANSWER = "0"  # the text of an answer in a trial of the reward
 _HIGH_TEMPERATURE = 2.0
-_FEW_TICKETS = 8
+_FEW_TICKETS = 8  # warn of fewer tickets at once, unless they are a quarter of the batch
 _SHORT_S = 0.1  # warn of a shorter time limit of a ticket, a call or a score
 _TIME_LIMIT = re.compile(
     r"(.*_)?timeout_s|time_s|answer_s|request_s|answer_cpu_s|outage_s|deadline_s|start_s"
@@ -64,12 +64,12 @@ _FAR_STALENESS = 16
 def problems(
     assembly: Assembly, *, starting: bool = True, resumed: bool = False, memory_limit: bool = True
 ) -> list[Problem]:
-    """Return everything wrong with the run, errors first. The workers of a `starting` run make its engines,
-    so no trial does. Only a run that is not `resumed` needs an empty folder, and with `memory_limit` enough
-    memory."""
+    """Return everything that is wrong with the run, errors first. No trial makes the engines of a `starting`
+    run, because its workers make them. Only a run that is not `resumed` needs an empty folder and, if
+    `memory_limit`, enough memory."""
     faults = [*_problems(assembly, starting, memory_limit and not resumed)]
     faults += [] if resumed else _folder_problems(assembly)
-    # A variant has the faults of the sections that it takes over; an engine may have one for each model.
+    # Drop repeated problems: a variant repeats those of inherited sections, an engine those of each model.
     faults = list(dict.fromkeys(faults))
     return sorted(faults, key=lambda problem: problem.severity == "warning")
 
@@ -99,13 +99,13 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
     if placement_problems:
         return
     failed_sections = _failed_sections(section_problems)
-    with ThreadPoolExecutor() as trials:  # most trials are a process of their own
+    with ThreadPoolExecutor() as trials:  # most trials run in a process of their own
         tools = trials.submit(list, _tool_trial_problems(assembly, failed_sections))
         server = trials.submit(list, bus_problems(config.bus))
         made = trials.submit(list, _trial_problems(assembly, starting, failed_sections))
         rows = trials.submit(list, _row_problems(assembly, failed_sections))
         read: dict[str, ReadRows] = {}
-        wait([tools])  # the prompts show them
+        wait([tools])  # the prompts that are checked below show the tools
         for path in ("dataset", "evaluation.dataset"):
             if path in components:
                 yield from _plugin_problems(assembly, path, dataset_problems(assembly, path, read))
@@ -145,10 +145,10 @@ def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
         advice = "is a URL, and a run's folder is on the kernel's machine; write it as `checkpoint.store`"
         yield Problem("out", f"{config.out!r} {advice}")
         return
-    above = next(each for each in folder.absolute().parents if each.exists())
-    if not folder.exists() and not (above.is_dir() and os.access(above, os.W_OK)):
+    parent = next(ancestor for ancestor in folder.absolute().parents if ancestor.exists())
+    if not folder.exists() and not (parent.is_dir() and os.access(parent, os.W_OK)):
         yield Problem(
-            "out", f"{str(folder)!r} cannot be written: {str(above)!r} is not writable", "environment"
+            "out", f"{str(folder)!r} cannot be written: {str(parent)!r} is not writable", "environment"
         )
     if not is_free(folder):
         if (folder / "config.yaml").exists():
@@ -172,20 +172,20 @@ def _plugin_problems(assembly: Assembly, path: str, problems: Iterator[Problem])
     except StrettoError as error:
         return [Problem(path, str(error))]
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
-        known = assembly.composed.components
-        return [Problem(path, assembly.composed.blame(error, path if path in known else ""))]
+        components = assembly.composed.components
+        return [Problem(path, assembly.composed.blame(error, path if path in components else ""))]
 
 
 def _section_problems(assembly: Assembly, *, is_placed: bool = True) -> list[Problem]:
-    """Return what is wrong with the sections, as far as it can be seen without making a component."""
-    found: list[Problem] = []
+    """Return the problems of the sections that can be found without making a component."""
+    problems_of_sections: list[Problem] = []
     groups = assembly.placement.groups.values() if is_placed else ()
     models = {group.path: group.models for group in groups}
     for path in assembly.composed.components:
         if not path.startswith("variants."):  # a variant is checked as a run of its own
             of_component = _component_problems(assembly, path, models.get(path, ()))
-            found += _plugin_problems(assembly, path, of_component)
-    return [*found, *_tool_problems(assembly.config), *_tracker_problems(assembly.config)]
+            problems_of_sections += _plugin_problems(assembly, path, of_component)
+    return [*problems_of_sections, *_tool_problems(assembly.config), *_tracker_problems(assembly.config)]
 
 
 def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
@@ -194,7 +194,7 @@ def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
 
 
 def _component_problems(assembly: Assembly, path: str, models: Iterable[str]) -> Iterator[Problem]:
-    """`models` are those that the section's worker group will hold."""
+    """Yield the problems of a section. `models` are the models of the section's worker group."""
     component, config = assembly.composed.components[path], assembly.config
     section = assembly.composed.section(path)
     for field in msgspec.structs.fields(type(section)):
@@ -220,7 +220,7 @@ def _launcher_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _trial_problems(assembly: Assembly, starting: bool, failed_sections: Set[str]) -> Iterator[Problem]:
-    """Try other packages' components in a child process; stretto's own keep their contracts."""
+    """Make components of other packages on trial, in a child process. stretto's own need no trial."""
     roles = {worker.role for worker in assembly.workers}
     paths = [path for path in assembly.composed.components if path.startswith("trackers.")]
     if "inference" in roles:
@@ -270,12 +270,12 @@ def _reward_problems(
     try:
         error, scored = try_to_score(document, assembly.trial_context, [*tasks.values()], _TRY_S)
         results = dict(zip(tasks, scored, strict=False))  # empty if the reward cannot be made
-        for _ in range(config.workflow.member_retries):  # as often as the run would
-            again = {key: tasks[key] for key, each in results.items() if each.fault}
-            if not again:
+        for _ in range(config.workflow.member_retries):  # retry as often as the run would
+            failed_tasks = {key: tasks[key] for key, each in results.items() if each.fault}
+            if not failed_tasks:
                 break
-            _, scored = try_to_score(document, assembly.trial_context, [*again.values()], _TRY_S)
-            results |= zip(again, scored, strict=False)
+            _, scored = try_to_score(document, assembly.trial_context, [*failed_tasks.values()], _TRY_S)
+            results |= zip(failed_tasks, scored, strict=False)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
         yield _warning("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
@@ -307,7 +307,7 @@ def _reward_problems(
 def _scoring_tasks(
     assembly: Assembly, read: Mapping[str, ReadRows]
 ) -> dict[tuple[str, RowForm | None], Task]:
-    """Return the reward's trial tasks, by the dataset's section and the row's form, None for the first."""
+    """Return (key of a dataset, form of a row; None for the first row) -> task for a trial of the reward."""
     from stretto.user_code.reward import Task
 
     columns = assembly.composed.components["workflow"].reward_columns
@@ -320,7 +320,7 @@ def _scoring_tasks(
         "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
     }
     hidden = IMAGE_COLUMNS if is_vision_language(known_config(config.model)) else ()
-    known = set(columns) <= {_LENGTH_COLUMN}  # the values of other columns are the workflow's
+    has_answers = set(columns) <= {_LENGTH_COLUMN}  # only the workflow knows values of other columns
     tasks: dict[tuple[str, RowForm | None], Task] = {}
     for path, rows in read.items():
         # The reward's own check of rows, if it has one, says more of the rows after the first.
@@ -329,11 +329,11 @@ def _scoring_tasks(
             row, count = (rows.first, samples[path]) if form is None else (form.row, 1)
             tasks[path, form] = Task(
                 encode_row({name: value for name, value in row.items() if name not in hidden}),
-                (_ANSWER,) * count if known else (),
+                (_ANSWER,) * count if has_answers else (),
                 msgspec.msgpack.encode(
                     {
-                        "prompt_opened": [""] * count if known else [],
-                        **{name: [1] * count if known else [] for name in columns},
+                        "prompt_opened": [""] * count if has_answers else [],
+                        **{name: [1] * count if has_answers else [] for name in columns},
                     }
                 ),
                 trial=True,
@@ -387,7 +387,7 @@ def _row_problems(
     assembly: Assembly, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
 ) -> Iterator[Problem]:
     components = assembly.composed.components
-    datasets = ["dataset"] if assembly.graph.samples else []  # else it has no answers to score
+    datasets = ["dataset"] if assembly.graph.samples else []  # other runs have no answers to score
     datasets += ["evaluation.dataset"] if "evaluation.dataset" in components else []
     for section in sections:
         if section not in failed_sections and row_checks(assembly.composed, section):
@@ -478,8 +478,8 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
             "sampling.temperature",
             f"is {sampling.temperature:g}: answers become almost random tokens; usual values are 0.6 to 1.2",
         )
-    for path, each in config.samplings():
-        if odd := [text for text in each.stop if re.search(r"\\[nrt](?![a-zA-Z])", text)]:
+    for path, section in config.samplings():
+        if odd := [text for text in section.stop if re.search(r"\\[nrt](?![a-zA-Z])", text)]:
             yield _warning(
                 f"{path}.stop",
                 f"has {odd[0]!r}, a backslash and a letter, at which no answer ends; in YAML a line end is "
@@ -532,14 +532,14 @@ def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Itera
                 "with a single answer to each prompt, training compares answers of different variants, and "
                 "their rewards may differ in scale; expected algorithm.group_size of at least 2",
             )
-        own = own_sections(variant).keys()
-        for problem in _problems_of_variant(assembly.of_variant(name), own, read):
-            is_own = problem.path.partition(".")[0] in own
+        own_keys = own_sections(variant).keys()
+        for problem in _problems_of_variant(assembly.of_variant(name), own_keys, read):
+            is_own = problem.path.partition(".")[0] in own_keys
             yield replace(problem, path=f"variants.{name}.{problem.path}") if is_own else problem
 
 
 def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Check a variant as a run, as far as its own sections matter."""
+    """Check a variant as a run, but only what depends on the variant's own sections."""
     section_problems = _section_problems(run)
     failed_sections = _failed_sections(section_problems)
     yield from section_problems
@@ -593,7 +593,7 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
 
 
 def _time_limits(struct: msgspec.Struct, path: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the time limits of a section and of those in it, in seconds, each with its dotted key."""
+    """Yield (dotted key, seconds) for each time limit in a section and in the sections inside it."""
     for key in struct.__struct_fields__:
         value = getattr(struct, key)
         inner = f"{path}.{key}" if path else key
@@ -607,7 +607,7 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
     cores = available_cores()
     threads = Counter({"trainer": 0, "inference": 0})
     for worker in assembly.workers:
-        if worker.id != EVALUATOR:  # it leaves the others their time
+        if worker.id != EVALUATOR:  # it has a lower priority than the others
             threads[worker.role] += worker.resources.threads
     training, inference = threads["trainer"] if assembly.config.steps else 0, threads["inference"]
     if training + inference > cores:
@@ -620,7 +620,7 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Warn of an engine that leaves a GPU of this machine idle: it gets one only if its section asks."""
+    """Warn of an engine that leaves this machine's GPU idle: its section must ask for a GPU to get one."""
     config, composed = assembly.config, assembly.composed
     if config.launcher.use != "local" or not visible_gpus(os.environ):
         return
@@ -629,8 +629,8 @@ def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
         ("training", "trainer", config.training),
         ("inference", "inference", config.inference),
     ):
-        is_meant = section.gpus or getattr(section, "device", "auto") == "cpu"
-        if role in roles and composed.components[path].needs_model and not is_meant:
+        is_decided = section.gpus or getattr(section, "device", "auto") == "cpu"
+        if role in roles and composed.components[path].needs_model and not is_decided:
             yield _warning(
                 f"{path}.gpus",
                 "is 0, so a GPU of this machine stays idle; set it, and `share` where processes share a GPU, "

@@ -1,8 +1,8 @@
 """The kernel process of a run that was started from Python: `python -m stretto.cli.start.child DESCRIPTOR`.
 
-It is `stretto run` for a program: it reads a `RunRequest` from stdin, and reports what becomes of the run
+It is `stretto run` for a program: it reads a `RunRequest` from stdin, and reports the run's progress
 through the pipe DESCRIPTOR, one JSON object on each line. The end of stdin ends the run as Ctrl-C ends
-`stretto run`: the system closes stdin however the program ends. SIGTERM after it is the second Ctrl-C.
+`stretto run`: the system closes stdin however the program ends. SIGTERM after that acts as the second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.runs.request import RunAccepted, RunMessage, RunNotice, RunRefused,
 
 
 def main(descriptor: int) -> int:
-    """Run the requested run to its end, and return the exit status, which is that of `stretto run`."""
+    """Run the requested run to its end, and return the exit status that `stretto run` would return."""
     os.umask(0o077)
     os.set_inheritable(descriptor, False)  # the reader sees the end of the pipe when this process ends
     for number in (signal.SIGINT, signal.SIGTERM):  # until the run sets its own handlers
@@ -31,7 +31,7 @@ def main(descriptor: int) -> int:
     def send(message: RunMessage) -> None:
         try:
             os.write(descriptor, encode(message) + b"\n")
-        except BrokenPipeError:  # the program has ended: so does the run, by the end of stdin
+        except BrokenPipeError:  # the program has ended; the end of stdin ends the run, too
             return
 
     request = msgspec.json.decode(sys.stdin.buffer.readline(), type=RunRequest)
@@ -39,10 +39,8 @@ def main(descriptor: int) -> int:
     try:
         return _run(request, send)
     except StrettoError as error:
-        carried = {
-            key: getattr(error, key) for key in ("path", "value", "kind", "name") if hasattr(error, key)
-        }
-        send(RunRefused(type(error).__name__, str(error), **carried))
+        facts = {key: getattr(error, key) for key in ("path", "value", "kind", "name") if hasattr(error, key)}
+        send(RunRefused(type(error).__name__, str(error), **facts))
         return 1
 
 
@@ -59,7 +57,7 @@ def _run(request: RunRequest, send: Callable[[RunMessage], None]) -> int:
 
 
 def _end_with_stdin() -> None:
-    while os.read(0, 1024):  # sys.stdin has a lock, for which the end of the interpreter would wait
+    while os.read(0, 1024):  # not sys.stdin: the interpreter would wait for its lock at exit
         pass
     os.kill(os.getpid(), signal.SIGINT)
 

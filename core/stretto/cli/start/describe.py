@@ -77,8 +77,8 @@ def _variant_lines(config: RunConfig) -> Iterator[str]:
     total = sum(variant.weight for variant in variants.values())
     for name, variant in variants.items():
         sections = own_sections(variant)
-        own = f"its own {', '.join(sections)}" if sections else "the run's own sections"
-        yield f"variant    {name}: {100 * variant.weight / total:.0f} % of the tickets, {own}"
+        origin = f"its own {', '.join(sections)}" if sections else "the run's own sections"
+        yield f"variant    {name}: {100 * variant.weight / total:.0f} % of the tickets, {origin}"
 
 
 def _worker_rows(assembly: Assembly) -> Iterator[list[str]]:
@@ -104,7 +104,7 @@ def _row(role: str, processes: int, resources: Resources, component: str) -> lis
 
 
 def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Yield a line for each model; none for one model in the default group: the line `model` has it."""
+    """Yield a line for each model; none for a single model in the default group, which `model` shows."""
     if list(placement.groups) == [DEFAULT_GROUP] and len(placement.graph.models) == 1 and not config.models:
         return
     for group in placement.groups.values():
@@ -116,7 +116,7 @@ def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
 
 
 def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Yield each group's memory for a checkpoint's copy, if its Hugging Face model is on this machine."""
+    """Yield each group's memory for the copy of a checkpoint, if the group's models are on this machine."""
     for group in placement.groups.values():
         section, size = group.section, 0.0
         for name in group.models:
@@ -126,7 +126,7 @@ def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
             if placement.graph.models[name].trainable:
                 parameters = parameters_in(folder)
                 trained_whole = section.optimizer == "adamw" and section.lora is None
-                size += parameters * 4e-9 * (3 if trained_whole else 1) / section.processes  # float32
+                size += parameters * 4e-9 * (3 if trained_whole else 1) / section.processes  # GB, float32
         else:
             if not size:
                 continue

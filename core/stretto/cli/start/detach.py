@@ -36,7 +36,7 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
         raise ConfigError(f"out: cannot write to {folder}: {error}", path="out") from error
     while not _trains(folder, began):
         if (status := process.poll()) is not None:
-            if status == 0:  # it was short
+            if status == 0:  # the run has ended already
                 break
             raise RunError(_failure(folder, start, status))
         time.sleep(_LOOK_S)
@@ -49,15 +49,15 @@ def _trains(folder: Path, began: float) -> bool:
 
 
 def _failure(folder: Path, start: int, status: int) -> str:
-    """Say why a run did not start. A folder that holds nothing else is removed."""
+    """Return why a run did not start. Remove the run's folder if it has no other files."""
     output = folder / OUTPUT
     with output.open("rb") as file:
         file.seek(start)
         printed = file.read()[-_TAIL_BYTES:].decode(errors="replace").strip()
     if not (folder / "config.yaml").exists():
         output.unlink()
-        for left in (folder / "bus" / "kernel.lock", folder / "bus", folder):
-            with suppress(OSError):  # it holds more
-                left.unlink() if left.is_file() else left.rmdir()
+        for path in (folder / "bus" / "kernel.lock", folder / "bus", folder):
+            with suppress(OSError):  # a folder has other files
+                path.unlink() if path.is_file() else path.rmdir()
     reasons = "\n".join(line.removeprefix("error: ") for line in printed.splitlines())
     return f"the run did not start (exit status {status}):\n{reasons}"

@@ -19,7 +19,7 @@ from stretto.user_code.guard import end_with_parent
 
 @contextmanager
 def page_of(folder: Path, *, serve: bool) -> Generator[None]:
-    """Serve the page of a run for the duration of the block and print its address, or print the command."""
+    """If `serve`, serve the run's page during the block and print its address; else print the command."""
     command = ["stretto", "ui", str(folder)]
     if not serve:
         typer.echo(f"to see the run in a browser: {shlex.join(command)}", err=True)
@@ -30,7 +30,7 @@ def page_of(folder: Path, *, serve: bool) -> Generator[None]:
         [sys.executable, "-m", *command],
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # it stays while the first Ctrl-C drains the run
+        start_new_session=True,  # the page stays while the first Ctrl-C drains the run
         preexec_fn=partial(end_with_parent, signal.SIGTERM),
     ) as server:
         assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""The packaged quickstart: a tiny model, its rows and its run files, copied into a folder of the user's."""
+"""The packaged quickstart: a tiny model, its rows and its run files, copied into a user's folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.errors import ConfigError
 
 _IN_CHECKOUT = f"{EXAMPLES}/quickstart"
 _SCHEMA_LINE = "# yaml-language-server:"
-# Files and folders beside run.yaml that it refers to.
+# Files and folders beside run.yaml to which run.yaml refers.
 _REFERENCES = ("model", "train.jsonl", "heldout.jsonl")
 # Files that make_model.py writes; a checkout may have them, the wheel does not.
 _GENERATED = ("demonstrations.jsonl", "untrained", "__pycache__")
@@ -21,7 +21,7 @@ _GENERATED = ("demonstrations.jsonl", "untrained", "__pycache__")
 
 @contextmanager
 def copy_quickstart(folder: Path) -> Generator[Path]:
-    """Copy the quickstart into a folder and give its run file; an error in the body removes the copy."""
+    """Copy the quickstart into a folder and yield its run file. An error in the block removes the copy."""
     _expect_room(folder)
     is_new = not folder.exists()
     try:
@@ -63,7 +63,7 @@ def _copy(source: Path, folder: Path) -> None:
 
 
 def _copy_file(source: str, target: str) -> str:
-    """Copy one file. Run files and the script refer to what lies beside them, not to the checkout."""
+    """Copy one file. Make run files and the script refer to files beside them, not to the checkout."""
     if source.endswith((".yaml", ".py")):
         lines = Path(source).read_text(encoding="utf-8").splitlines(keepends=True)
         text = "".join(line for line in lines if not line.startswith(_SCHEMA_LINE))

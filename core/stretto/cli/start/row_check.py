@@ -43,24 +43,24 @@ class RowFaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, rows: int, read: int, faults: Mapping[int, str]) -> RowFaults:
-        """Return the faults of rows, which are by index."""
+        """Return the faults of a dataset, from index of a row -> fault."""
         return cls(rows, read, len(faults), tuple(sorted(faults.items())[:_MAX_SHOWN]))
 
     @property
     def count_and_examples(self) -> str:
-        """How many rows were checked, and the first faults, for messages."""
+        """Text for messages: how many rows were checked, and the first faults."""
         faults = "".join(f"\n  row {index + 1}: {fault}" for index, fault in self.first)
         more = "\n  …" if self.faulty > len(self.first) else ""
         return f"(checked: {checked_rows(self.read, self.rows)}):{faults}{more}"
 
 
 def checked_rows(read: int, rows: int) -> str:
-    """Return how many rows were read, for messages."""
+    """Return text for messages: how many rows were read."""
     return "all rows" if read == rows else f"{read:,} of {rows:,} rows, drawn at random"
 
 
 def row_checks(composed: Composed, section: str) -> list[Callable[[Mapping[str, Any]], str]]:
-    """Return the checks of a row, of a section's component and of its parts. Each returns the fault."""
+    """Return the row checks of a section's component and of its parts. Each check returns a fault, or ''."""
     return [
         partial(component.check_row, composed.section(path))
         for path, component in composed.components.items()
@@ -69,8 +69,8 @@ def row_checks(composed: Composed, section: str) -> list[Callable[[Mapping[str, 
 
 
 def drawn_rows(rows: int, seconds: float) -> Iterator[int]:
-    """Yield the indices of rows in random order: of all, or of at most `_MAX_ROWS` rows until the time is
-    over. The first one does not count: its check may import a large library."""
+    """Yield the indices of at most `_MAX_ROWS` rows in random order, for at most `seconds`. The time begins
+    after the first row, whose check may import a large library."""
     end = math.inf
     for number, index in enumerate(random.Random(0).sample(range(rows), min(rows, _MAX_ROWS))):
         if number == 1:
@@ -83,9 +83,9 @@ def drawn_rows(rows: int, seconds: float) -> Iterator[int]:
 def faults_of_rows(
     document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
 ) -> RowFaults:
-    """Check rows of the dataset at the key `path` in a child process, with the components of `section`; with
-    `model`, by the processor of a vision-language model. Raise TimeoutError after `timeout_s`, and
-    ChildProcessError, with the last line of its stderr, if the child fails."""
+    """Check rows of the dataset at the key `path` in a child process, with the components of `section`; for
+    `model`, read the first row with the model's processor. Raise TimeoutError after `timeout_s`, and
+    ChildProcessError, with the last line of the child's stderr, if the child fails."""
     setup = msgspec.msgpack.encode((document, path, section, context))
     done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:

@@ -16,7 +16,7 @@ _STRETTO = (sys.executable, "-m", "stretto")
 
 
 def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, dry_run: bool) -> bool:
-    """Submit a run if its launcher does so, and return whether it does."""
+    """Submit a run if its launcher submits runs, and return whether the launcher does."""
     folder = assembly.folder
     begin = (*_STRETTO, "run", str(file.absolute()), *overrides, f"out={folder}")
     resume = (*_STRETTO, "resume", str(folder))
@@ -26,10 +26,10 @@ def submitted_run(assembly: Assembly, file: Path, overrides: Sequence[str], *, d
 def submitted_resume(
     assembly: Assembly, overrides: Sequence[str], options: Sequence[str], *, dry_run: bool
 ) -> bool:
-    """Submit a run that continues if its launcher does so, and return whether it does."""
+    """Submit the resumption of a run if its launcher submits runs, and return whether the launcher does."""
     resume = (*_STRETTO, "resume", str(assembly.folder), *overrides, *options)
     if overrides and isinstance(assembly.make("launcher"), SubmittingLauncher):
-        assembly = compose_changes(assembly, overrides)  # a run that starts here refuses values itself
+        assembly = compose_changes(assembly, overrides)  # a run that starts here checks values later
     return _submitted(assembly, resume, resume, dry_run=dry_run, resumed=True)
 
 

@@ -1,6 +1,6 @@
 """`--supervise`: a process that runs `stretto resume` whenever a run's kernel was killed by a signal that it
-cannot handle, such as SIGKILL. It hands signals on. From the first death on it holds a lock, so that the
-workers wait for the next kernel."""
+cannot handle, such as SIGKILL. It passes signals on to the kernel. After the first death it holds a lock, so
+that the workers wait for the next kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from stretto.kernel.durable.changes import newest_values
 from stretto.records.metrics_file import MetricsFile
 
 _MOST_DEATHS = 3
-"""After more deaths in a row without a new step, the supervisor gives up."""
+"""After more deaths of kernels in a row without a new step, the supervisor gives up."""
 _HANDED_ON = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 _FROM_TERMINAL = 0x80
-"""`si_code` of a signal that the system sends, for Ctrl-C to all processes of the terminal."""
+"""`si_code` of a signal from the system, such as Ctrl-C, which reaches all processes of the terminal."""
 
 
 def supervise(
@@ -49,8 +49,8 @@ def supervise(
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run a command to its end, with the signals that this process gets. Return its exit status, negative for
-    a signal, and whether there were any: they stop the run, also if they kill a kernel that still imports."""
+    """Run a command to its end, and pass on this process's signals. Return the exit status, negative if a
+    signal killed the command, and whether signals arrived: they stop the run, even if the kernel imports."""
     is_stopped = False
     waits_for = _HANDED_ON | {signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waits_for)
