@@ -52,7 +52,7 @@ class Worker:
     """Workers with the same unit must run on one machine; empty for any machine."""
 
     def job(self, command: tuple[str, ...] = (), log: str = "", imports: tuple[str, ...] = ()) -> Job:
-        """Return the worker's job. Placing it needs no `command`. `imports` are modules slow to import."""
+        """Return the worker's job. Only starting it needs `command`. `imports` are modules slow to import."""
         return Job(
             worker=self.id,
             role=self.role,
@@ -118,7 +118,7 @@ class Assembly:
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        """The algorithm object. It and all properties that need the `graph` raise like `Composed.make`."""
+        """The algorithm object. This property and all that need `graph` raise as `Composed.make` does."""
         return self.make("algorithm")
 
     @cached_property

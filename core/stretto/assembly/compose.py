@@ -125,7 +125,7 @@ class Composed:
         return f"{owners[path].label} raised {place_of(error)}" if path else ""
 
     def explain(self, error: BaseException, log: Path | str) -> str:
-        """Return an error as text; if stretto did not raise it, with plugin, line, and `log` for details."""
+        """Return an error as text; if stretto did not raise it, with plugin, line and the file `log`."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
         return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
@@ -301,7 +301,7 @@ class _Composer:
         return paths
 
     def _section(self, path: str) -> dict[str, Any] | None:
-        """Return the mapping at `path`. If it is missing, add one for a kind with a default, else None."""
+        """Return the mapping at `path`. Add a missing one if its kind has a default, else return None."""
         owner, _, key = path.rpartition(".")
         parent = _at(self.data, owner)
         if not isinstance(parent, dict):
@@ -690,7 +690,7 @@ def _description(annotation: Any) -> str:
 
 
 def _annotation_at(struct: Any, path: str) -> Any:
-    """Return the annotation at a dotted path, for an item that of its list; Any if there is no field."""
+    """Return the annotation at a dotted path; for an item of a list, the list's; Any without a field."""
     annotation: Any = struct
     for part in path.split("."):
         if part.isdigit():

@@ -164,7 +164,7 @@ def _writers(calls: Sequence[Call]) -> dict[str, str]:
 
 
 def _weights_edges(calls: Sequence[Call]) -> Iterator[tuple[str, str]]:
-    """Yield edges from the other calls on a model to its train call: they read the weights before it."""
+    """Yield edges from a model's other calls to its train call: they need the weights before the step."""
     for train_call in calls:
         if train_call.op == "train":
             for call in calls:

@@ -1,4 +1,4 @@
-"""Which model lives in which worker group, and which process of a group works on which rows.
+"""The placement of models in worker groups, and of a batch's rows on the processes of a group.
 
 Private to the core. Kernel and trainers compute the same placement, so no message carries it.
 """

@@ -76,9 +76,9 @@ class Origin:
     """The plugin that a component comes from, for messages."""
 
     label: str
-    """`reward 'brevity' of acme 1.2`, or `… of my_reward.py` if it was loaded by path."""
+    """`reward 'brevity' of acme 1.2`, or `… of my_reward.py` for a plugin loaded by path."""
     files: str
-    """Prefix of the paths of its source files: its package's folder, or its module's file."""
+    """Prefix of the paths of the plugin's source files: its package's folder, or its only file."""
     distribution: str
     """Name of the installed package, or of the module if the module was loaded by path."""
 

@@ -122,7 +122,7 @@ def kind_of(path: str) -> Kind:
 
 
 def instead_of_list(path: str) -> str:
-    """Return a hint what to write instead of a list for a section; empty if there is no hint."""
+    """Return a hint on what to write instead of a list for a section; empty if there is no hint."""
     return "; several rewards are the `parts` of the reward `sum`" if path == "reward" else ""
 
 

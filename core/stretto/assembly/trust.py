@@ -1,4 +1,4 @@
-"""Ask whether the user trusts a run's folder: a continued run imports the code that its config names."""
+"""Check that the user trusts a run's folder: a continued run imports the code that its config names."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class SampleRecord:
 
     trained: dict[str, TrajectoryFacts] = field(default_factory=dict[str, TrajectoryFacts])
     members: dict[tuple[int, int], list[str]] = field(default_factory=lambda: defaultdict(list[str]))
-    """(ticket, attempt) -> ids of its trajectories, in order."""
+    """(ticket, attempt) -> ids of the attempt's trajectories, in order."""
     evaluated: list[TrajectoryFacts] = field(default_factory=list[TrajectoryFacts])
     faults: list[str] = field(default_factory=list[str])
     """Rows whose columns differ from their arrays, and groups that differ from their digest."""
@@ -202,7 +202,7 @@ class CheckpointRecord:
 
     name: str
     damage: str
-    """What is wrong with its files; empty if they are as the manifest says."""
+    """What is wrong with the checkpoint's files; empty if they match the manifest."""
     state: Mapping[str, Any]
 
     @property

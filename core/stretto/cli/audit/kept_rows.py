@@ -38,7 +38,7 @@ def kept_rows(
 
 
 def kept_groups(folder: Path, purpose: Purpose) -> Iterator[list[dict[str, Any]]]:
-    """Yield the kept samples of each attempt as a list: the files have the samples of an attempt in a row."""
+    """Yield the kept samples of each attempt, which follow each other in the files, as a list."""
     for _, rows in groupby(kept_rows(folder, purpose), key=itemgetter("ticket", "attempt")):
         yield list(rows)
 

@@ -60,7 +60,7 @@ class KeptGroups:
         self._images = SampleImages(folder)
 
     def missing(self, batches: Sequence[RecordedBatch]) -> list[int]:
-        """Return the versions of those batches whose data the run has not kept."""
+        """Return the versions of the batches whose data the run has not kept in full."""
         kept = {row["id"] for row in kept_rows(self._folder, "train", ("id",))}
         return [batch.version for batch in batches if any(row.id not in kept for row in batch.rows)]
 

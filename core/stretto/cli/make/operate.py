@@ -1,4 +1,4 @@
-"""Commands to a living run: `stretto scale` and `stretto stop`. They go to its kernel over the bus."""
+"""Commands to a living run, sent to its kernel over the bus: `stretto scale` and `stretto stop`."""
 
 from __future__ import annotations
 

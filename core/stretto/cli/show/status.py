@@ -1,4 +1,4 @@
-"""`stretto status`: what a run does now, from its folder alone, even if its kernel hangs; or over the bus."""
+"""`stretto status`: describe a run, from its folder, even if its kernel hangs, or over the bus."""
 
 from __future__ import annotations
 

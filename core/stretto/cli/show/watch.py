@@ -53,7 +53,7 @@ def watch_folder(folder: Path) -> int:
 
 
 def watch_bus(viewer: Bootstrap) -> int:
-    """Show the run whose kernel sends its status over the bus, as `watch_folder` does."""
+    """Show a run as `watch_folder` does, from the status that its kernel sends over the bus."""
     # The view shows errors of the connection.
     log_nothing()
     listener = _Listener()

@@ -71,7 +71,7 @@ class ReadRows:
 
 
 def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -> Iterator[Problem]:
-    """Check the rows of a dataset. Store what was read in `read` if the first row has a valid prompt."""
+    """Check the rows of a dataset. Store the read rows in `read` if the first row has a valid prompt."""
     config, source = assembly.config, assembly.graph.source
     dataset: Dataset = assembly.composed.make(path, assembly.trial_context)
     if len(dataset) == 0:
@@ -146,11 +146,11 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
     limit = assembly.composed.section(path).max_prompt_tokens
     tokenizer = assembly.tokenizer
     tokens = len(prompt_ids(dataset[0], tokenizer))
-    whole: int | None = getattr(config.workflow, "max_tokens", None)
-    if whole is not None and tokens >= whole:
+    dialogue_limit: int | None = getattr(config.workflow, "max_tokens", None)
+    if dialogue_limit is not None and tokens >= dialogue_limit:
         yield _warning(
             "workflow.max_tokens",
-            f"is {whole}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
+            f"is {dialogue_limit}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
         )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)

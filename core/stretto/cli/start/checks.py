@@ -189,7 +189,7 @@ def _section_problems(assembly: Assembly, *, is_placed: bool = True) -> list[Pro
 
 
 def _failed_sections(section_problems: Iterable[Problem]) -> set[str]:
-    """Return the sections with an error. They are not tried: the trial would only repeat the error."""
+    """Return the sections with an error. No trial makes them: it would only repeat the error."""
     return {problem.path.partition(".")[0] for problem in section_problems if problem.severity != "warning"}
 
 

@@ -104,7 +104,7 @@ def _row(role: str, processes: int, resources: Resources, component: str) -> lis
 
 
 def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
-    """Yield a line for each model; none for a single model in the default group, which `model` shows."""
+    """Yield a line for each model; none for a single model in the default group (see line `model`)."""
     if list(placement.groups) == [DEFAULT_GROUP] and len(placement.graph.models) == 1 and not config.models:
         return
     for group in placement.groups.values():

@@ -28,7 +28,7 @@ def supervise(
     arguments: Sequence[str], folder: Path, options: Sequence[str] = (), overrides: Sequence[str] = ()
 ) -> int:
     """Start a command of stretto that owns the run in a folder, and resume the run whenever its kernel is
-    killed. Each command gets the overrides until they are in force: a kernel may be killed before."""
+    killed. Each command gets the overrides until they are in force: a kernel may be killed before that."""
     deaths, reached, lock, values = 0, _version(folder), None, newest_values(folder)
     while True:
         status, is_stopped = _run(arguments)
@@ -44,20 +44,20 @@ def supervise(
         if lock is None:
             lock = await_lock(folder / "bus" / SUPERVISOR_LOCK)
         typer.echo(f"{killed}; the next one continues the run", err=True)
-        missing = overrides if newest_values(folder) == values else ()
-        arguments = ["resume", str(folder), *missing, *options]
+        pending = overrides if newest_values(folder) == values else ()
+        arguments = ["resume", str(folder), *pending, *options]
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, bool]:
-    """Run a command to its end, and pass on this process's signals. Return the exit status, negative if a
-    signal killed the command, and whether signals arrived: they stop the run, even if the kernel imports."""
+    """Run a command to its end, and pass on this process's signals. Return the exit status, negative after
+    a deadly signal, and whether signals arrived: they stop the run, even if they kill a starting kernel."""
     is_stopped = False
     waits_for = _HANDED_ON | {signal.SIGCHLD}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, waits_for)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, waits_for)
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "stretto", *arguments],
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask),
         )
         while (status := process.poll()) is None:
             received = signal.sigwaitinfo(waits_for)
@@ -68,7 +68,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, bool]:
                 process.send_signal(received.si_signo)
         return status, is_stopped
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _version(folder: Path) -> int:
