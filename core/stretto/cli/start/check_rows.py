@@ -146,11 +146,11 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
     limit = assembly.composed.section(path).max_prompt_tokens
     tokenizer = assembly.tokenizer
     tokens = len(prompt_ids(dataset[0], tokenizer))
-    dialogue_limit: int | None = getattr(config.workflow, "max_tokens", None)
-    if dialogue_limit is not None and tokens >= dialogue_limit:
+    max_total: int | None = getattr(config.workflow, "max_tokens", None)
+    if max_total is not None and tokens >= max_total:
         yield _warning(
             "workflow.max_tokens",
-            f"is {dialogue_limit}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
+            f"is {max_total}, but the first row's prompt has {tokens} tokens: there is no room for an answer",
         )
     if limit is not None and tokens > limit:
         yield from _limit_problems(f"{path}.max_prompt_tokens", limit, tokenizer, dataset)
