@@ -283,7 +283,7 @@ class _Checker:
             yield _Account("summary.json", summary["version"], summary["ledger"], None, summary["reasons"])
 
     def _account_faults(self, account: _Account, trained: int, highest: int) -> Iterator[str]:
-        """Yield an account's faults. `trained` tickets were trained before it, the highest is `highest`."""
+        """Yield an account's faults. Trained before it: `trained` tickets, up to `highest` (-1: none)."""
         ledger, place = account.ledger, account.place
         accounted = sum(ledger[name] for name in ("trained", *_RETIRED, "in_flight"))
         self.lost = max(self.lost, ledger["issued"] - accounted, ledger["trained"] - trained)
