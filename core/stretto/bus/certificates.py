@@ -1,4 +1,4 @@
-"""Certificates for the bus. The key of the authority that signs them is never written anywhere."""
+"""Certificates for the bus. The private key of the authority that signs them is never written to a file."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Authority:
         return _text(self._certificate)
 
     def server(self, hosts: Iterable[str], days: int) -> Certificate:
-        """Make a server's certificate. Servers of a cluster, and leaves, also connect to others with it."""
+        """Make a server's certificate. Servers of a cluster, and leaves, also use it to connect to others."""
         names = list(dict.fromkeys(_host(host) for host in hosts))
         return self._issue("nats-server", names, [_SERVER, _CLIENT], days)
 

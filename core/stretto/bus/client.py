@@ -1,4 +1,4 @@
-"""Typed messages over one NATS connection. README.md has what the bus promises."""
+"""Typed messages over one NATS connection. README.md lists the promises of the bus."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _RESEND_S = 2.0
 """Seconds after which the bus repeats a request without an answer."""
 _FLUSH_S = 10
 """Seconds until the bus asks again whether the server has a subscription."""
-_KEEP_ANSWERS = 1024
+_KEEP_ANSWERS = 1024  # of each served subject, to send an answer again when a request is repeated
 
 
 @asynccontextmanager
@@ -74,19 +74,19 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     finally:
         bus.end()
         with anyio.CancelScope(shield=True):
-            for each in dict.fromkeys((client, store)):
-                await close_client(each)
+            for nats_client in dict.fromkeys((client, store)):
+                await close_client(nats_client)
 
 
 class Bus:
-    """One process's connection to the bus, from `connect`. Workers have no second one for the store."""
+    """A process's connection to the bus, made by `connect`. Only a kernel may have another, for the store."""
 
     def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:
         self._nats = client
         self._names = Subjects(bootstrap.run)
         self._prefix = inbox_of(bootstrap)
         self.inbox = secrets.token_hex(11)
-        """The part of this process's inbox subjects that no other process has."""
+        """Random part of this process's inbox subjects: no other process has the same."""
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         """Reply subject of a request -> its answer. The subject names the role that may answer."""
         self._requests = 0
@@ -97,29 +97,29 @@ class Bus:
         self._one_client = store is client
         self._parts = Parts()
         self._tasks: TaskGroup | None = None
-        """None before the bus is open, and after its end."""
+        """None before `open` and after `end`."""
         self._complaints: set[str] = set()
-        """Errors that are logged already."""
+        """Errors that were logged since the last connection."""
         self._up = asyncio.Event()
         self._confirming: list[anyio.CancelScope] = []
-        """Waits for the server to confirm a subscription. They begin again when the connection breaks."""
+        """Scopes of waits for the server to confirm a subscription; cancelled when the connection breaks."""
         self._serving = True
         self.explain: Callable[[Exception], str] = lambda error: f"{type(error).__name__}: {error}"
-        """Returns the reason in the refusal that is sent when a request's handler raises."""
+        """Returns the text of the refusal that the bus sends when a request's handler raises."""
 
     @property
     def connected(self) -> bool:
-        """Whether the client is connected now."""
+        """True while the client is connected."""
         return self._nats.is_connected
 
     @property
     def url(self) -> str:
-        """Address of the server, or addresses of the servers, as the client has them now."""
+        """Addresses of all servers that the client knows now, without logins."""
         return without_logins(",".join(server.geturl() for server in self._nats.servers))
 
     @property
     def server(self) -> str:
-        """Address of the current server, or of the last one without a connection."""
+        """Address of the current server; while there is no connection, of the last server."""
         url = self._nats.connected_url
         return without_logins(url.geturl()) if url is not None else ""
 
@@ -130,7 +130,7 @@ class Bus:
 
     @property
     def local_address(self) -> str:
-        """Address from which this machine reaches the server; the run's other machines reach it there."""
+        """Address with which this machine reaches the server. The run's other machines can reach it there."""
         server = self._nats.connected_url or self._nats.servers[0]
         return address_towards(server.hostname or "localhost")
 
@@ -146,7 +146,7 @@ class Bus:
         await self._send(subject, encode(message), reply)
 
     async def subscribe(self, subject: str, kind: type[M], handler: Handler[M]) -> None:
-        """Call `handler` with each later message, one at a time. A coroutine function costs more."""
+        """Call `handler` with each later message, one at a time. Plain functions cost less time."""
         decode = decoder(kind)
 
         def read(msg: Msg) -> M | None:
@@ -185,7 +185,7 @@ class Bus:
         """Send a request to one process, repeat it until the answer arrives, and return the answer. The
         process serves the request once.
 
-        Raises NoAnswer after `deadline_s` seconds of a connected bus, and Refused if the process refuses.
+        Raises NoAnswer after `deadline_s` seconds with a connection, and Refused if the process refuses.
         """
         self._requests += 1
         _, answerer = self._names.parties(subject)
@@ -224,15 +224,15 @@ class Bus:
     ) -> None:
         """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 
-        A request whose reply subject is not an inbox of a party in `messages.WORKER_VERBS` is refused: its
-        sender would make this process publish there. `forget` keeps no answers and calls the handler again
-        for a repeated request: for large answers without side effects.
+        A request is refused unless its reply subject is an inbox of a party that may send the request
+        (`WORKER_VERBS`): else its sender could make this process publish to any subject. With `forget`, the
+        bus keeps no answers, and a repeated request runs the handler again: for large answers of pure reads.
         """
         decode = decoder(kind)
         askers, answerer = self._names.parties(subject)
         prefixes = "|".join(re.escape(self._names.answers(asker, answerer)) for asker in askers)
         may_reply_to = re.compile(rf"(?:{prefixes})\.[A-Za-z0-9]{{1,64}}\.[0-9]{{1,20}}").fullmatch
-        answers: OrderedDict[str, bytes | None] = OrderedDict()  # reply -> answer, None while it is computed
+        answers: OrderedDict[str, bytes | None] = OrderedDict()  # by reply subject; None: in work
 
         async def answer(reply: str, message: M) -> None:
             try:
@@ -265,9 +265,9 @@ class Bus:
             if data is None:
                 return
             if msg.reply in answers:
-                known = answers[msg.reply]
-                if known is not None:
-                    self._start(self._send, msg.reply, known, "")
+                stored_answer = answers[msg.reply]
+                if stored_answer is not None:
+                    self._start(self._send, msg.reply, stored_answer, "")
                 return
             try:
                 message = decode(data)
@@ -282,8 +282,8 @@ class Bus:
         await self._receive(subject, future=_AtOnce(deliver))
 
     def stop_serving(self) -> None:
-        """Answer no request any more, not even those whose handlers still run. For a process that leaves: the
-        askers turn to another process when they hear that it has left, and would take a refusal for final."""
+        """Answer no more requests, not even those whose handlers still run. A process that leaves calls this:
+        its askers then call another process, while a refusal would be final for them."""
         self._serving = False
 
     async def _receive(self, subject: str, **how: Any) -> None:
@@ -309,7 +309,7 @@ class Bus:
         await self._nats.subscribe(f"{self._prefix}.from.*.{self.inbox}.*", future=answers)
 
     def end(self) -> None:
-        """Begin nothing any more, whatever still arrives."""
+        """Start no more tasks, even if messages still arrive."""
         self._tasks = None
 
     async def on_error(self, error: Exception) -> None:
@@ -320,7 +320,7 @@ class Bus:
             log.warning("bus", error=complaint)
 
     async def on_disconnected(self) -> None:
-        """Hold back messages. The client also calls it at the end."""
+        """Hold messages back until the client has reconnected. The client also calls this when it closes."""
         self._up.clear()
         for scope in self._confirming:
             scope.cancel()
@@ -330,7 +330,7 @@ class Bus:
             log.warning("bus disconnected")
 
     async def on_reconnected(self) -> None:
-        """Send messages again."""
+        """Send the messages that were held back, and hold none back any more."""
         self._up.set()
         self._complaints.clear()
         log.info("bus reconnected", url=self.server)
@@ -377,12 +377,12 @@ class Bus:
         self._start(raise_error)
 
     def _start(self, function: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
-        if self._tasks is not None:  # otherwise the connection closes, and sends what waits
+        if self._tasks is not None:  # at the end, the connection only sends what is pending
             self._tasks.start_soon(function, *arguments)
 
 
 class _AtOnce:
-    """Stands for the future of a subscription: each message comes without a queue and a task between."""
+    """Replaces the future of a subscription: delivers every message directly, without a queue and a task."""
 
     def __init__(self, deliver: Callable[[Msg], object]) -> None:
         self.set_result = deliver

@@ -20,18 +20,18 @@ from stretto.bus.tls import client_context
 from stretto.errors import BusError, NoAnswer
 
 _CONNECT_S = 20.0
-"""Limit for the first connection: the bundled server may start at the same time."""
+"""Seconds for the first connection: the bundled server may start at the same time."""
 _RECONNECT_S = 0.2
 """Seconds between attempts to reconnect. With 0, closing could hardly ever stop the client's attempts."""
 _PING_S = 1
 _UNANSWERED_PINGS = 5
 """The client reconnects after more unanswered pings than this."""
-_TRY_S = 5
+_TRY_S = 5  # for one attempt to connect to a server
 _TRY_OF_SEVERAL_S = 2
-"""The same with several servers, so that one that stands still does not delay the client."""
+"""Seconds for one attempt if there are several servers: a server that hangs must not delay the client."""
 
 _expect_valid = lru_cache(maxsize=4096)(_validate_subject)
-"""Raises BadSubjectError for a subject that would let its sender write other commands."""
+"""Raises BadSubjectError for a malformed subject: its text could contain other commands to the server."""
 
 _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus.tls)"
 
@@ -39,13 +39,13 @@ _NO_CERTIFICATE = "it may want a client's certificate, of its own authority (bus
 class NatsClient(Client):
     """A NATS client that sends nothing, not even its credentials, to a `tls://` server that offers no TLS.
 
-    Its `flush` waits until the server has taken in everything sent before. Its `publish` costs less.
+    Its `flush` waits until the server has processed all earlier messages. Its `publish` costs less time.
     """
 
     async def publish(
         self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
-        """Publish a message, as nats-py does it: but check a subject only once, and copy no payload."""
+        """Publish a message as nats-py does, but check each subject only once and copy no payload."""
         size = len(payload)
         if headers or self._status != Client.CONNECTED or size > self._max_payload:
             await super().publish(subject, payload, reply, headers)
@@ -64,7 +64,7 @@ class NatsClient(Client):
             await self._flush_pending()
 
     async def _connect_to_server(self, s: Any) -> None:
-        # nats-py forgets the connection of an attempt that has failed, with its socket open.
+        # After a failed attempt to connect, nats-py does not close the socket.
         if self._transport is not None:
             self._transport.close()
         await super()._connect_to_server(s)
@@ -76,14 +76,14 @@ class NatsClient(Client):
         await super()._process_info(info, initial_connection)
 
     async def _send_ping(self, future: asyncio.Future[Any] | None = None) -> None:
-        # nats-py writes a ping before what waits to be sent, so its answer would not confirm a subscription.
+        # nats-py sends a ping before the pending commands, so its pong would not confirm a subscription.
         self._pongs.append(future or asyncio.get_running_loop().create_future())
         await self._send_command(PING_PROTO)
         await self._flush_pending()
 
     async def _process_pong(self) -> None:
-        # nats-py keeps the future of a `flush` that was cancelled or came to its deadline. The late answer
-        # would set it, and the error would end the task that reads.
+        # nats-py keeps the future of a `flush` that was cancelled or has timed out. The late pong would set
+        # this future again, and the error would end the task that reads from the server.
         if self._pongs and self._pongs[0].done():
             self._pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
@@ -151,7 +151,7 @@ async def open_client(
     login: dict[str, Any],
 ) -> None:
     """Open a client that reconnects until it is closed."""
-    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # typed as int there
+    options: dict[str, Any] = {"reconnect_time_wait": _RECONNECT_S}  # nats-py types it as int
     if "tls://" in bootstrap.url:
         options["tls"] = client_context(bootstrap.tls)
     try:
@@ -180,7 +180,7 @@ async def open_client(
 
 
 async def close_client(client: Client) -> None:
-    """Send what waits, and close a client. A server that is gone is no error."""
+    """Send the pending messages, and close a client. A lost server is no error."""
     if client.is_connected:
         with anyio.move_on_after(1), suppress(nats.errors.Error, OSError):
             await client.flush(1)
@@ -195,8 +195,8 @@ def inbox_of(bootstrap: Bootstrap) -> str:
 
 
 def seconds_to_reconnect(client: Client) -> float:
-    """Return the seconds in which a client that has lost its server finds another one of the cluster, even if
-    all others but one stand still; 0 with one server."""
+    """Return the most seconds that a client needs to find another server of the cluster after the loss of its
+    server, if all other servers but one hang; 0 if the cluster has one server."""
     servers = len(client.servers)
     return (_UNANSWERED_PINGS + 1) * _PING_S + servers * _TRY_OF_SEVERAL_S if servers > 1 else 0.0
 

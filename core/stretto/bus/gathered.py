@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Gathered(Generic[T]):
-    """Items that are sent together, `pause_s` after the first; with 0, those of one turn of the loop."""
+    """Sends items together, `pause_s` after the first item; with 0, those of one turn of the event loop."""
 
     def __init__(self, send: Callable[[tuple[T, ...]], Awaitable[None]], pause_s: float = 0.0) -> None:
         self._send = send
@@ -20,12 +20,12 @@ class Gathered(Generic[T]):
         self._any = anyio.Event()
 
     def add(self, item: T) -> None:
-        """Let an item wait for others."""
+        """Queue an item, to be sent together with others."""
         self._items.append(item)
         self._any.set()
 
     async def run(self) -> None:
-        """Send what waits, until cancelled."""
+        """Send the queued items, until cancelled."""
         while True:
             await self._any.wait()
             await anyio.sleep(self._pause_s)

@@ -27,9 +27,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def is_locked(lock: Path) -> bool:
-    """Return whether some kernel holds the lock. The caller takes the lock for an instant; kernels retry."""
+    """Return whether a process holds the lock. The test takes the lock for an instant; kernels retry."""
     try:
-        file = os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK))  # no pipe stops the reader
+        file = os.fdopen(os.open(lock, os.O_RDONLY | os.O_NONBLOCK))  # opening a pipe would block
     except FileNotFoundError:  # the run's folder was removed
         return False
     with file:
@@ -46,9 +46,9 @@ def has_owner(lock: Path) -> bool:
 
 
 def folder_id(folder: Path) -> str:
-    """Return what a folder keeps when it is renamed, and a copy of it does not have."""
-    found = folder.stat()
-    return f"{found.st_dev}:{found.st_ino}"
+    """Return an id that a renamed folder keeps, and that a copy of the folder does not have."""
+    status = folder.stat()
+    return f"{status.st_dev}:{status.st_ino}"
 
 
 def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
@@ -71,10 +71,10 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _end_former(pid_file: Path, configuration: str) -> None:
-    """End the server of a killed guard. On Linux it has died with that guard."""
+    """Kill the server of a killed guard. On Linux the server has died together with the guard."""
     try:
         pid = int(pid_file.read_text())
-    except (OSError, ValueError):  # it has ended in order, or has never written the file
+    except (OSError, ValueError):  # that server ended properly, or never wrote the file
         return
     listing = subprocess.run(["ps", "-ww", "-o", "args=", "-p", str(pid)], capture_output=True, check=False)
     if configuration.encode() in listing.stdout:
@@ -83,7 +83,7 @@ def _end_former(pid_file: Path, configuration: str) -> None:
 
 
 def main(binary: str, configuration: str, lock: Path, grace_s: float, cleaner: list[str]) -> None:
-    """Run the server until a signal, or until no kernel was there for `grace_s`; only then run `cleaner`."""
+    """Run the server until a signal or `grace_s` without a kernel. Run `cleaner` if there was no signal."""
     signals: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -15,20 +15,20 @@ from stretto.machine import clock
 
 log = structlog.get_logger()
 
-_LOGGED_REFUSALS = 100
+_LOGGED_REFUSALS = 100  # the later ones are only counted
 
 
 class Unanswered:
-    """Requests of this process that are not answered yet, and operations on the store."""
+    """Requests and store operations of this process that wait for an answer."""
 
     def __init__(self) -> None:
         self._ids = count()
         self._waits: dict[int, tuple[str, str, float]] = {}
-        """Process, verb and time of each."""
+        """Id of a wait -> process that has to answer, verb, time of the start."""
 
     @contextmanager
     def waiting(self, who: str, verb: str, *, waited_s: float = 0.0) -> Generator[None]:
-        """Count a wait for `who` for the duration of the block; it may have begun `waited_s` before."""
+        """Record a wait for `who` during the block. It may have begun `waited_s` seconds before the block."""
         id = next(self._ids)
         self._waits[id] = (who, verb, clock.now() - waited_s)
         try:
@@ -62,10 +62,10 @@ class Refusals:
 
 
 async def sleep_and_measure_delay(seconds: float) -> float:
-    """Sleep, and return the seconds by which this process woke up late; 0 if at most `seconds`, as on a busy
-    machine.
+    """Sleep, and return by how many seconds this process woke up late. A delay of up to `seconds` is returned
+    as 0: it is normal on a busy machine.
 
-    In that time the process was stopped or blocked, so the silence of its peers says nothing about them.
+    During a longer delay this process was stopped or blocked, and its peers were not necessarily silent.
     """
     start = clock.now()
     await anyio.sleep(seconds)

@@ -44,7 +44,7 @@ def write_bootstrap(folder: Path, worker: str) -> Path:
 
 def reserve_worker(folder: Path, role: str) -> Path:
     """Write the bootstrap file of a worker started by hand. It reserves the next id, such as `rollout-h0`."""
-    Bootstrap.read(folder / f"{role}.json")  # before the first file is made
+    Bootstrap.read(folder / f"{role}.json")  # raises before the first file is created
     for number in count():
         path = folder / f"{role}-h{number}.json"
         try:
@@ -56,7 +56,7 @@ def reserve_worker(folder: Path, role: str) -> Path:
 
 
 def operator_bootstrap(folder: Path) -> Bootstrap:
-    """Return what the operator of a run needs to give it commands."""
+    """Return the bootstrap with which the operator sends commands to a run."""
     bootstrap = Bootstrap.read(folder / f"{OPERATOR}.json")
     return msgspec.structs.replace(bootstrap, token=_token(folder, OPERATOR))
 
@@ -68,7 +68,7 @@ def own_version() -> str:
 
 
 def check_operator(folder: Path, token: str) -> None:
-    """Accept a command only from the run's user."""
+    """Raise ConfigError if a command does not come from the run's user."""
     if not _is_token(folder, OPERATOR, token):
         raise ConfigError(
             "this command needs the token of the run's operator, which is in bus/join.key of the run's folder"
@@ -76,17 +76,17 @@ def check_operator(folder: Path, token: str) -> None:
 
 
 def is_token_of(folder: Path, role: Role, worker: str, token: str) -> bool:
-    """Return whether a process with this token may join as this worker, and the worker has this role."""
+    """Return whether the worker's id has this role, and the token proves this id."""
     return worker.startswith(f"{role}-") and _is_token(folder, worker, token)
 
 
 def _is_token(folder: Path, worker: str, token: str) -> bool:
-    # As bytes: the comparison of texts raises for one that is not ASCII.
+    # Compare bytes: compare_digest raises for a text that is not ASCII.
     return hmac.compare_digest(_token(folder, worker).encode(), token.encode())
 
 
 def _token(folder: Path, worker: str) -> str:
     key = folder / "join.key"
-    if not key.exists():  # the first call draws it; a resumed run has the same
+    if not key.exists():  # the first call creates the key; a resumed run uses the same key
         write_private(key, secrets.token_bytes(_KEY_BYTES))
     return hmac.digest(key.read_bytes(), worker.encode(), "sha256").hex()

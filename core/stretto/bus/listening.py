@@ -12,7 +12,7 @@ from stretto.machine.interfaces import address_towards
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"
-"""An address of documentation networks: no machine has it."""
+"""An address that is reserved for documentation: only the default route leads to it."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,18 @@ class Listening:
 
     @property
     def public(self) -> bool:
-        """Whether other machines can reach it."""
+        """Whether other machines can reach the server."""
         return not is_loopback(self.host)
 
     @property
     def hosts(self) -> list[str]:
-        """All names and addresses by which a client may call it."""
-        own = [self.host] if not _is_wildcard(self.host) else []
-        return [self.far, self.near, *own, *own_hosts()]
+        """All names and addresses at which clients may reach the server."""
+        configured = [self.host] if not _is_wildcard(self.host) else []
+        return [self.far, self.near, *configured, *own_hosts()]
 
 
 def listening(config: BusConfig) -> Listening:
-    """Return where the bundled server listens. Raise ConfigError if no address for others is known."""
+    """Return where the bundled server listens. Raise ConfigError if other machines cannot reach it."""
     if config.listen is None:
         return Listening(_LOOPBACK, 0, _LOOPBACK, _LOOPBACK)
     host, port = _split(config.listen)
@@ -57,11 +57,11 @@ def is_loopback(host: str) -> bool:
 
 
 def own_hosts() -> list[str]:
-    """Return the names and addresses by which this machine is called, those of loopback included."""
+    """Return the names and addresses of this machine, including those of loopback."""
     names = [socket.gethostname(), socket.getfqdn()]
     route = _address_of_default_route()
-    found = ["localhost", _LOOPBACK, "::1", *names, *_addresses_of(names[0]), *([route] if route else [])]
-    return [host for host in dict.fromkeys(found) if host]
+    hosts = ["localhost", _LOOPBACK, "::1", *names, *_addresses_of(names[0]), *([route] if route else [])]
+    return [host for host in dict.fromkeys(hosts) if host]
 
 
 def url_host(host: str) -> str:
@@ -97,10 +97,10 @@ def _far() -> str:
 
 def _addresses_of(name: str) -> list[str]:
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:  # the name is not known
         return []
-    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in found))
+    return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
 
 
 def _address_of_default_route() -> str:

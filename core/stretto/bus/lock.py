@@ -14,7 +14,7 @@ from stretto.bus.guard import is_locked
 from stretto.machine import clock
 
 _RETRY_S = 0.01
-"""Others hold a lock for less than this, to look at it."""
+"""Seconds between attempts. A process that only tests the lock holds it for less time than this."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -41,7 +41,7 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
     owner: str
     """The text in the lock file; a later kernel of the run writes another one."""
     machine: str
-    """The kernel's machine. On a shared folder, locks of other machines do not always show."""
+    """The kernel's machine. A shared folder does not always show the locks of other machines."""
 
     @classmethod
     def of(cls, folder: Path) -> KernelLock:
@@ -56,7 +56,7 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def folder_readable(self) -> bool:
-        """Whether this process reads this kernel's lock file in the run's folder, local or shared."""
+        """Whether this process can read this kernel's lock file: the run's folder is local or shared."""
         try:
             return Path(self.path).read_text() == self.owner
         except OSError:
@@ -72,5 +72,5 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _machine() -> str:
-    """Return a text that differs between machines, and between two starts of one where the system says so."""
+    """Return an id of this machine: on Linux the id of its last start, elsewhere its host name."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()

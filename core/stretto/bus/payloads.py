@@ -65,7 +65,7 @@ def split(data: bytes, limit: int) -> list[bytes]:
 
 
 class Parts:
-    """Incomplete payloads. Any process may send parts: over `_UNFINISHED_BYTES` the oldest is dropped."""
+    """Incomplete payloads. Above `_UNFINISHED_BYTES` the oldest is dropped: any process may send parts."""
 
     def __init__(self) -> None:
         self._unfinished: OrderedDict[bytes, _Unfinished] = OrderedDict()
@@ -89,7 +89,7 @@ class Parts:
             raise ValueError(f"the parts have more than {_MAX_PAYLOAD:,} bytes together")
         if len(payload.pieces) == count:
             self._drop(key)
-            return b"".join(payload.pieces[each] for each in range(count))
+            return b"".join(payload.pieces[number] for number in range(count))
         while self._bytes > _UNFINISHED_BYTES:
             self._drop(next(iter(self._unfinished)))
         return None
@@ -105,12 +105,12 @@ class _Unfinished:
     bytes: int = 0
 
 
-# A stream keeps the parts of a payload under a subject of their own, and then a message that lists them.
+# A stream stores the parts of a payload at a separate subject, and then a message that lists the parts.
 
 
 def with_parts(*subjects: str) -> list[str]:
-    """Return these subjects of a stream, each with the subject of its parts."""
-    return [each for subject in subjects for each in (subject, f"{subject}.part")]
+    """Return these subjects of a stream, each followed by the subject of its parts."""
+    return [name for subject in subjects for name in (subject, f"{subject}.part")]
 
 
 def list_parts(sequences: Sequence[int]) -> bytes:
@@ -119,7 +119,7 @@ def list_parts(sequences: Sequence[int]) -> bytes:
 
 
 async def join_stored(data: bytes, read: Callable[[int], Awaitable[bytes]]) -> bytes:
-    """Return a stored payload, from its parts. Raise DecodeError or ValueError if they do not fit."""
+    """Return a payload, joined from its stored parts. Raise DecodeError or ValueError if they do not fit."""
     if not is_split(data):
         return data
     parts, payload = Parts(), None

@@ -26,16 +26,16 @@ from stretto.machine import clock
 _CONNECT_S = 3.0
 
 _ANSWER_S = 4.0
-"""Limit of one question to the store. A cluster without a leader answers nothing."""
+"""Seconds for one request to the store. A cluster without a leader answers nothing."""
 _SILENT_S = 15.0
-"""A cluster that has just started elects its leader in this time."""
+"""A cluster that has just started elects its leader within this many seconds."""
 _NO_LEADER, _TOO_FEW_SERVERS, _NO_CLUSTER = 10008, 10005, 10074
 _PASSING = {_NO_LEADER: _SILENT_S, _TOO_FEW_SERVERS: 5.0}
-"""Error code -> seconds after which it is a fault: servers of a new cluster have to find each other."""
+"""Error code -> seconds for which it is no fault: servers of a new cluster have to find each other."""
 
 
 def bus_problems(bus: BusConfig) -> Iterator[Problem]:
-    """Check that the servers answer and store, or that one can start. Warn of connections without TLS."""
+    """Check that the servers store messages, or that a server can start. Warn of connections without TLS."""
     if bus.servers:
         try:
             yield from anyio.run(faults_of_bus, bus, _CONNECT_S)
@@ -87,27 +87,27 @@ def _open_servers(bus: BusConfig) -> list[str]:
 
 
 async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
-    """Connect to each server of `bus.url`, and try the store on one. Raise ConfigError for a wrong file."""
+    """Connect to each server of `bus.url`, and test the store on one. Raise ConfigError for a faulty file."""
     bootstrap = bootstrap_of(config, f"check-{secrets.token_hex(4)}", "kernel")
     faults: dict[str, str] = {}
-    with_login: list[str] = []
+    usable: list[str] = []
 
     async def look(address: str) -> None:
         fault = await _fault_of_server(bootstrap, address, timeout_s)
         if fault:
             faults[address] = fault
         else:
-            with_login.append(address)
+            usable.append(address)
 
     async with anyio.create_task_group() as tasks:
         for address in config.servers:
             tasks.start_soon(look, address)
     texts = [faults[address] for address in config.servers if address in faults]
-    if not with_login:
+    if not usable:
         return [Problem("bus.url", "; ".join(texts), "environment")]
-    missing = [Problem("bus.url", f"{text}; the run starts with the others", "warning") for text in texts]
-    fault = await _fault_of_store(bootstrap, with_login[0], config, timeout_s)
-    return [*missing, *([fault] if fault else [])]
+    warnings = [Problem("bus.url", f"{text}; the run starts with the others", "warning") for text in texts]
+    fault = await _fault_of_store(bootstrap, usable[0], config, timeout_s)
+    return [*warnings, *([fault] if fault else [])]
 
 
 async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float) -> str:
@@ -126,7 +126,7 @@ async def _fault_of_server(bootstrap: Bootstrap, address: str, timeout_s: float)
 async def _fault_of_store(
     bootstrap: Bootstrap, address: str, config: BusConfig, timeout_s: float
 ) -> Problem | None:
-    """Make a stream as the run will, store a message in it, and remove it."""
+    """Create a stream as the run will, store a message in it, and delete the stream. Return the fault."""
     names, complaints = Subjects(bootstrap.run), list[str]()
 
     async def complain(error: Exception) -> None:

@@ -52,15 +52,15 @@ _NEAR: tuple[Party, ...] = ("kernel", "samples")
 STORE = "store"
 """User and account that own the streams."""
 _GUARD_POLL_S = 0.5
-"""A server whose guard was killed is back within a few of these."""
-_INFO_S = 2.0
+"""Seconds between checks of the guard. A server whose guard was killed is back after a few checks."""
+_INFO_S = 2.0  # for the first line of a server that accepts a connection
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
-"""A guard ends its server and itself within this many seconds; otherwise it hangs."""
+"""A guard that does not end its server and itself within this many seconds hangs."""
 _CONFIGURATION = "nats.conf"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
-"""Certificates of a former kernel are used again below this age: they hold for at least the rest."""
+"""Certificates of a former kernel are used again up to this age: they stay valid for 500 days or more."""
 
 
 class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,14 +77,14 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
     tls: TlsIdentity | None = None
     """Authority and certificate for servers with `tls://`; None for the authorities of the system."""
     replicas: int = 1
-    """Number of servers that keep a copy of what is stored (`bus.replicas`)."""
+    """Number of servers that keep a copy of each stored message (`bus.replicas`)."""
     store_user: str = ""
     store_password: str = ""
     """Credentials of the kernel's second connection, for the streams, on the bundled server."""
     logs: str = ""
     """Folder for the worker's log."""
     outage_s: float = 300.0
-    """Seconds for which the process repeats what a silent nats-server does not answer (`bus.outage_s`)."""
+    """Seconds for which the process repeats requests to a silent nats-server (`bus.outage_s`)."""
     grace_s: float = 10.0
     """A worker that has not joined yet leaves after this time without a kernel (`bus.grace_s`)."""
     worker: str = ""
@@ -107,7 +107,7 @@ class Bootstrap(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.json.decode(text, type=cls)
 
     def reached(self, url: str | None, credentials: str | None) -> Bootstrap:
-        """Return it for a process with another address of the server, or with a login of its own."""
+        """Return this bootstrap with another address of the server, or with another login."""
         changed = msgspec.structs.replace(self, url=url or self.url)
         if credentials is None:
             return changed
@@ -162,7 +162,7 @@ def _bootstrap(party: Party, shared: Bootstrap, **own: Any) -> bytes:
 
 
 def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> None:
-    """Write the bootstrap files for the user's server. Roles share its credentials; viewers get none."""
+    """Write the bootstrap files for the user's server. All roles share its credentials; viewers get none."""
     assert config.servers
     shared = bootstrap_of(config, run, "", str(logs))
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def foreign_bootstrap(folder: Path, run: str, config: BusConfig, logs: Path) -> 
 
 
 def bootstrap_of(config: BusConfig, run: str, role: str, logs: str = "") -> Bootstrap:
-    """Return what a process needs to connect to a server of the user's own."""
+    """Return the bootstrap of a process for a server of the user's own."""
     user = password = creds = ""
     if config.credentials is not None:
         user, password, creds = login_of(config.credentials, "bus.credentials")
@@ -194,7 +194,7 @@ def bootstrap_of(config: BusConfig, run: str, role: str, logs: str = "") -> Boot
 
 
 def login_of(credentials: str, key: str) -> tuple[str, str, str]:
-    """Return user, password and `.creds` file of a login that the run file has at `key`."""
+    """Return user, password and `.creds` file of a login. Errors name `key`, the setting of the login."""
     if credentials.endswith(".creds"):
         return "", "", credentials
     try:
@@ -215,7 +215,7 @@ class NatsServer:
     command: list[str]
     process: subprocess.Popen[bytes] | FormerProcess
     as_before: bool = False
-    """Whether it is the server of a former kernel, whose workers are connected to it."""
+    """Whether a former kernel started the server, so that workers of that kernel are connected to it."""
 
     @classmethod
     async def start(
@@ -226,11 +226,11 @@ class NatsServer:
         logs: Path,
         cleaner: Sequence[str] = (),
     ) -> NatsServer:
-        """Start a server with its store in `folder`, and write the bootstrap files. If that of a former
-        kernel still runs, and would be the same, use it: workers of that kernel are connected to it.
+        """Start a server with its store in `folder`, and write the bootstrap files. If a former kernel's
+        server still runs with the same settings, use that server: workers are connected to it.
 
-        At its end the guard runs `cleaner` if the kernel is gone. Raise BusError with the end of the server's
-        log if it does not start.
+        The guard runs `cleaner` at its end if the kernel is gone. Raise BusError with the end of the server's
+        log if the server does not start.
         """
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, guard.__file__, binary(), str(folder / _CONFIGURATION)]
@@ -256,7 +256,7 @@ class NatsServer:
         return server
 
     async def look_after_guard(self) -> None:
-        """Start the guard again whenever it ends; the server keeps its address, store and credentials."""
+        """Restart the guard whenever it ends. The server keeps its address, store and credentials."""
         while True:
             await anyio.sleep(_GUARD_POLL_S)
             if (status := self.process.poll()) is not None:
@@ -274,18 +274,18 @@ class NatsServer:
             self.process.kill()  # on Linux the server dies with its guard
 
     async def _until_ready(self, place: Listening, run: str) -> None:
-        deadline, found = clock.now() + 20, None
+        deadline, name = clock.now() + 20, None
         while clock.now() < deadline and self.process.poll() is None:
-            found = await _server_name(place.near, place.port)
-            if found == run:
+            name = await _server_name(place.near, place.port)
+            if name == run:
                 return
-            if found:
+            if name:
                 break
             await anyio.sleep(0.02)
-        if found is not None:
+        if name is not None:
             raise ConfigError(
                 f"bus.listen: {url_host(place.host)}:{place.port} is in use by "
-                f"{f'another nats-server, {found}' if found else 'another program'}; stop it, or choose "
+                f"{f'another nats-server, {name}' if name else 'another program'}; stop it, or choose "
                 "another port",
                 path="bus.listen",
             )
@@ -295,7 +295,7 @@ class NatsServer:
 
 
 async def _server_name(host: str, port: int) -> str | None:
-    """Return the name of the nats-server at an address; empty if it says none, None if nothing listens."""
+    """Return the name of the nats-server at an address; empty if it sends none, None if nothing listens."""
     try:
         async with await anyio.connect_tcp(host, port) as stream:
             with anyio.fail_after(_INFO_S):
@@ -309,7 +309,7 @@ async def _server_name(host: str, port: int) -> str | None:
 
 def restart_server(folder: Path) -> None:
     """Kill the bundled server whose folder is `folder`. Its guard starts it again, with the same store."""
-    with suppress(OSError, ValueError):  # it is starting just now
+    with suppress(OSError, ValueError):  # the server is just starting
         os.kill(int((folder / "nats.pid").read_text()), signal.SIGKILL)
 
 
@@ -325,7 +325,7 @@ def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:
-    """Return the guard of a former kernel, if it runs. The id in the file may now be another run's guard."""
+    """Return the guard of a former kernel, if it runs. The file's process id may now be another run's."""
     with suppress(OSError, ValueError, psutil.NoSuchProcess):
         pid, folder = pid_file.read_text().split()
         former = FormerProcess(int(pid))
@@ -352,31 +352,31 @@ async def _end_former(former: FormerProcess, pid_file: Path) -> None:
             await anyio.sleep(0.02)
     if waiting.cancelled_caught:
         log.warning("the previous guard hangs and is killed", pid=former.pid)
-        former.kill()  # the next guard ends its server, if that is left
+        former.kill()  # the next guard ends the server if it still runs
     pid_file.unlink(missing_ok=True)
 
 
 def _place_before(folder: Path, run: str, config: BusConfig, logs: Path) -> Listening | None:
-    """Return where a former kernel's server listens, if only port, credentials and certificates differ."""
+    """Return where a former kernel's server listens; None if its files do not fit the present settings."""
     place = listening(config)
     try:
         kept: dict[Party, Bootstrap] = {party: Bootstrap.read(folder / f"{party}.json") for party in _PARTIES}
         kernel = kept["kernel"]
         place = replace(place, port=place.port or int(kernel.url.rpartition(":")[2]))
-        passwords = {party: each.password for party, each in kept.items()} | {STORE: kernel.store_password}
+        passwords = {party: file.password for party, file in kept.items()} | {STORE: kernel.store_password}
         identities: dict[Party, TlsIdentity] = {
-            party: each.tls for party, each in kept.items() if each.tls is not None
+            party: file.tls for party, file in kept.items() if file.tls is not None
         }
-        wanted = _files(folder, run, config, logs, place, passwords, identities)
-        same = all((folder / name).read_bytes() == content for name, content in wanted.items())
+        files = _files(folder, run, config, logs, place, passwords, identities)
+        is_same = all((folder / name).read_bytes() == content for name, content in files.items())
         age_s = clock.wall() - (folder / _CONFIGURATION).stat().st_mtime
     except (OSError, ValueError, ConfigError):
         return None
-    return place if same and age_s < _KEPT_DAYS * 86400 else None
+    return place if is_same and age_s < _KEPT_DAYS * 86400 else None
 
 
 def _write_new_files(folder: Path, run: str, config: BusConfig, logs: Path, place: Listening) -> None:
-    (folder / _CONFIGURATION).unlink(missing_ok=True)  # it comes last: where it is, all others are complete
+    (folder / _CONFIGURATION).unlink(missing_ok=True)  # written last: if it exists, all files are complete
     passwords = {user: secrets.token_urlsafe(24) for user in (*_PARTIES, STORE)}
     identities = _make_certificates(folder, run, place) if _has_tls(place, config) else {}
     for name, content in _files(folder, run, config, logs, place, passwords, identities).items():
@@ -420,7 +420,7 @@ def _has_tls(place: Listening, config: BusConfig) -> bool:
 
 
 def _urls(place: Listening, config: BusConfig) -> tuple[str, str]:
-    """Return the server's address for processes on this machine, and for those on others."""
+    """Return the server's address for processes on this machine, and its address for other machines."""
     scheme = "tls" if _has_tls(place, config) else "nats"
     near, far = (f"{scheme}://{url_host(host)}:{place.port}" for host in (place.near, place.far))
     return near, far
@@ -456,8 +456,8 @@ def _with_port(place: Listening) -> Listening:
 
 
 def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, TlsIdentity]:
-    """Write the server's certificate, and return the clients'. Their authority lives only here."""
-    from stretto.bus.certificates import Authority  # it imports for a tenth of a second
+    """Write the server's certificate, and return those of the clients. The authority's key is not kept."""
+    from stretto.bus.certificates import Authority  # the import takes 0.1 s
 
     authority = Authority.create(f"stretto run {run}", _CERTIFICATE_DAYS)
     write_private(folder / "ca.pem", authority.text.encode())
@@ -472,16 +472,16 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """Streams belong to the account `store`, workers to `run`. The server answers a JetStream request on any
-    subject that it names; with two accounts no worker can make it write to a stream."""
+    """Return the configuration. Streams belong to the account `store`, workers to the account `run`: in one
+    account, a worker could give a stream's subject as the reply subject of a JetStream request."""
     names = Subjects(run)
     heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
     permissions: dict[Party, Mapping[str, Any]] = {
         **_permissions(names),
         VIEWER: {"publish": {"deny": [">"]}, "subscribe": heard_by_viewer},
     }
-    stored = [f"{each}.>" for each in (names.journal, names.tickets, names.log)]
-    of_store = {"publish": ["$JS.API.>", *stored], "subscribe": [f"{names.inbox('kernel')}.>"]}
+    stream_subjects = [f"{prefix}.>" for prefix in (names.journal, names.tickets, names.log)]
+    for_store = {"publish": ["$JS.API.>", *stream_subjects], "subscribe": [f"{names.inbox('kernel')}.>"]}
     get, *get_alone = _read_log(names)
     exports = [{"service": subject} for subject in (f"{names.log}.>", *get_alone)]
     # A request for tickets, or for several messages of the log, gets several answers.
@@ -508,7 +508,7 @@ def _configuration(
             "accounts": {
                 STORE: {
                     "jetstream": "enabled",
-                    "users": [user(STORE, of_store)],
+                    "users": [user(STORE, for_store)],
                     "exports": exports,
                 },
                 "run": {
@@ -523,7 +523,7 @@ def _configuration(
 
 
 def configuration_text(configuration: Mapping[str, Any]) -> str:
-    """Return a configuration as nats-server reads it: JSON, but with other escapes in its texts."""
+    """Return a configuration in nats-server's format: JSON, but with other escapes in strings."""
     text = json.dumps(configuration, indent=1, ensure_ascii=False)
     return re.sub(r"(?<!\\)((?:\\\\)*)\\u00([0-9a-f]{2})", r"\1\\x\2", text)
 
@@ -548,16 +548,16 @@ def _permissions(names: Subjects) -> dict[Party, dict[str, list[str]]]:
                 permissions[asker]["publish"].append(f"{names.root}.worker.{role}.*.*.{verb}")
                 permissions[role]["publish"].append(f"{names.answers(asker, role)}.>")
     permissions["trainer"]["publish"] += [*_read_log(names), *with_parts(names.trained)]
-    finished = (
+    outcomes = (
         *(names.trajectories, names.image("*"), names.groups),
         *(names.kept_trajectories, names.records),
     )
-    permissions["rollout"]["publish"] += [*with_parts(*finished), *_take_tickets(names)]
+    permissions["rollout"]["publish"] += [*with_parts(*outcomes), *_take_tickets(names)]
     permissions["rollout"]["subscribe"].append(names.abort_ticket)
     permissions["samples"]["publish"] += [*_follow_log(names), *_read_log(names)]
     return {
-        party: {key: list(dict.fromkeys(subjects)) for key, subjects in each.items()}
-        for party, each in permissions.items()
+        party: {key: list(dict.fromkeys(subjects)) for key, subjects in allowed.items()}
+        for party, allowed in permissions.items()
     }
 
 
@@ -572,5 +572,5 @@ def _take_tickets(names: Subjects) -> list[str]:
 
 
 def _read_log(names: Subjects) -> list[str]:
-    """Return the subjects to read the log by number: of any server that has it, and of the leader."""
+    """Return the subjects for reads of the log by number: from a server that has it, and from the leader."""
     return [f"$JS.API.DIRECT.GET.{names.log_stream}", f"$JS.API.STREAM.MSG.GET.{names.log_stream}"]

@@ -1,4 +1,4 @@
-"""What nats-server keeps on disk: streams, read by number, and work queues. README.md has its promises."""
+"""The data that nats-server stores: streams, read by number, and work queues. README.md has the promises."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 _ANSWER_S = 10.0
-"""Limit of one attempt."""
+"""Seconds for one attempt of an operation."""
 _CLUSTER_ANSWER_S = 4.0
 """The same for a store with replicas. A killed server answers nothing, and another one may answer soon."""
 _HEARTBEAT_S = 2
 """Seconds between two signs of life from the server of a stream that this process follows."""
 _SILENT_S = 7.0
-"""After this many seconds without one, the process creates another consumer, or asks again."""
+"""Seconds without a sign of life until the process creates another consumer, or asks again."""
 _FOLLOW_S, _FOLLOW_AT_ONCE = 15.0, 256
-"""Seconds and messages of one question to a followed stream."""
-_READ_AT_ONCE = 32
+"""Limits of one request to a followed stream: seconds until it ends, and messages."""
+_READ_AT_ONCE = 32  # messages of one answer, and requests at the same time
 _TAKE_S = 5.0
-"""The seconds for which a process asks a work queue at once."""
+"""Seconds until one request to a work queue ends."""
 
 _NO_MESSAGE = (10037, 10043, 10057)
 """Error codes of the server for a message that does not exist, or no longer exists."""
@@ -64,9 +64,9 @@ _ELECTING = (10005, 10009, 10118, 10119, 10158)
 """Error codes of a cluster that has lost a server a moment ago: too few servers for the replicas, no leader
 here, a stream or a consumer whose server is away, and a message whose first copy is still being stored."""
 _OTHER_END = 10071
-"""Error code for a message with another last sequence number than the stream's."""
+"""Error code for an append whose expected last sequence number is not the stream's."""
 _COPYING = (10023,)
-"""A stream is copied before its consumer gets more replicas."""
+"""Error code while a stream is copied to more servers, before its consumer can be."""
 
 
 @dataclass
@@ -106,13 +106,13 @@ class StreamEnd:
 
     stream: str
     sequence: int
-    """Sequence number of the last message. `append` moves it."""
+    """Sequence number of the last message. `append` advances it."""
     unsure: set[str] = field(default_factory=set[str])
-    """Ids of the message under way and of cancelled appends, which may be stored or not."""
+    """Ids of messages that may be stored or not: the one under way, and those of cancelled appends."""
 
 
 class Store:
-    """The store of a run. `inbox` begins the subjects at which this process alone gets messages."""
+    """The store of a run. `inbox` is the prefix of the subjects at which only this process gets messages."""
 
     def __init__(
         self, client: Client, bootstrap: Bootstrap, inbox: str, unanswered: Unanswered, refusals: Refusals
@@ -130,14 +130,14 @@ class Store:
         self._questions = 0
 
     async def on_disconnected(self) -> None:
-        """Hold back all operations. The client also calls it at the end."""
+        """Hold back all operations. The client also calls this when it closes."""
         self._up.clear()
 
     async def on_reconnected(self) -> None:
-        """Continue, and let this process ask again for what it follows."""
+        """Continue all operations, and let every consumer of this process send its request again."""
         self._up.set()
         for pull in self._pulls:
-            pull.messages.put_nowait(None)  # the server has forgotten its question
+            pull.messages.put_nowait(None)  # the server has forgotten the request
 
     async def make_log(self, stream: str, subjects: list[str]) -> None:
         """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
@@ -163,9 +163,9 @@ class Store:
     async def append(self, subject: str, message: Message, *, id: str, after: StreamEnd | None = None) -> int:
         """Store a message once for each `id`, and return its sequence number.
 
-        With `after`, it is stored there or not at all; one append at a time may have it. Raises NoAnswer
-        without a confirmation in time, Superseded if another writer has stored something after `after`, and
-        BusError if the server cannot store, for example because the disk is full.
+        With `after`, the message is stored directly behind that end or not at all; only one append at a time
+        may use it. Raises NoAnswer without a confirmation in time, Superseded if another writer has stored a
+        message after `after`, and BusError if the server cannot store, for example on a full disk.
         """
         whole, *more = parts = split(encode(message), payload_limit(self._client))
         if not more:
@@ -173,7 +173,7 @@ class Store:
         _, of_parts = with_parts(subject)
         ids = (f"{id}.{index}" for index in range(len(parts)))
         numbers = [
-            await self._store(of_parts, part, each, after) for part, each in zip(parts, ids, strict=True)
+            await self._store(of_parts, part, name, after) for part, name in zip(parts, ids, strict=True)
         ]
         return await self._store(subject, list_parts(numbers), id, after)
 
@@ -184,28 +184,28 @@ class Store:
     async def read_some(
         self, stream: str, subject: str, sequences: Collection[int], kind: type[M]
     ) -> dict[int, M]:
-        """Return the messages of a subject at these numbers; neighbours come in a few answers."""
-        missing, found = set(sequences), dict[int, M]()
+        """Return the messages of a subject with these numbers. One request reads up to 32 neighbours."""
+        missing, result = set(sequences), dict[int, M]()
         while len(missing) > 1:
             number = min(len(missing), _READ_AT_ONCE)
             question = {"seq": min(missing), "batch": number, "next_by_subj": subject}
             messages = await self._storing(partial(self._get_some, stream, question), f"{stream} {number}")
             wanted = missing & messages.keys()
             for sequence in wanted:
-                found[sequence] = await self._decode_stored(stream, messages[sequence], kind)
+                result[sequence] = await self._decode_stored(stream, messages[sequence], kind)
             missing -= wanted
             if 2 * len(wanted) <= number:
-                break  # most of what lies between them is of no use here
+                break  # most messages between the wanted ones are not wanted
 
         async def read(sequence: int) -> None:
             async with limit:
-                found[sequence] = await self.read(stream, sequence, kind)
+                result[sequence] = await self.read(stream, sequence, kind)
 
         limit = anyio.CapacityLimiter(_READ_AT_ONCE)
         async with one_job() as tasks:
             for sequence in missing:
                 tasks.start_soon(read, sequence)
-        return found
+        return result
 
     async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
         """Return the newest message of a subject. Raises as `read`."""
@@ -222,7 +222,7 @@ class Store:
     async def follow(
         self, stream: str, subject: str, kind: Any, *, start: int
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (sequence, message) from `start` on, in order, without end. Malformed ones are skipped."""
+        """Yield (sequence, message) from `start` on, in order, without end. Skip malformed messages."""
 
         async def consumer_at(following: int) -> str:
             return await self.make_consumer(stream, [subject], start=following)
@@ -232,10 +232,10 @@ class Store:
 
     async def make_consumer(self, stream: str, subjects: list[str], *, start: int) -> str:
         """Create a consumer, and return its name. The server removes it after two minutes without a pull."""
-        one = len(subjects) == 1
+        is_single = len(subjects) == 1
         consumer = ConsumerConfig(
-            filter_subject=subjects[0] if one else None,
-            filter_subjects=None if one else subjects,
+            filter_subject=subjects[0] if is_single else None,
+            filter_subjects=None if is_single else subjects,
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start),
             ack_policy=AckPolicy.NONE,
@@ -255,7 +255,7 @@ class Store:
         *,
         start: int,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Like `follow`, of several subjects. `consumer_at` makes consumers, again if one is lost."""
+        """Like `follow`, for several subjects. `consumer_at` creates the consumer, again after a loss."""
         decoders = {subject: decoder(kind) for subject, kind in kinds.items()}
         following = start
         while True:
@@ -315,16 +315,16 @@ class Store:
         return StreamEnd(stream, info.state.last_seq)
 
     async def identity(self, stream: str) -> str:
-        """Return when a stream was created: one that takes the place of a lost stream has another time."""
+        """Return the time when a stream was created. A stream that replaces a lost one has another time."""
         info = await self._storing(lambda: self._jetstream.stream_info(stream), stream)
         return "" if info.created is None else info.created.isoformat()
 
     async def purge(self, stream: str, *, below: int | None = None) -> None:
-        """Remove the messages below a number, or all. A stream that has not reached it goes on with it."""
+        """Remove the messages below a number, or all. The next message has this number or a higher one."""
         await self._storing(lambda: self._jetstream.purge_stream(stream, below), stream)
 
     async def delete(self, stream: str, sequence: int) -> None:
-        """Remove one message, if it is there."""
+        """Remove one message, if it exists."""
         try:
             await self._storing(lambda: self._jetstream.delete_msg(stream, sequence), stream)
         except BusError as error:
@@ -342,8 +342,8 @@ class Store:
     ) -> AsyncIterator[Delivery[M]]:
         """Yield messages of a work queue, each to one process at a time.
 
-        `room` waits until the caller can use a message, and returns how many. When `until` is set, the bus
-        gives back what the server still sends, for `_TAKE_S` at most.
+        `room` waits until the caller has room, and returns for how many messages. When `until` is set, the
+        bus returns the messages that the server still sends (for `_TAKE_S` at most) to the queue.
         """
         decode = decoder(kind)
         async with self._pulling(stream, _consumer(subject), expires_s=_TAKE_S) as pull:
@@ -371,7 +371,7 @@ class Store:
                     await msg.term()
 
     async def _make_stream(self, config: StreamConfig) -> None:
-        """Create a stream, or give an existing one this configuration: a resume may have other replicas."""
+        """Create a stream, or reconfigure an existing one: a resumed run may have other `replicas`."""
         config.storage = StorageType.FILE
         config.num_replicas = self._replicas
 
@@ -389,7 +389,7 @@ class Store:
         self, operation: Callable[[], Awaitable[T]], action: str, passing: Collection[int] = ()
     ) -> T:
         """Run an idempotent operation, and repeat it for up to `outage_s` while the server does not answer
-        or, in a cluster, gives an error of `passing`. The time without a connection does not count."""
+        or sends a temporary error (in a cluster also `passing`). Time without a connection does not count."""
         remaining_s = self._outage_s
         while True:
             await self._up.wait()
@@ -436,32 +436,32 @@ class Store:
         was lost, and the server compares the end of the stream before it looks for the id."""
         following = after.sequence + 1
         try:
-            message = await self._jetstream.get_msg(after.stream, following)  # of the leader
+            message = await self._jetstream.get_msg(after.stream, following)  # from the leader
         except NotFoundError:
             info = await self._jetstream.stream_info(after.stream)
             if info.state.last_seq < following:
                 raise TimeoutError from None
             raise Superseded(after.stream) from None
-        found = (message.headers or {}).get("Nats-Msg-Id")
-        if found == id:
+        stored_id = (message.headers or {}).get("Nats-Msg-Id")
+        if stored_id == id:
             return following
-        if found not in after.unsure:
+        if stored_id not in after.unsure:
             raise Superseded(after.stream)
         after.sequence = following
         raise TimeoutError
 
     async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
         messages: dict[int, RawStreamMsg] = {}
-        over = asyncio.Event()
+        complete = asyncio.Event()
 
         async def take(msg: Msg) -> None:
             headers = msg.headers or {}
             if "Nats-Sequence" in headers:
                 sequence = int(headers["Nats-Sequence"])
                 messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
-            # A server before 2.11 sends one message, and no end.
+            # A server before version 2.11 sends one message and no end marker.
             if "Status" in headers or "Nats-Num-Pending" not in headers:
-                over.set()
+                complete.set()
 
         self._questions += 1
         inbox = f"{self._inbox}.get.{self._questions}"
@@ -470,13 +470,13 @@ class Store:
             content = msgspec.json.encode(question)
             await self._client.publish(f"$JS.API.DIRECT.GET.{stream}", content, inbox)
             with anyio.fail_after(self._answer_s):
-                await over.wait()
+                await complete.wait()
         finally:
             await subscription.unsubscribe()
         return messages
 
     async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
-        """Return a message by number, or a subject's newest; from the leader if others lack it."""
+        """Return a message by number, or a subject's newest message; from the leader if others lack it."""
 
         async def get() -> RawStreamMsg:
             try:
@@ -486,8 +486,8 @@ class Store:
                     raise
                 return await self._jetstream.get_msg(stream, sequence, subject)
 
-        # With any number, also 0, the client puts the subject into the question: workers may ask at one
-        # subject alone.
+        # With any number, even 0, the client puts the subject into the request's body: workers may send such
+        # requests to one address only.
         name = subject or f"message {sequence}"
         try:
             return await self._storing(get, f"{stream} {name}")
@@ -514,7 +514,7 @@ class Store:
                 await subscription.unsubscribe()
 
     async def _pull(self, stream: str, consumer: str) -> AsyncIterator[tuple[int, str, bytes]]:
-        """Yield (sequence, subject, payload) of a consumer's messages as they arrive. Raises as `next`."""
+        """Yield (sequence, subject, payload) of each new message of a consumer. Raise as `_Pull.next`."""
         async with self._pulling(stream, consumer, expires_s=_FOLLOW_S) as pull:
             while True:
                 if not pull.asked:
@@ -525,15 +525,15 @@ class Store:
 
 
 class _Pull:
-    """The messages of one consumer, asked for in batches; the server ends its answer after `expires_s`."""
+    """The messages of one consumer, requested in batches. The server ends each batch after `expires_s`."""
 
     def __init__(self, client: Client, subject: str, inbox: str, expires_s: float) -> None:
         self._client, self._subject, self._inbox = client, subject, inbox
         self._expires_s = expires_s
         self.messages: asyncio.Queue[Msg | None] = asyncio.Queue()
-        """None after a reconnection."""
+        """Messages that have arrived, and None for each reconnection."""
         self.asked = 0
-        """Messages that the server may still send."""
+        """Number of messages that the server may still send."""
 
     async def ask(self, number: int) -> None:
         self.asked = number
@@ -545,8 +545,8 @@ class _Pull:
         await self._client.publish(self._subject, msgspec.json.encode(question), self._inbox)
 
     async def next(self) -> Msg | None:
-        """Wait for the next message; None if the server has sent a sign of life, or ends its answer. Raise
-        NoAnswer if it is silent or has lost the consumer, or if the client has reconnected."""
+        """Return the next message; None for a sign of life, or at the end of a batch. Raise NoAnswer if the
+        server is silent or has lost the consumer, or if the client has reconnected."""
         if self.messages.empty():
             try:
                 with anyio.fail_after(_SILENT_S):

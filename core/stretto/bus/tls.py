@@ -14,18 +14,18 @@ from stretto.machine.private_file import write_private
 
 
 class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """The authority that a client believes, and the certificate that it shows, as PEM text."""
+    """The authorities that a client trusts, and the certificate that it presents, as PEM text."""
 
     ca: str = ""
-    """Certificates of the authorities; empty for those of the system."""
+    """Certificates of the trusted authorities; empty for the authorities of the system."""
     certificate: str = ""
-    """The client's certificate and those between it and the authority; empty if it shows none."""
+    """The client's certificate and the intermediate ones; empty if the client presents none."""
     key: str = ""
     """The private key of the certificate, not encrypted."""
 
     @classmethod
     def of(cls, config: TlsConfig) -> TlsIdentity:
-        """Read the files that a run file names. Raise ConfigError if one does not fit."""
+        """Read the files that a run file names. Raise ConfigError if a file cannot be used."""
         texts: dict[str, str] = {}
         for name in ("ca", "certificate", "key"):
             if (file := getattr(config, name)) is not None:
@@ -40,7 +40,7 @@ class TlsIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
     """Return the settings of a client's TLS connections. The client always checks the server's certificate
-    and its name; without an identity it believes the system's authorities, and shows no certificate."""
+    and its name; without an identity it trusts the system's authorities, and presents no certificate."""
     identity = identity or TlsIdentity()
     try:
         context = ssl.create_default_context(cadata=identity.ca or None)
@@ -48,8 +48,8 @@ def client_context(identity: TlsIdentity | None) -> ssl.SSLContext:
         raise _fault("ca", f"expected certificates as PEM text: {error}") from error
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if identity.certificate:
-        with tempfile.TemporaryDirectory(prefix="stretto-tls-") as aside:  # ssl reads keys from files only
-            certificate, key = Path(aside, "certificate.pem"), Path(aside, "key.pem")
+        with tempfile.TemporaryDirectory(prefix="stretto-tls-") as folder:  # ssl reads keys from files only
+            certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
             write_private(certificate, identity.certificate.encode())
             write_private(key, identity.key.encode())
             try:
