@@ -9,7 +9,7 @@ import msgspec
 from stretto.launcher import ROLES
 
 Party = Literal["kernel", "trainer", "inference", "rollout", "verifier", "samples", "viewer", "operator"]
-"""A viewer only listens. The operator is the run's user, who gives it commands."""
+"""Sort of process on the bus. A viewer only listens. The operator is the run's user, who sends commands."""
 
 WORKER_ID = rf"\A(?:{'|'.join(ROLES)})-[A-Za-z0-9_-]{{1,64}}\Z"
 WorkerId = Annotated[str, msgspec.Meta(pattern=WORKER_ID)]
@@ -17,8 +17,8 @@ WorkerId = Annotated[str, msgspec.Meta(pattern=WORKER_ID)]
 NONCE = r"\A[A-Za-z0-9]{1,64}\Z"
 Nonce = Annotated[str, msgspec.Meta(pattern=NONCE)]
 """Random text that a worker draws at its start. It distinguishes a restarted worker from the previous
-process, and is a part of the subjects of requests to the worker: so only the process that they are for hears
-them."""
+process. The subjects of requests to the worker contain the nonce, so that no other process receives the
+requests."""
 VariantName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9_]{0,32}\Z")]
 """Name of a variant in the run file; empty for the run's own sections."""
 InboxToken = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9]{1,64}\Z")]

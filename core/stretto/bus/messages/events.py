@@ -1,9 +1,9 @@
 """The journal: what happens in a run, in order, and the kernel's lease.
 
-An input changes the scheduler's state: with the same settings and the same inputs a scheduler gives the same
-commands. What workers send is an input as it is: `TicketStarted` and `Progress`. A decision follows the input
-that leads to it, in the same message. A kernel that continues the run compares it with what its own scheduler
-decides. An observation changes no state. All figures and times that people see come from these events.
+An input changes the scheduler's state: with the same settings and inputs, a scheduler decides the same. The
+workers' messages `TicketStarted` and `Progress` are inputs. A decision follows the input that leads to it, in
+the same message; a kernel that continues the run compares the decision with that of its own scheduler. An
+observation changes no state. All figures and times that people see come from these events.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class RunOwned(Message, frozen=True):
     """A kernel owns the run from here on: the first event of each kernel."""
 
     incarnation: int
-    """Incarnation of the weights from which it continues."""
+    """Incarnation of the weights from which the kernel continues."""
     version: int
     """Training version at which the run starts or continues."""
     values: int
-    """Number of its values: 1 at the run's start, and one more with each change."""
+    """Number of the run's set of values: 1 at the start, and one more after each change of a value."""
     layout: str
-    """Training engines, processes and threads. With another one, a repeated step may differ in some bits."""
+    """Training engines, processes and threads. Under another layout, a step may differ in some bits."""
     attempts_from: int
     """Attempts of tickets up to this number are those of former kernels."""
 
@@ -67,7 +67,7 @@ class ScheduleStarted(Message, frozen=True):
     """The workers are ready: tickets may be issued."""
 
     held: tuple[TicketStarted, ...] = ()
-    """The attempts of a former kernel on which rollout workers go on."""
+    """Attempts of a former kernel that rollout workers continue."""
 
 
 class GroupFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -106,7 +106,7 @@ class WorkerGone(Message, frozen=True):
 
     worker: str
     drained: bool
-    """Whether it has finished its tickets and left. Else it is lost."""
+    """Whether the worker finished its tickets and left. If not, the worker was lost."""
 
 
 class StepTrained(Message, frozen=True):
@@ -123,14 +123,14 @@ class StepTrained(Message, frozen=True):
 
 
 class BatchExpired(Message, frozen=True):
-    """The batch under way is given up, and its tickets expire: a user said so."""
+    """A user has given up the batch under way, and its tickets expire."""
 
     version: int
     """Version at which its step began."""
 
 
 class BatchesReleased(Message, frozen=True):
-    """What held the next batch back, such as a checkpoint, is over."""
+    """The next batch may begin: the checkpoint, or whatever held it back, is done."""
 
 
 class RunClosing(Message, frozen=True):
@@ -204,16 +204,16 @@ class BatchStarted(Message, frozen=True):
 
 
 class RowsDrawn(Message, frozen=True):
-    """Decision: a curriculum chose these rows for new tickets, all those that are admitted at once."""
+    """Decision: a curriculum chose these rows, for all new tickets that are admitted together."""
 
     version: int
     """Training version when the rows were drawn."""
     draws: tuple[tuple[int, int], ...]
-    """(ticket, row). A dataset made of several has their rows one after the other."""
+    """(ticket, row). A dataset made of several numbers the rows of all of them, one after the other."""
 
 
 Measure = Literal["accuracy", "reward"]
-"""What a held-out score is."""
+"""The metric of a held-out score."""
 
 
 class Evaluation(msgspec.Struct, frozen=True):
@@ -228,15 +228,15 @@ class Evaluation(msgspec.Struct, frozen=True):
     failed: int
     """Number of rows without a result."""
     sources: dict[str, float] = msgspec.field(default_factory=dict)
-    """On the rows of each source of a dataset made of several: the accuracy, or else the reward."""
+    """Accuracy, or else reward, on the rows of each source of a dataset made of several."""
     reward: float | None = None
     """Mean reward of the samples; None if no row has a result."""
     reward_std: float = 0.0
     """Standard deviation of the samples' rewards."""
     some_accuracy: float | None = None
-    """Mean of the `accuracy` metric of the samples that have it, if others have not."""
+    """Mean `accuracy` of the samples that have this metric, if other samples do not have it."""
     some_accuracy_answers: int = 0
-    """Number of these samples."""
+    """Number of samples behind `some_accuracy`."""
 
 
 class EvaluationEnded(Message, frozen=True):
@@ -246,18 +246,18 @@ class EvaluationEnded(Message, frozen=True):
 
 
 Decision = TicketsIssued | TicketsRetired | BatchStarted | RowsDrawn | EvaluationEnded
-"""Everything that follows from inputs, as far as readers need it."""
+"""What the scheduler decides from its inputs, as far as readers need it."""
 
 
 class KernelBegan(Message, frozen=True):
-    """A kernel begins to change the run's files. What the run reports of versions after `version` no longer
-    counts: its steps are repeated, or lost."""
+    """A kernel begins to change the run's files. Earlier reports about versions after `version` no
+    longer count: the steps of these versions are repeated, or lost."""
 
     lease_epoch: int
     version: int
-    """Version of the checkpoint from which it continues; 0 in a new run."""
+    """Version of the checkpoint from which the kernel continues; 0 in a new run."""
     wall_s: float
-    """Seconds of the run so far, those of former kernels up to the checkpoint included."""
+    """Seconds of the run so far, including those of former kernels up to the checkpoint."""
 
 
 class FleetChanged(Message, frozen=True):
@@ -270,35 +270,35 @@ class FleetChanged(Message, frozen=True):
 
 
 class Replaced(Message, frozen=True):
-    """A trainer or the kernel was lost while others lived on, and another one has taken its place."""
+    """A trainer or the kernel was lost while other processes lived on, and was replaced."""
 
     began: float
-    """Unix time at which it was lost; of a kernel, that of its last event."""
+    """Unix time of the loss; for a kernel, the time of its last event."""
     lost: str
     """The worker, or `kernel`."""
     how: str
-    """How it was lost."""
+    """How the worker or kernel was lost."""
     version: int
-    """Version of the weights then."""
+    """Version of the weights at the loss."""
     repeated: int
-    """Number of steps that were trained again, after that of the checkpoint."""
+    """Number of steps after the checkpoint that were trained again."""
 
 
 class WeightsServed(Message, frozen=True):
     """An inference worker serves other weights, or the same ones for another purpose."""
 
     began: float
-    """Unix time at which the kernel asked for it."""
+    """Unix time at which the kernel requested the swap."""
     worker: str
     version: int
     exact: bool
     """Whether the worker now serves an evaluation alone."""
     are_new: bool
-    """Whether it served other weights before."""
+    """Whether the worker served other weights before."""
     pause_s: float
     """Seconds in which the engine could sample no token."""
     drift: Drift | None
-    """Of the canary; None if it was not compared."""
+    """Drift of the canary; None if it was not compared."""
     engine_kl: float | None
     """See `SwapDone`."""
     unscored: str
@@ -316,7 +316,7 @@ class CallEnded(Message, frozen=True):
     version: int
     """Version at which the step began."""
     seconds: float
-    """Seconds of work, as the trainer measured them. The rest is the way there and back."""
+    """Seconds of work, as the trainer measured them: without the time of request and answer."""
 
 
 class CallTime(msgspec.Struct, frozen=True):
@@ -341,7 +341,7 @@ class StepMeasured(Message, frozen=True):
     """Seconds in which at least one call ran."""
     tickets: tuple[int, ...]
     waits: tuple[tuple[Cause, float], ...]
-    """What training waited for since the step before, in order, with the seconds; empty if repeated."""
+    """Causes that training waited for since the previous step, in order, with seconds; empty if repeated."""
     tokens: int
     """Number of trained tokens."""
     of_batch: dict[str, float]
@@ -353,21 +353,21 @@ class StepMeasured(Message, frozen=True):
     engines: int
     """Number of inference workers."""
     generate_busy_s: float
-    """Their mean seconds of work since the kernel's start."""
+    """Mean seconds of work of the inference workers since the kernel's start."""
     verify_busy_s: float
     """Seconds of work of all verifiers since the kernel's start."""
     cores_used: float
     cores_idle: float
     calls: tuple[CallTime, ...]
     skipped: tuple[str, ...]
-    """The models with a gradient that was not finite: empty for the lead, else its name and a slash."""
+    """Each model with a gradient that was not finite: its name and a slash; for the lead, empty text."""
     ledger: dict[str, int]
     variants: dict[str, dict[str, int]]
     """Accounts of each variant's tickets; empty without variants."""
     not_trained: dict[str, int]
-    """The most frequent reasons of tickets that were not trained since the step before, with numbers."""
+    """The most frequent reasons why tickets were not trained since the previous step, with their numbers."""
     known: bool = False
-    """Whether a former kernel has recorded the figures, and its trainers go on: nothing is repeated."""
+    """Whether a former kernel has recorded the figures, and its trainers live on: nothing is repeated."""
 
 
 class VersionPublished(Message, frozen=True):
@@ -376,7 +376,7 @@ class VersionPublished(Message, frozen=True):
     incarnation: int
     version: int
     digest: str
-    """A repetition of the step must reach it."""
+    """Digest of the weights. A repetition of the step must reach the same digest."""
 
 
 Observation = (
@@ -396,15 +396,15 @@ class EventBatch(Message, frozen=True):
     first: int
     """Number of the first event among those of this kernel, from 0 on."""
     events: tuple[msgspec.Raw, ...]
-    """Each is an `Event`. A reader that does not know a kind can go on behind it."""
+    """Each is an `Event`. A reader can skip an event of an unknown kind."""
     times: tuple[float, ...]
     """Unix time of each event, with 4 decimals. It never goes back within a kernel."""
     former: str = ""
-    """Digest of the message of this kind before it, also of another kernel; empty if there is none."""
+    """Digest of the previous message of this kind, also by another kernel; empty if there is none."""
 
     def decoded(self) -> list[Event]:
         """Return the events. Raise DecodeError if this stretto does not know the kind or the form of one."""
-        return [_decode(each) for each in self.events]
+        return [_decode(event) for event in self.events]
 
     @property
     def digest(self) -> str:
@@ -413,7 +413,7 @@ class EventBatch(Message, frozen=True):
 
 
 class JournalHead(msgspec.Struct, frozen=True):
-    """The newest message with events at a moment. Who knows it notices a change of an earlier one."""
+    """The newest `EventBatch` at a moment. Its digest reveals a change of any earlier one."""
 
     sequence: int
     """Sequence number in the journal's stream; 0 before the first."""
@@ -421,8 +421,8 @@ class JournalHead(msgspec.Struct, frozen=True):
 
 
 class KernelLease(Message, frozen=True):
-    """Kernel to the journal's stream, at its start: it owns the run, and from here on it alone writes the
-    journal. The sequence number is the lease epoch."""
+    """Kernel to the journal's stream, at the kernel's start: this kernel owns the run, and from here on only
+    this kernel writes the journal. The message's sequence number is the lease epoch."""
 
     place: str
     """The run's folder."""

@@ -1,4 +1,4 @@
-"""Sampling and new weights: what engines are asked and answer."""
+"""Sampling and new weights: requests to inference workers, and their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Generate(Message, frozen=True, tag="Generate/4"):
     """The version that an evaluation asks for; None for training. A worker lent to an evaluation answers only
     that evaluation, any other worker only training."""
     sender: WorkerProcess | None = None
-    """Set only with images: the rollout worker has their files."""
+    """The rollout worker, which has the files of the request's images; None without images."""
 
 
 class AskImage(Message, frozen=True):
@@ -60,9 +60,9 @@ class ChunkBatch(Message, frozen=True):
     logprobs: Array
     versions: Array
     kept_counts: Array | None = None
-    """(sum of counts,) uint16, number of tokens that each was drawn from; None if nobody wants them."""
+    """(sum of counts,) uint16, number of ids that each token was drawn from; None if no request wants it."""
     kept_ids: Array | None = None
-    """(sum of kept_counts,) int32, in the same order."""
+    """(sum of kept_counts,) int32, these ids, in the order of the tokens."""
 
 
 class Confirm(Message, frozen=True):
@@ -82,12 +82,12 @@ class Swap(Message, frozen=True, tag="Swap/2"):
 
     lease_epoch: int
     number: int
-    """Rises with every swap. The version may fall, to that of an evaluation."""
+    """Number of the swap, which always rises. The version may fall: to the version of an evaluation."""
     note: WeightsNote
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
     trainer: WorkerProcess | None = None
-    """Rank 0 of the lead group, which has the version's `SharedRows`."""
+    """Rank 0 of the lead model's worker group, which has the version's `SharedRows`."""
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -103,7 +103,7 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class SwapDone(Message, frozen=True):
-    """The version that the worker serves now: that of a later swap, if it had already done one."""
+    """The version that the worker serves now. If a later swap was already done, this is its version."""
 
     report: SwapReport
     """The engine's report of the swap, without the hashes."""
@@ -111,7 +111,7 @@ class SwapDone(Message, frozen=True):
     """The tensors that differ from the announced version, or another reason for the refusal; empty when all
     match. With a fault, the worker sends no token of that version."""
     drift: Drift | None = None
-    """Drift of the canary; None if the worker did not compare the canary."""
+    """Drift of the canary; None if it was not compared."""
     unscored: str = ""
     """Why the worker did not compare the canary, if the run has one."""
     engine_kl: float | None = None
@@ -120,7 +120,7 @@ class SwapDone(Message, frozen=True):
     rows_unscored: str = ""
     """Why the worker cannot compare the rows; empty if there are no rows yet."""
     receive_s: float = 0.0
-    """Seconds to fetch the version and to put it together."""
+    """Seconds to receive the version, including the merge of an adapter."""
 
 
 class AskSharedRows(Message, frozen=True):
@@ -160,7 +160,7 @@ class LoadReport(Message, frozen=True):
 
 
 class AskWeights(Message, frozen=True, tag="AskWeights/2"):
-    """Inference worker to the publishing trainer, answered by `WeightsAnswer`: the transport asks."""
+    """Inference worker to the publishing trainer, answered by `WeightsAnswer`: a request of the transport."""
 
     question: bytes
 

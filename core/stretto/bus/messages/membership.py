@@ -23,13 +23,13 @@ class Beacon(Message, frozen=True, tag="Beacon/3"):
 
 
 class EngineFigures(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What routing needs of an engine's `Load`, from its latest heartbeat."""
+    """The part of an engine's `Load` that routing needs, from the latest heartbeat of its worker."""
 
     version: int
     samples: int
-    """Samples that are decoded or wait."""
+    """Number of samples that the engine decodes, or that wait for it."""
     slots: int
-    """Samples that can be decoded at once."""
+    """Number of samples that the engine can decode at once."""
     generated_tokens: int
     lost_tokens: int = 0
     """Total of tokens computed again because the prefix cache was full; 0 if unknown."""
@@ -50,7 +50,7 @@ class Peer(WorkerProcess, frozen=True):
     exact_version: int | None = None
     """The only version served while the worker is lent to an evaluation; else None."""
     closed: bool = False
-    """Whether it may only finish its calls there: the worker leaves, or it has enough others now."""
+    """Whether no new call may go to this peer: the peer leaves, or the rollout worker has enough others."""
 
     @property
     def role(self) -> str:
@@ -63,7 +63,7 @@ class Routes(Message, frozen=True, tag="Routes/2"):
 
     lease_epoch: int
     peers: tuple[Peer, ...]
-    """A few of the verifiers, of the engines of training, and of those lent to each evaluation."""
+    """Some verifiers, some engines for training, and for each evaluation some of the engines lent to it."""
 
 
 class Join(Message, frozen=True, tag="Join/3"):
@@ -72,7 +72,7 @@ class Join(Message, frozen=True, tag="Join/3"):
     worker: WorkerId
     role: Role
     place: str
-    """Where the worker runs, for people."""
+    """Host and process id of the worker, as text for people."""
     nonce: Nonce
     token: str
     """Proof that the process may join under this id (see `stretto.bus.joining`)."""
@@ -80,7 +80,7 @@ class Join(Message, frozen=True, tag="Join/3"):
     """Version of stretto. The kernel accepts only its own."""
     again: bool = False
     """Whether the process worked for a former kernel."""
-    held: tuple[TicketStarted, ...] = ()
+    held: tuple[TicketStarted, ...] = ()  # attempts that the worker still works on
 
 
 class Welcome(Message, frozen=True, tag="Welcome/3"):
@@ -107,7 +107,7 @@ class AskRanks(Message, frozen=True):
 
 
 class Ranks(Message, frozen=True):
-    """The processes of all trainers of this kernel, which are never replaced while it lives."""
+    """The processes of all trainers of this kernel. While the kernel lives, none of them is replaced."""
 
     nonces: dict[WorkerId, Nonce]
 
@@ -136,7 +136,7 @@ class Heartbeat(Message, frozen=True):
     load: Load | None = None
     """Load figures of the engine. Only inference workers send them."""
     tickets: int = 0
-    """Number of tickets that a rollout worker has."""
+    """Number of tickets that a rollout worker runs."""
     refused: int = 0
     """Number of refused malformed messages."""
     blocked_s: float = 0.0
@@ -146,13 +146,13 @@ class Heartbeat(Message, frozen=True):
     leaving: bool = False
     """Whether the worker drains."""
     paused: Annotated[str, msgspec.Meta(max_length=500)] = ""
-    """Why calls of a verifier's reward or environment pause; empty if they do not."""
+    """Reason why a verifier's calls of a reward or environment pause; empty if they do not pause."""
     used: float = 0.0
-    """Share of a verifier's processes that work; of several sorts, such as rewards and tools, the fullest."""
+    """Share of a verifier's processes that work; the largest share if rewards, tools, ... have their own."""
 
 
 class RunStatus(Message, frozen=True):
-    """Kernel to viewers, every two seconds: what `status.json` holds."""
+    """Kernel to viewers, every two seconds: the content of `status.json`."""
 
     content: bytes
     """A `stretto.records.status.Status` in JSON."""
@@ -165,7 +165,7 @@ class Drain(Message, frozen=True):
 
 
 class Draining(Message, frozen=True):
-    """The worker drains. It says `Leaving` when it is done."""
+    """The worker drains. It sends `Leaving` when the work is finished."""
 
 
 class Dismissal(Message, frozen=True):

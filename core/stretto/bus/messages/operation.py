@@ -1,4 +1,4 @@
-"""What the operator asks of a run: scale and stop."""
+"""Commands of the operator: scale a run, or stop it."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class StopRun(Message, frozen=True):
 
     token: str
     now: bool
-    """End at once, without a checkpoint. Otherwise the kernel finishes the step under way and writes one."""
+    """End at once, without a checkpoint. If false, the kernel first finishes the step and writes one."""
 
 
 class RunStopping(Message, frozen=True):
     """The run ends."""
 
     state: str
-    """What the kernel does until then, in words."""
+    """What the kernel does before the end of the run, in words."""

@@ -1,4 +1,4 @@
-"""What verifiers are asked and answer: scores, tools, environments."""
+"""Requests to verifiers, and their answers: scores, tools, environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ScoreSamples(Message, frozen=True):
 
 
 class Scored(Message, frozen=True):
-    """Reward and metrics of each completion, or why there are none."""
+    """Reward and metrics of each completion, or the fault because of which it has none."""
 
     scores: tuple[tuple[float, dict[str, float]] | SampleFault, ...]
 
@@ -39,14 +39,14 @@ class ToolList(Message, frozen=True):
 
 
 class RunTool(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `ToolDone`: the policy calls a tool."""
+    """Rollout worker to verifier worker, answered by `ToolDone`: run the tool that the policy calls."""
 
     name: str
     arguments: bytes
     """A JSON object, as the policy wrote it."""
     variant: VariantName = ""
     images: bool = False
-    """Whether the policy reads images. If not, the answer has none."""
+    """Whether the policy reads images. If not, the tool's answer contains none."""
 
 
 class ToolDone(Message, frozen=True):
@@ -56,7 +56,7 @@ class ToolDone(Message, frozen=True):
 
 
 class EnvironmentTurn(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: the policy has answered."""
+    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: react to its answer."""
 
     arguments: bytes
     """Arguments by name: a msgpack map."""
@@ -64,7 +64,7 @@ class EnvironmentTurn(Message, frozen=True):
 
 
 class EnvironmentAnswer(Message, frozen=True):
-    """The environment's feedback on the policy's answer, or why there is none."""
+    """The environment's feedback on the policy's answer, or the fault because of which there is none."""
 
     feedback: Feedback = Feedback()
     fault: SampleFault | None = None

@@ -30,8 +30,8 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
         **dict.fromkeys(("score", "tools", "tool", "environment"), ("rollout",)),
     },
 }
-"""Role -> verb -> who may ask a worker of that role to do it. The server's permissions and the check of reply
-subjects follow this table. Rank 0 of a group passes the kernel's requests on to the other trainers."""
+"""Role -> verb -> the parties that may send this request to a worker of the role. The server's permissions
+and the check of reply subjects use this table. Rank 0 of a group forwards the kernel's requests to the rest."""
 
 
 class Subjects:
@@ -82,7 +82,7 @@ class Subjects:
         ]
 
     def ticket(self, purpose: Purpose) -> str:
-        """Subject of the tickets of a purpose. The name of their consumer is made from it."""
+        """Subject of the tickets of a purpose. The name of the consumer of the tickets is derived from it."""
         return f"{self.tickets}.{purpose}"
 
     def kernel(self, party: Party, verb: str) -> str:

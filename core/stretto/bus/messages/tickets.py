@@ -1,4 +1,4 @@
-"""A ticket's way: issued, started, done or failed; its samples and kept texts."""
+"""The life of a ticket: issued, started, done or failed. Its samples, and the texts that people read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attempt_name(purpose: Purpose, ticket: int, attempt: int) -> str:
     return f"{'' if purpose == 'train' else 'eval-'}{ticket}/{attempt}"
 
 
-_BUNDLE_BYTES = 512 * 1024
+_BUNDLE_BYTES = 512 * 1024  # a reader of one trajectory gets the whole message with it
 
 
 class Ticket(Message, frozen=True):
@@ -35,7 +35,7 @@ class Ticket(Message, frozen=True):
     row: int
     """Index in the dataset of its purpose."""
     min_version: int
-    """Oldest version that its tokens may have; for an evaluation, the only one."""
+    """Oldest version that tokens of the ticket may have; for an evaluation, their only version."""
     samples: int
     variant: VariantName = ""
     """The variant of the run that the ticket tests; empty for the run's own sections."""
@@ -67,7 +67,7 @@ class TicketsStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: every sample of these tickets has begun, so its oldest token is known."""
+    """Rollout worker to kernel: all samples of these tickets have begun, so the oldest tokens are known."""
 
     worker: WorkerId
     oldest: tuple[tuple[int, int, int], ...]
@@ -84,7 +84,7 @@ class AbortTicket(Message, frozen=True, tag="AbortTicket/2"):
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What the kernel knows of one trajectory of a finished group."""
+    """The facts about one trajectory of a finished group that the kernel gets."""
 
     id: str
     """`ticket/attempt/index`."""
@@ -93,9 +93,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     index: int
     """Position in that bundle."""
     length: int
-    """Tokens, prompt included."""
+    """Number of tokens, including the prompt."""
     sampled: int
-    """Tokens that the policy sampled."""
+    """Number of tokens that the policy sampled."""
     oldest: int
     newest: int
     """`oldest` and `newest`: versions of the oldest and newest sampled token."""
@@ -103,9 +103,9 @@ class Member(msgspec.Struct, frozen=True, array_like=True, gc=False):
     metrics: dict[str, float]
     finish: Finish
     part: bool = False
-    """Whether it belongs to the same sample as the member before it."""
+    """Whether the trajectory belongs to the same sample as the member before it."""
     kept: int = 0
-    """Sum over the sampled tokens of the ids that each was drawn from; 0 for the whole vocabulary."""
+    """Total number of ids that the sampled tokens were drawn from; 0 if from the whole vocabulary."""
 
 
 class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,18 +115,18 @@ class FailedSample(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reason: str
     tries: int
     sampled: int = 0
-    """Tokens sampled in the last try, as far as is known."""
+    """Number of tokens sampled in the last try; 0 if it is unknown."""
 
 
 class GroupDone(Message, frozen=True):
-    """Rollout worker to the log: a group is complete. For the ledger, it exists only by this message."""
+    """Rollout worker to the log: a group is complete. Only this message makes it count in the ledger."""
 
     purpose: Purpose
     ticket: int
     attempt: int
     worker: str
     members: tuple[Member, ...]
-    """`sequence` is 0 for those of an evaluation: training does not read their data."""
+    """In an evaluation, `sequence` is 0: training does not read the trajectories."""
     seconds: float
     """Seconds from the start of the ticket."""
     generate_s: float = 0.0
@@ -142,19 +142,19 @@ class GroupDone(Message, frozen=True):
     missing: tuple[FailedSample, ...] = ()
     """Failed samples that are not in `members`."""
     penalized: tuple[FailedSample, ...] = ()
-    """Samples that failed by their own answer: members with the reward for that."""
+    """Samples whose own answer was at fault. They are in `members`, with the failure reward."""
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
-    """Number of samples that were tried again and then succeeded, by what was at fault."""
+    """Number of samples that succeeded after a failure, by the kind of the last fault."""
     redrawn: int = 0
-    """Of these, samples with another answer than the one that had failed."""
+    """Number of retried samples whose new answer differs from the failed one."""
     prompt: int = 0
-    """Tokens of the row's prompt."""
+    """Number of tokens of the row's prompt."""
     tool_s: float = 0.0
     """The part of `score_s` in which at least one call of a tool was at a verifier."""
     environment_s: float = 0.0
-    """The part of `score_s` in which an environment was asked."""
+    """The part of `score_s` in which at least one call of an environment was at a verifier."""
     own_s: float = 0.0
-    """The time until the workflow returned in which nothing was at an engine or a verifier: its own work."""
+    """Seconds of the workflow's own work: until it returned, without time at an engine or a verifier."""
 
 
 class GroupFailed(Message, frozen=True):
@@ -170,7 +170,7 @@ class GroupFailed(Message, frozen=True):
     record: int = 0
     """Sequence number of the attempt's `TicketRecord`; 0 if its samples are not kept."""
     prompt: int = 0
-    """Tokens of the row's prompt; 0 if it was not encoded."""
+    """Number of tokens of the row's prompt; 0 if the prompt was not encoded."""
 
 
 class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -190,7 +190,7 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     finish: Finish
     engine: str
     sample: int
-    """Index of the ticket's sample that it is, or is a part of."""
+    """Index, in the ticket, of the sample that this trajectory is or belongs to."""
     images: tuple[Digest | NonNegativeInt, ...] | None = None
     """The images, in the order of their places in the tokens: the index of an image of the row, or the
     SHA-256 of a `StoredImage` that follows in the log. None: all images of the row."""
@@ -202,8 +202,8 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     @property
     def size(self) -> int:
         """Estimated number of bytes in a message."""
-        kept = 0 if self.kept_ids is None else 2 * len(self.tokens) + 4 * len(self.kept_ids)
-        return 13 * len(self.tokens) + kept + 200
+        kept_bytes = 0 if self.kept_ids is None else 2 * len(self.tokens) + 4 * len(self.kept_ids)
+        return 13 * len(self.tokens) + kept_bytes + 200
 
     @property
     def kept(self) -> KeptTokens | None:
@@ -218,14 +218,14 @@ class WireTrajectory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class StoredImage(Message, frozen=True):
     """Rollout worker to the log, after the trajectories that name it: an image that a workflow added. The
-    subject names its SHA-256. Training reads it, and the sample writer keeps it."""
+    subject has its SHA-256. Training reads the image, and the sample writer keeps it."""
 
     file: bytes
 
 
 class TrajectoryBundle(Message, frozen=True):
-    """Rollout worker to the log: as many trajectories of one ticket as fit into one message. Those that only
-    the sample writer reads, of evaluations and failed attempts, have another subject."""
+    """Rollout worker to the log: as many trajectories of one ticket as fit into one message. Those of
+    evaluations and failed attempts have another subject: only the sample writer reads them."""
 
     ticket: int
     attempt: int
@@ -245,7 +245,7 @@ class KeptText(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class TicketRecord(Message, frozen=True):
-    """Rollout worker to the log, before an attempt's outcome: what people want to know of its samples."""
+    """Rollout worker to the log, before an attempt's outcome: the samples as text, for people."""
 
     purpose: Purpose
     ticket: int
@@ -256,7 +256,7 @@ class TicketRecord(Message, frozen=True):
     dataset_row: str
     """The row of the dataset as a JSON object, as `stretto.models.images.with_names` returns it."""
     prompt: str
-    """The prompt as the model got it; of several, that of the first trajectory."""
+    """The prompt as the model got it; with several prompts, the prompt of the first trajectory."""
     texts: tuple[KeptText, ...]
     """In the order of the trajectories."""
     seconds: float
@@ -289,7 +289,7 @@ Item = TypeVar("Item", WireTrajectory, TrainedRow)
 
 
 def bundles_of(items: Sequence[Item]) -> list[list[Item]]:
-    """Divide items, in their order, into messages in which a reader of one item gets few others."""
+    """Divide items, in their order, into small messages: a reader of one item gets few others."""
     bundles: list[list[Item]] = []
     room = 0
     for item in items:
@@ -328,7 +328,7 @@ class Following(Message, frozen=True):
 
     consumer: str
     start: int
-    """The number that was asked for; 1 if the log ends before it, because a part of it was lost."""
+    """The requested number; 1 if the log ends before that number, because a part of the log was lost."""
     last: int
     """Sequence number of the last message that the sample writer reads, at this moment."""
 

@@ -20,7 +20,7 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
     group: int
     """Number of the ticket."""
     length: int
-    """Tokens; 0 if only the trainers that read the row know it."""
+    """Number of tokens; 0 if only the trainers, which read the row, know it."""
 
     @property
     def attempt(self) -> int:
@@ -76,7 +76,7 @@ class EndStep(Message, frozen=True):
 
 
 class StepEnded(Message, frozen=True):
-    """The group is ready for the next step. Its lead model's weights may still be on their way into files."""
+    """The group is ready for the next step. The weights of its lead model may not be published yet."""
 
 
 class AskPublished(Message, frozen=True):
@@ -99,14 +99,14 @@ class AskState(Message, frozen=True):
 
 
 class TrainerState(Message, frozen=True):
-    """The weights that a group has."""
+    """The weights that a worker group has now."""
 
     version: int
     """Version of the weights; -1 before the first load. A step of it may be under way."""
     incarnation: int
     """Incarnation of the last step."""
     notes: tuple[WeightsNote, ...]
-    """Of published earlier versions that evaluations need. Only the lead model's group has some."""
+    """Notes of published earlier versions that evaluations need. Only the lead model's group has some."""
 
 
 class Prefetch(Message, frozen=True):
@@ -114,11 +114,11 @@ class Prefetch(Message, frozen=True):
 
     rows: tuple[RowRef, ...]
     complete: bool = False
-    """Whether no other rows are needed: trainers drop those that they have read."""
+    """Whether no other rows are needed: trainers then drop the others that they have read."""
 
 
 class AskMeetingPlace(Message, frozen=True):
-    """Another rank to rank 0 of its group, answered by `MeetingPlace`: how do we find each other?"""
+    """Another rank to rank 0 of its group, answered by `MeetingPlace`: where do the ranks meet?"""
 
     lease_epoch: int
 
@@ -164,7 +164,7 @@ class Save(Message, frozen=True):
 
 
 class Copied(Message, frozen=True):
-    """The group is ready for the next step. Its files may still be on their way."""
+    """The group is ready for the next step. Its files may not be written yet."""
 
 
 class AskSaved(Message, frozen=True):
