@@ -1,5 +1,5 @@
-"""`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers start this command,
-and not one of `stretto`, whose command line takes a tenth of a second to import."""
+"""`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers use this command,
+because the command line of `stretto` would take 0.1 s more to import."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from stretto.workers.worker import work
 log = structlog.get_logger()
 
 _NICE = 10
-"""An evaluation gets the processor time that training and its engine leave, and a tenth of theirs."""
+"""Niceness of the evaluator: it gets idle processor time, and about a tenth of the share of others."""
 
 
 def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
     """Run a worker. One started `by_hand` also logs to the terminal, and joins without the kernel's lock."""
-    # Writes the stacks of all threads to stderr, even while the event loop hangs.
+    # SIGUSR1 writes the stacks of all threads to stderr, even while the event loop hangs.
     faulthandler.register(signal.SIGUSR1)
     os.umask(0o077)  # a worker that was started by hand does not inherit it from the kernel
     spare_this_machine()
     _raise_file_limit()
     limit_output()
     worker, lock = bootstrap.worker, bootstrap.lock
-    # Without the run's folder, the log is part of the output, which a launcher collects.
-    shows_logs = lock is not None and lock.folder_readable and Path(bootstrap.logs).is_dir()
-    file = Path(bootstrap.logs, f"{worker}.jsonl") if shows_logs else None
+    # Where the run's folder is not visible, the log goes into the output, which a launcher collects.
+    sees_folder = lock is not None and lock.folder_readable and Path(bootstrap.logs).is_dir()
+    file = Path(bootstrap.logs, f"{worker}.jsonl") if sees_folder else None
     if worker == EVALUATOR:
         os.nice(_NICE)
     if by_hand:
@@ -59,7 +59,7 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
 
 
 def _raise_file_limit() -> None:
-    """A worker has several pipes and sockets for each of hundreds of processes; the usual limit is 1024."""
+    """Raise the limit of open files, usually 1024: a worker has pipes to hundreds of processes."""
     if sys.platform == "linux":  # other systems refuse their own hard limit
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -67,7 +67,7 @@ def _raise_file_limit() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m stretto.workers", description="Run one worker process.")
-    # A launcher that starts processes on other machines sends the text: then no file there has the secrets.
+    # For a process on another machine, the launcher sends the text: no file there then has the secrets.
     parser.add_argument(
         "bootstrap", help="file with the bus address, credentials and id; - to read its text from stdin"
     )

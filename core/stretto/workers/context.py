@@ -1,4 +1,4 @@
-"""What a role's code works with: the bus, the run, what the kernel says, a thread to compute in."""
+"""What the code of a role uses: the bus, the run, messages of the kernel, a thread for computation."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class WorkerContext:
         self.leave = anyio.Event()
         self.reason = ""
         self.drain = anyio.Event()
-        """Set when the worker has to finish the work that it has, take no new work, and leave."""
+        """Set when the worker has to finish its present work, take no new work, and leave."""
         self.drain_reason = ""
         self.drained = False
         self._beacon_listeners: list[Callable[[Beacon], None]] = []
@@ -95,18 +95,18 @@ class WorkerContext:
         self._beacon_listeners.append(listener)
 
     def on_routes(self, listener: Callable[[Routes], None]) -> None:
-        """Call `listener` with the routes whenever they come."""
+        """Call `listener` with the routes whenever new routes arrive."""
         self._routes_listeners.append(listener)
 
     def check_lease(self, lease_epoch: int) -> None:
-        """Refuse commands of another kernel than the one whose welcome and beacons gave its lease epoch."""
+        """Refuse a command that does not carry the newest lease epoch that this worker has seen."""
         if lease_epoch != self.lease_epoch:
             raise Refused(
                 self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"
             )
 
     def receive_beacon(self, beacon: Beacon) -> None:
-        """Take in a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
+        """Process a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""
         if beacon.lease_epoch < self.lease_epoch:
             return
         self.lease_epoch = beacon.lease_epoch
@@ -126,12 +126,12 @@ class WorkerContext:
         self.has_successor = anyio.Event()
 
     def receive_dismissal(self, dismissal: Dismissal) -> None:
-        """Leave, if the kernel that this worker has joined says so."""
+        """Leave, if the dismissal comes from the kernel that this worker has joined."""
         if dismissal.lease_epoch == self.kernel_epoch:
             self.request_shutdown("the kernel counts on this process no more")
 
     def receive_routes(self, routes: Routes) -> None:
-        """Store the routes and call the listeners. Ignore those of a kernel that has been replaced."""
+        """Store the routes and call the listeners. Ignore routes of a kernel that has been replaced."""
         if routes.lease_epoch < self.lease_epoch:
             return
         self.routes = routes
@@ -144,7 +144,7 @@ class WorkerContext:
         self.leave.set()
 
     def request_drain(self, reason: str) -> None:
-        """Make this worker finish the work that it has, and then leave. The first reason counts."""
+        """Make this worker finish its present work, and then leave. The first reason counts."""
         self.drain_reason = self.drain_reason or reason
         self.drain.set()
 
@@ -166,14 +166,14 @@ class RoleWorker(Protocol):
 
 
 class ComputeThread:
-    """One thread for an engine's computation: the event loop stays free, compute threads are made once."""
+    """One thread for all computation of an engine: the loop stays free, libraries start threads once."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self.busy_s = 0.0
 
     async def run(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> T:
-        """Run a function after earlier ones, in the caller's context, so that log lines name the worker."""
+        """Run a function after all earlier ones. In the caller's context, its log lines name the worker."""
         return await asyncio.wrap_future(self.submit(function, *arguments, **keywords))
 
     def submit(self, function: Callable[..., T], *arguments: Any, **keywords: Any) -> Future[T]:

@@ -1,4 +1,4 @@
-"""What a process held when its memory was full, and the keys that free most of it."""
+"""The text for an error of full memory: what the process used, and which keys free most memory."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ if TYPE_CHECKING:
     from stretto.assembly.assembly import Assembly
 
 _OF_PROCESSORS = "DefaultCPUAllocator: can't allocate memory"
-"""In the text of the RuntimeError that PyTorch raises for host memory."""
+"""Part of the text of the RuntimeError that PyTorch raises for host memory."""
 
 
 def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
-    """Return what to do about an error of full memory; empty for another error."""
+    """Return advice on an error of full memory; empty for another error."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return ""
     causes = [*with_causes(error)]
     if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-        held = "its GPU was full"
+        text = "its GPU was full"
         if torch.cuda.is_available():
-            (free, total), own = torch.cuda.mem_get_info(), torch.cuda.memory_allocated()
-            held += f": {_gib(own)} of tensors in this process, {_gib(total - free)} of {_gib(total)} in use"
+            (free, total), used = torch.cuda.mem_get_info(), torch.cuda.memory_allocated()
+            text += f": {_gib(used)} of tensors in this process, {_gib(total - free)} of {_gib(total)} in use"
     elif any(_OF_PROCESSORS in str(cause) for cause in causes):
-        own = psutil.Process().memory_info().rss
-        held = f"this machine's memory was full: {_gib(own)} in this process"
+        used = psutil.Process().memory_info().rss
+        text = f"this machine's memory was full: {_gib(used)} in this process"
     else:
         return ""
     keys = ", ".join(_keys(worker, assembly))
-    return f"; {held}" + (f"; these keys free most: {keys}" if keys else "")
+    return f"; {text}" + (f"; these keys free most: {keys}" if keys else "")
 
 
 def _keys(worker: str, assembly: Assembly) -> Iterator[str]:
-    """Yield keys with what they are, the one that frees most first."""
+    """Yield keys of the run file with their values, first the key that frees the most memory."""
     if worker.startswith("trainer-"):
         group = assembly.placement.groups[group_of_worker(worker)[0]]
         tokens = getattr(group.section, "micro_batch_tokens", None)

@@ -1,5 +1,5 @@
 """A worker's heartbeats. A thread with a connection of its own sends them, so they come even while the event
-loop stands still, for example because it imports a library. Each says for how long it has stood still."""
+loop stands still, for example because it imports a library. Each says how long it has stood still."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Heartbeats:
         self._wrote_stacks = False
 
     def update(self, heartbeat: Heartbeat) -> None:
-        """Set the heartbeat to send. The event loop calls this every `BEAT_S`, which shows that it runs."""
+        """Set the heartbeat to send. The event loop calls this every `BEAT_S`, to show that it runs."""
         self._newest, self._updated_at = heartbeat, clock.now()
         self._wrote_stacks = False
 

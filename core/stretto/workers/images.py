@@ -1,6 +1,6 @@
-"""Images in rollout workers, and on their way to engines: each goes once to each engine, under its digest. An
-engine's worker that lacks an image asks the rollout worker that sent the request, in parts that fit into a
-message, and keeps what it got last."""
+"""Images in rollout workers, and their transfer to inference workers: each image once, under its digest. An
+inference worker that lacks an image requests it, in parts that fit into a message, from the rollout worker
+that sent the generation request. It keeps the images that it used last."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 _ENVELOPE = 64
 """Maximum number of bytes of an `ImagePart` besides its data."""
-_PART_S = 60.0  # a rollout worker that is gone never sends one
-_KEPT_BYTES = 2**27
+_PART_S = 60.0  # for one part; a rollout worker that is gone never sends one
+_KEPT_BYTES = 2**27  # of images in an inference worker
 _TICKET_BYTES = 2**28
-"""Most bytes of the images that the workflow of one ticket adds."""
+"""Maximum number of bytes of the images that the workflow adds to one ticket."""
 
 
 class RolloutImages:
-    """The images of a rollout worker whose model reads images. Engines ask for those of its tickets."""
+    """The images of a rollout worker whose model reads images. Inference workers request them."""
 
     def __init__(self, context: WorkerContext, vision: Vision) -> None:
         self.vision = vision
@@ -43,12 +43,12 @@ class RolloutImages:
         self._thread = anyio.CapacityLimiter(1)
 
     async def open(self) -> None:
-        """Listen for questions. Called once, before the first `ticket`."""
+        """Serve requests for images. Called once, before the first `ticket`."""
         await self._context.bus.serve(self._context.subject("image"), AskImage, self._answer, forget=True)
 
     @contextmanager
     def ticket(self) -> Generator[TicketImages]:
-        """Yield the images of a ticket, which has none at first. Engines can ask for them in the block."""
+        """Yield the images of a ticket, at first none. Inference workers may request them in the block."""
         ticket = TicketImages(self)
         self._tickets.add(ticket)
         try:
@@ -61,7 +61,7 @@ class RolloutImages:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._thread)
 
     async def _answer(self, message: AskImage) -> ImagePart:
-        ticket = next((each for each in self._tickets if message.digest in each), None)
+        ticket = next((candidate for candidate in self._tickets if message.digest in candidate), None)
         if ticket is None:
             raise Refused(self._context.worker, "has no ticket with this image in hand")
         [file] = ticket.files([message.digest])
@@ -81,7 +81,7 @@ class TicketImages:
         self._of_row_tokens = 0
 
     async def encode_row(self, row: Row, tools: Sequence[Mapping[str, Any]] = ()) -> NDArray[np.int32]:
-        """Return the ids of a row's prompt, whose images are now images of the ticket."""
+        """Return the token ids of a row's prompt, and add the row's images to the ticket."""
         ids, images = await self._images.work(_encode_row, self._images.vision, row, tools)
         self._files |= {image.digest: image.file for image in images}
         self.of_row = [image.digest for image in images]
@@ -89,7 +89,7 @@ class TicketImages:
         return ids
 
     def add(self, files: Sequence[bytes]) -> list[str]:
-        """Add images."""
+        """Add images to the ticket, and return their names."""
         images = [ImageFile(file) for file in files]
         for image in images:
             if len(image.file) > MAX_FILE_BYTES:
@@ -108,7 +108,7 @@ class TicketImages:
         return await self._images.work(lambda: self._images.vision.render(messages, tools=tools))
 
     async def encode(self, text: str, names: Sequence[str], *, plain: bool = False) -> NDArray[np.int32]:
-        """Return the ids of a part of a text with images."""
+        """Return the token ids of a part of a text with images."""
         files = self.files(names)
         ids = await self._images.work(_encode, self._images.vision, text, files, plain)
         if len(names) == 1:
@@ -126,19 +126,19 @@ class TicketImages:
         return [self._files[name] for name in names]
 
     def tokens_in(self, ids: NDArray[np.int32]) -> int:
-        """Return the number of image tokens among ids."""
+        """Return the number of image tokens among token ids."""
         return self._images.vision.count(ids)
 
     async def check(self, trajectory: Trajectory) -> None:
-        """Check that a trajectory has the tokens of its images: no model could read it otherwise."""
+        """Check that a trajectory has as many image tokens as its images need: else no model can read it."""
         vision = self._images.vision
         expected, whose = self._of_row_tokens, "the row's images"
         if trajectory.images is not None and list(trajectory.images) != list(self.of_row):
             expected, whose = sum([await self._tokens_of(name) for name in trajectory.images]), "its images"
-        found = self.tokens_in(trajectory.tokens)
-        if found != expected:
+        count = self.tokens_in(trajectory.tokens)
+        if count != expected:
             raise EngineError(
-                f"a trajectory has {found} image tokens (id {vision.image_token}), and {whose} make "
+                f"a trajectory has {count} image tokens (id {vision.image_token}), and {whose} make "
                 f"{expected}: the engine must not sample that token, nor a workflow add it"
             )
 
@@ -163,16 +163,16 @@ def _encode(vision: Vision, text: str, files: Sequence[bytes], plain: bool) -> N
 
 
 class ImageFetcher:
-    """The images that an engine's worker has been sent, up to 128 MiB of them."""
+    """The images that an inference worker has received; it keeps up to 128 MiB of them."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._files: OrderedDict[str, bytes] = OrderedDict()
         self._bytes = 0
         self.fetched = Counter[str]()
-        """Number of images that came, and of their bytes: `images` and `bytes`."""
+        """Total number of fetched images, and of their bytes: `images` and `bytes`."""
         self._locks: defaultdict[str, anyio.Lock] = defaultdict(anyio.Lock)
-        """Of each image that is being fetched, so that two requests for it fetch it once."""
+        """Lock of each image that is being fetched, so that two requests for one image fetch it only once."""
 
     async def get(self, sender: WorkerProcess, digests: Sequence[str]) -> list[bytes]:
         """Return the files with these digests. Raise BusError if the rollout worker does not send one."""

@@ -3,8 +3,8 @@
 The worker keeps the chunks of a request until the rollout worker confirms the request, so that it can send
 them again after a gap or a reconnect. It holds back every chunk with tokens of a version that is not verified
 yet, and every later chunk of the same sample. A worker that is lent to an evaluation answers only that
-evaluation, from before the load of its version until after the load of the next one: requests that are
-dropped at either change continue elsewhere, or later.
+evaluation, from before the load of its version until after the load of the next one: a request that
+is dropped at one of these changes continues on another engine, or later.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_FORGET_S = 600.0  # a rollout worker that is gone never confirms what is finished
+_FORGET_S = 600.0  # a rollout worker that is gone never confirms its requests
 _DRAIN_POLL_S = 0.05
 _BASE_PAUSE_S, _SAMPLE_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.0004, 0.2
 """Seconds between messages to the rollout workers: a base, an addition for each sample in the last messages,
@@ -77,7 +77,7 @@ class _Request:
 
 
 Audience = int | None | Literal["nobody"]
-"""Whose requests a worker answers: of the evaluation of a version, of training (None), or of nobody."""
+"""Whose requests a worker answers: a version's evaluation, training (None), or nobody."""
 
 
 class InferenceWorker:
@@ -95,9 +95,9 @@ class InferenceWorker:
         self._pending = anyio.Event()
         self._swapping = anyio.Lock()
         self._receiving = anyio.CancelScope()
-        """Of the weights that are on their way."""
+        """Scope of the receipt of weights. A newer swap cancels it."""
         self._newest_order = (0, -1)
-        """Of the newest swap that was asked for."""
+        """Lease epoch and number of the newest swap that was requested."""
         self._served: SwapDone | None = None
         self._order = (-1, -1)
         """Lease epoch and number of the swap to the version that is served."""
@@ -140,43 +140,43 @@ class InferenceWorker:
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add the engine's own figures."""
-        if not hasattr(self, "_engine"):  # it is still made
+        if not hasattr(self, "_engine"):  # the engine is still being created
             return heartbeat
         load = self._engine.load()
         return msgspec.structs.replace(heartbeat, busy_s=load.busy_s, load=load)
 
     async def drain(self) -> None:
-        """Wait until every request is finished and sent. Rollout workers that know of this send no more."""
+        """Wait until all requests are finished and sent. Rollout workers know, and send no new ones."""
         while self._outgoing or any(request.unfinished for request in self._requests.values()):
             await anyio.sleep(_DRAIN_POLL_S)
 
     # -------------------------------------------------------------------------------- requests
 
     def _generate(self, message: Generate) -> None:
-        """Pass a new request to the engine. For a known one, send again the chunks that the sender lacks."""
+        """Pass a new request to the engine. For a known request, send again what the sender lacks."""
         request = message.request
-        known = self._requests.get(request.id)
-        if known is None:
+        known_request = self._requests.get(request.id)
+        if known_request is None:
             if message.exact_version != self._audience:
-                return  # the sender learns from its routes where to go, or sends it again
-            count = len(request.seeds) - request.have.count(-1)
+                return  # the sender learns another engine from its routes, or repeats the request
+            num_unfinished = len(request.seeds) - request.have.count(-1)
             no_chunks: list[list[Chunk]] = [[] for _ in request.seeds]
-            self._requests[request.id] = _Request(message.inbox, count, no_chunks, clock.now())
+            self._requests[request.id] = _Request(message.inbox, num_unfinished, no_chunks, clock.now())
             if request.images:
                 self._tasks.start_soon(self._generate_with_images, request, message.sender)
             else:
                 self._engine.generate(request)
             return
-        known.inbox, known.active_at = message.inbox, clock.now()
-        for sample, chunks in enumerate(known.chunks):
+        known_request.inbox, known_request.active_at = message.inbox, clock.now()
+        for sample, chunks in enumerate(known_request.chunks):
             have = request.have[sample] if request.have else 0
             if have < 0:
                 continue
             missing = [part for chunk in chunks if (part := _from(chunk, have)) is not None]
-            self._queue(known.inbox, missing)
+            self._queue(known_request.inbox, missing)
 
     async def _generate_with_images(self, request: GenerateRequest, sender: WorkerProcess | None) -> None:
-        known = self._requests.get(request.id)
+        accepted = self._requests.get(request.id)
         try:
             if sender is None:
                 raise BusError("the request does not name the rollout worker that has them")
@@ -185,7 +185,7 @@ class InferenceWorker:
             log.warning("images do not come", request=request.id, error=str(error))
             self._emit(final_chunks(request, "abort"))
             return
-        if known is not None and self._requests.get(request.id) is known:  # not aborted in the meantime
+        if accepted is not None and self._requests.get(request.id) is accepted:  # not aborted in the meantime
             cast("VisionEngine", self._engine).generate(request, images)
 
     def _confirm(self, message: Confirm) -> None:
@@ -198,7 +198,7 @@ class InferenceWorker:
         self._held_chunks = {key: chunks for key, chunks in self._held_chunks.items() if key[0] != request}
 
     async def _forget(self) -> None:
-        """Drop finished requests whose sender did not confirm them for `_FORGET_S`: it is gone."""
+        """Drop finished requests that were not confirmed for `_FORGET_S`: the rollout worker is gone."""
         while True:
             await anyio.sleep(_FORGET_S / 4)
             now = clock.now()
@@ -263,7 +263,7 @@ class InferenceWorker:
         order = (message.lease_epoch, message.number)
         if order > self._newest_order:
             self._newest_order = order
-            self._receiving.cancel()  # the older weights may have gone, and their trainer
+            self._receiving.cancel()  # the older weights and their trainer may be gone
         async with self._swapping:
             if self._served is not None and order <= self._order:
                 return self._served
@@ -273,7 +273,7 @@ class InferenceWorker:
                 return result
             self._order, self._note, self._audience = order, message.note, audience
             self._trust(message.note.version)
-            # The batches that are trained now have nothing to do with the weights of an evaluation.
+            # The error matters for training only, so it is not measured on the weights of an evaluation.
             self._served = result if message.exact else await self._measure_engine_error(result, message)
             return self._served
 
@@ -285,8 +285,8 @@ class InferenceWorker:
                 self._drop(request)
 
     async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
-        former = self._note  # the same weights may be published again elsewhere
-        is_same = former is not None and (former.version, former.digest) == (note.version, note.digest)
+        served = self._note  # another trainer may publish the same weights again, at another address
+        is_same = served is not None and (served.version, served.digest) == (note.version, note.digest)
         if self._served is not None and is_same and self._engine.load().version == note.version:
             self._drop_other_audiences(audience)
             return self._served
@@ -342,14 +342,14 @@ class InferenceWorker:
         return Path(folder)
 
     async def _compare(self, canary: Canary | str) -> tuple[Drift | None, str]:
-        """Return the drift between engine and trainer on the canary; or None, and why it is not known."""
+        """Return the drift between engine and trainer on the canary; or None, and the reason."""
         if isinstance(canary, str):
             return None, canary
         expected = canary.logprobs.numpy()
-        more = {"images": [canary.image]} if canary.image else {}
+        image_option = {"images": [canary.image]} if canary.image else {}
         try:
             with anyio.fail_after(_SCORE_S):
-                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()), **more)
+                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()), **image_option)
         except EngineError as error:
             return None, str(error)
         except TimeoutError:
@@ -359,7 +359,7 @@ class InferenceWorker:
         return Drift(float(difference.mean()), float(difference.max())), ""
 
     async def _measure_engine_error(self, result: SwapDone, swap: Swap) -> SwapDone:
-        """Add the engine's error at this version, if the run bounds divergence. No request waits for it."""
+        """Add the engine's error at this version, if the run bounds divergence. Requests do not wait."""
         trainer = swap.trainer
         if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result
@@ -436,13 +436,13 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
 def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
     """Return one message with the chunks. Consecutive chunks of a sample are joined."""
     runs: list[list[Chunk]] = []
-    newest: dict[tuple[str, int], list[Chunk]] = {}
+    newest_runs: dict[tuple[str, int], list[Chunk]] = {}
     for chunk in chunks:
-        run = newest.get((chunk.request, chunk.sample))
+        run = newest_runs.get((chunk.request, chunk.sample))
         if run is not None and run[-1].position + len(run[-1].tokens) == chunk.position:
             run.append(chunk)
         else:
-            newest[chunk.request, chunk.sample] = run = [chunk]
+            newest_runs[chunk.request, chunk.sample] = run = [chunk]
             runs.append(run)
     ordered = [chunk for run in runs for chunk in run]
     return ChunkBatch(

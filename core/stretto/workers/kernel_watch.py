@@ -14,8 +14,8 @@ _SILENT_S = 2.0
 
 
 class KernelWatch:
-    """Notices that the kernel is gone: after `grace_s` without beacon and lock, where the worker sees the
-    lock and so outwaits a hanging kernel or bus; elsewhere after `outage_s` without a beacon."""
+    """Detects that the kernel is gone. A worker that sees the run's lock waits `grace_s` without beacon and
+    lock, and so survives a hanging kernel or bus. Another worker waits `outage_s` without a beacon."""
 
     def __init__(self, lock: KernelLock, *, grace_s: float, outage_s: float) -> None:
         self._grace_s, self._outage_s = grace_s, outage_s
@@ -29,11 +29,11 @@ class KernelWatch:
         self._heard_at = clock.now()
 
     def hear(self) -> None:
-        """A beacon has arrived."""
+        """Record that a beacon has arrived."""
         self._heard_at = clock.now()
 
     async def until_gone(self) -> str:
-        """Wait until the kernel is gone, and return how it was noticed."""
+        """Wait until the kernel is gone, and return how the watch noticed it."""
         interval_s = min(0.5, self._limit_s / 4)
         while True:
             # Suspended processes receive no beacons, so the time of a suspension does not count. Not in one
@@ -46,10 +46,10 @@ class KernelWatch:
             if self._sees_lock and self._lock.is_held():
                 self.hear()
             elif silent_s > self._outage_s or (silent_s > self._limit_s and not self._has_successor):
-                lock = " and its lock is free" if self._sees_lock else ""
-                return f"no beacon from the kernel for {silent_s:.1f} s{lock}"
+                lock_text = " and its lock is free" if self._sees_lock else ""
+                return f"no beacon from the kernel for {silent_s:.1f} s{lock_text}"
 
     @property
     def _has_successor(self) -> bool:
-        """Another kernel owns the run or will: it says what becomes of the worker."""
+        """Whether another kernel owns the run or soon will: that kernel decides what the worker does."""
         return self._sees_lock and has_owner(Path(self._lock.path))

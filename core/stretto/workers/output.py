@@ -1,4 +1,4 @@
-"""Bounds the file of a worker's and its children's output. The worker does it: this needs no kernel."""
+"""Limits the size of a worker's output file, which its children share. This needs no kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MAX_OUTPUT = 16 * 2**20
-"""Bytes after which the file is rotated: its end is kept as `NAME.1`, and the file begins again."""
+"""Maximum bytes of the file. A larger file is rotated: its end is kept as `NAME.1`, the file is emptied."""
 _STDERR = 2
 _LOOK_S = 0.5  # the file may be longer than `MAX_OUTPUT` by what is written in this time
 _CHUNK = 2**16
@@ -41,13 +41,13 @@ def rotate_output() -> None:
             return
         # Other processes have the file open too, such as servers: so the file stays, and is emptied. Lines
         # that they write meanwhile are lost.
-        with suppress(OSError):  # of a full disk: the space is needed more than the old output
+        with suppress(OSError):  # if the disk is full: free space matters more than the old output
             _keep_end(status.st_size)
         os.ftruncate(_STDERR, 0)
 
 
 def _keep_end(size: int) -> None:
-    """Write the end of the file beside it, as `NAME.1`. Linux only: other systems do not give its name."""
+    """Copy the end of the file to `NAME.1` beside it. Linux only: other systems do not tell its name."""
     if sys.platform != "linux":
         return
     file = Path(f"/proc/self/fd/{_STDERR}").resolve()
@@ -61,7 +61,7 @@ def _keep_end(size: int) -> None:
 
 
 class ChildOutput:
-    """A pipe for children's standard error, copied by a thread: they write no faster, and have no handle."""
+    """A pipe for children's standard error, and a thread that copies it: children do not open the file."""
 
     def __init__(self) -> None:
         self._reading, self.pipe = os.pipe()

@@ -1,4 +1,4 @@
-"""What a worker uses of the process that it runs in. A simulated process takes its place in simulations."""
+"""The process of a worker, as the worker uses it. Simulations replace it by a simulated process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from stretto.workers.scoring.child_pool import ChildPool, Program
 
 
 class HostProcess:
-    """This process, as the one of a worker."""
+    """The real process of a worker."""
 
     @property
     def place(self) -> str:
@@ -38,7 +38,7 @@ class HostProcess:
         return anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT)
 
     def limit_threads(self, resources: Resources) -> None:
-        """Tell libraries, which have not read it yet, how many threads they may start."""
+        """Set how many threads libraries may start. Called before libraries read these variables."""
         os.environ |= thread_variables(resources)
 
     def executor(self, name: str) -> Executor:
@@ -50,7 +50,7 @@ class HostProcess:
         return ChildPool(program, count)
 
     def end_after(self, seconds: float) -> None:
-        """End the process then, if it has not ended before."""
+        """End the process after this time, if it still runs."""
         watchdog = threading.Timer(seconds, os._exit, (0,))
         watchdog.daemon = True
         watchdog.start()

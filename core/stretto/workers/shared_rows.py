@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 _ROWS = 4
 _TRAINED_TOKENS = 64
-"""Most trained tokens of a row: all rows together cost trainer and engine no more than a few prompts."""
+"""Maximum trained tokens of a row: all rows together cost trainer and engine no more than a few prompts."""
 _BOUND = 1.0
-"""Most nats of a token, as in `stretto.rl.functional.bounded_kl`, from which this error is subtracted."""
+"""Maximum of a token in nats, the same as in `bounded_kl`, from which this error is subtracted."""
 
 
 def choose_rows(rows: Sequence[int]) -> list[int]:
@@ -53,9 +53,9 @@ def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]
     `logprobs` has for each row the engine's (L - 1,) logprobs of its tokens after the first."""
     trained = np.concatenate([row.trained.numpy() for row in rows])
     trainer = np.concatenate([row.logprobs.numpy() for row in rows])[trained].astype(np.float64)
-    d = np.concatenate(logprobs)[trained].astype(np.float64) - trainer
+    log_ratio = np.concatenate(logprobs)[trained].astype(np.float64) - trainer
     with np.errstate(over="ignore", invalid="ignore"):
-        kl = float(np.minimum(np.expm1(-d) + d, _BOUND).mean())
+        kl = float(np.minimum(np.expm1(-log_ratio) + log_ratio, _BOUND).mean())
     if not np.isfinite(kl):
         raise EngineError(
             "rows of the last batch: a logprob of the engine or of the trainer is not a "

@@ -1,8 +1,8 @@
 """What every worker process does: connect to the bus, join the run, send heartbeats, and leave.
 
-A worker leaves when the run is over, when it gets SIGTERM, and when the kernel is gone and no other one
-comes. It joins a later kernel of the run with the work that it has. If the kernel asks it to, or at SIGINT,
-it first drains: it takes no new work and finishes what it has.
+A worker leaves when the run is over, when it gets SIGTERM, and when the kernel is gone and no other kernel
+comes. It joins a later kernel of the run with its present work. At a request of the kernel, or at SIGINT, it
+first drains: it takes no new work and finishes its present work.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _FINAL = (ConfigError, ContractError)
 """Errors that a restarted worker would raise again."""
 _JOIN_S = 60.0  # a living kernel answers long before; a worker that gets no answer ends
 _AGAIN_S = 5.0
-"""Deadline for a later kernel's answer. Without one, the worker asks again after `_AGAIN_PAUSE_S`."""
+"""Deadline for a later kernel's answer. Without an answer, the worker asks again after `_AGAIN_PAUSE_S`."""
 _AGAIN_PAUSE_S = 0.2
 _LEAVE_S = 4.0
 """Seconds until the process ends even if a thread does not end, such as a train step of minutes."""
-_MOST_PATHS = 10
+_MOST_PATHS = 10  # in the reason of a worker that leaves
 _COLLECT_WHILE_LOADING = 1_000_000
 """New objects between two garbage collections while the role loads. Imports make hundreds of thousands of
 objects that stay; with Python's default the collector takes a fifth of the time that they need."""
@@ -79,7 +79,7 @@ async def work(bootstrap: Bootstrap, process: HostProcess) -> None:
 
 
 async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope) -> None:
-    """Watch the lock of the run's kernels until the worker has joined: before, the worker hears no beacon."""
+    """Until the worker has joined and so hears beacons, raise NoAnswer if no kernel holds the run's lock."""
     with joining:
         held_at = clock.now()
         while True:
@@ -113,7 +113,7 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
 
 
 def _leaving_after(error: BaseException, join: Join, text: str, config: bytes) -> Leaving:
-    """Return why a worker leaves: the error, and as likely causes the config's paths that are not here."""
+    """Return why a worker leaves: the error, and paths of the run file that do not exist on this machine."""
     remark = _absent_paths(config)
     error.add_note(remark)
     reason = "; ".join(filter(None, (text, remark)))
@@ -138,8 +138,8 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join,
     try:
         await _work_in(context, beats, join, config)
     except Exception as error:
-        first = leaves(error)[0]
-        leaving = _leaving_after(first, join, context.explain(first), config)
+        cause = leaves(error)[0]
+        leaving = _leaving_after(cause, join, context.explain(cause), config)
         await _announce_leaving(context.bus, subject, leaving)
         raise
     leaving = Leaving(context.worker, context.nonce, context.reason, drained=context.drained)
@@ -186,11 +186,11 @@ async def _obey_drain(context: WorkerContext, message: Drain) -> Draining:
 
 
 async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Heartbeats) -> None:
-    """Once asked, finish the work within `launcher.drain_s`, and leave. Others get what is not finished."""
+    """Once asked, finish the work within `launcher.drain_s`, and leave. Others get the unfinished work."""
     await context.drain.wait()
     limit_s = context.composed.config.launcher.drain_s
     log.info("draining", reason=context.drain_reason, limit_s=limit_s)
-    await _send_heartbeat(context, work, beats, ready=True)  # so that nobody gives it new work
+    await _send_heartbeat(context, work, beats, ready=True)  # so that this worker gets no new work
     with anyio.move_on_after(limit_s) as limit:
         await work.drain()
     unfinished = f"; its work was not finished after {limit_s:g} s" if limit.cancelled_caught else ""
@@ -204,8 +204,8 @@ async def _announce_leaving(bus: Bus, subject: str, leaving: Leaving) -> None:
 
 
 async def _obey_signals(context: WorkerContext) -> None:
-    """Leave at a signal. A cluster that wants its machines back signals all processes of a run at once: the
-    kernel then finishes the step under way and saves, for which it needs its trainers."""
+    """Leave at a signal; a trainer leaves at the second. A cluster that wants its machines back signals all
+    processes at once, and the kernel then needs its trainers to finish the step and to save."""
     is_needed = context.role == "trainer"
     with context.process.signals() as signals:
         async for number in signals:
@@ -226,15 +226,15 @@ async def _watch_kernel(context: WorkerContext) -> None:
 async def _join_successors(
     context: WorkerContext, join: Join, config: bytes, beat: Callable[[], Awaitable[None]]
 ) -> None:
-    """Join later kernels with the work in hand. Leave if one wants another process or has other values."""
+    """Join later kernels with the work in hand. Leave if a kernel refuses this or has other values."""
     subject = context.names.kernel(context.role, "join")
     while True:
         await context.has_successor.wait()
-        again = msgspec.structs.replace(join, again=True, held=context.held())
+        rejoin = msgspec.structs.replace(join, again=True, held=context.held())
         try:
-            welcome = await context.bus.request(subject, again, Welcome, who="kernel", deadline_s=_AGAIN_S)
+            welcome = await context.bus.request(subject, rejoin, Welcome, who="kernel", deadline_s=_AGAIN_S)
         except NoAnswer:
-            await anyio.sleep(_AGAIN_PAUSE_S)  # it has no time, or is gone as well
+            await anyio.sleep(_AGAIN_PAUSE_S)  # that kernel has no time, or is gone as well
             continue
         except StrettoError as error:
             context.request_shutdown(f"another kernel owns the run now: {error}")

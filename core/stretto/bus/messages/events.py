@@ -58,7 +58,7 @@ class RunOwned(Message, frozen=True):
     values: int
     """Number of the run's set of values: 1 at the start, and one more after each change of a value."""
     layout: str
-    """Training engines, processes and threads. Under another layout, a step may differ in some bits."""
+    """Training engines, processes and threads. With others, a repeated step may differ in some bits."""
     attempts_from: int
     """Attempts of tickets up to this number are those of former kernels."""
 

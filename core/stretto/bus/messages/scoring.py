@@ -56,7 +56,7 @@ class ToolDone(Message, frozen=True):
 
 
 class EnvironmentTurn(Message, frozen=True):
-    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: react to its answer."""
+    """Rollout worker to verifier worker, answered by `EnvironmentAnswer`: react to the policy's answer."""
 
     arguments: bytes
     """Arguments by name: a msgpack map."""

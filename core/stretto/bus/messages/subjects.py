@@ -31,7 +31,7 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     },
 }
 """Role -> verb -> the parties that may send this request to a worker of the role. The server's permissions
-and the check of reply subjects use this table. Rank 0 of a group forwards the kernel's requests to the rest."""
+and the check of reply subjects use this table. Rank 0 of a group passes requests of the kernel on."""
 
 
 class Subjects:

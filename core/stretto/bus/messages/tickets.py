@@ -142,7 +142,7 @@ class GroupDone(Message, frozen=True):
     missing: tuple[FailedSample, ...] = ()
     """Failed samples that are not in `members`."""
     penalized: tuple[FailedSample, ...] = ()
-    """Samples whose own answer was at fault. They are in `members`, with the failure reward."""
+    """Samples that failed because of their own answer. They are in `members`, with the failure reward."""
     retried: dict[FaultKind, int] = msgspec.field(default_factory=dict)
     """Number of samples that succeeded after a failure, by the kind of the last fault."""
     redrawn: int = 0

@@ -15,26 +15,26 @@ from stretto.machine import clock
 
 log = structlog.get_logger()
 
-_LOOK_S = 5.0
-_LESS = 0.8
-_MORE = 1 / 8
+_LOOK_S = 5.0  # between two changes of the limit
+_LESS = 0.8  # factor of a fall
+_MORE = 1 / 8  # growth in the time in which as many tickets end as may run
 
 
 class Concurrency:
     """The number of tickets that run, and its limit.
 
-    A limit with bounds begins at the smaller one, and follows the rules of TCP: slow start, then additive
-    increase and multiplicative decrease (Jacobson, 1988, doi:10.1145/52324.52356). The signal is what engines
-    compute again because their prefix caches are too small for the conversations under way. It is looked at
-    every 5 s.
+    A limit with bounds begins at the lower bound, and follows the rules of TCP: slow start, then additive
+    increase and multiplicative decrease (Jacobson, 1988, doi:10.1145/52324.52356). The signal is the number
+    of lost tokens: engines compute them again because their prefix caches are too small for the conversations
+    under way. The limit changes every 5 s.
 
-    - The limit doubles while it is reached. When engines have computed again more tokens than they sampled
-      for the first time, it falls to the half.
-    - From then on it grows by an eighth in the time in which as many tickets end, and falls by a fifth when
-      engines have computed again more tokens than they sampled.
-    - What was sampled before a fall counts by half after it, so that one lost text does not make it fall
-      again. What is older than the time in which `limit` tickets end counts by half, too.
-    - After a fall it looks again only when so few tickets run.
+    - The limit doubles while running tickets reach it, until engines have lost more tokens than they sampled.
+      Then it falls to the half.
+    - From then on the limit grows by an eighth in the time in which `limit` tickets end, and falls by a fifth
+      when engines have lost more tokens than they sampled.
+    - After a fall, earlier sampled tokens count by half, so that one lost text does not cause another fall.
+      Whenever `limit` tickets have ended, all earlier tokens count by half, too.
+    - After a fall, no tokens are counted until so few tickets run that they are within the limit.
     """
 
     def __init__(self, limit: int | Bounds, now: Callable[[], float] = clock.now) -> None:
@@ -48,7 +48,7 @@ class Concurrency:
         self._figures: dict[str, EngineFigures] = {}  # by the nonce of the process
         self._sampled = self._lost = 0.0
         self._round = 0
-        """Tickets that have ended since these were halved."""
+        """Number of tickets that have ended since `_sampled` and `_lost` were halved."""
         self._begin_look()
 
     @property
@@ -63,7 +63,7 @@ class Concurrency:
         return 0 if self._closed else room
 
     def begin(self, purpose: Purpose) -> None:
-        """Count a ticket that was taken. It may be more than the limit, if this fell meanwhile."""
+        """Count a ticket as running. It may exceed the limit, if the limit fell in the meantime."""
         self._running[purpose] += 1
         self._was_reached = self._was_reached or self._running[purpose] >= self.limit
 
@@ -80,13 +80,13 @@ class Concurrency:
         self._notify()
 
     def follow(self, routes: Routes) -> None:
-        """Take in the latest figures of the engines, and set the limit."""
+        """Count tokens from the latest figures of the engines, and set the limit."""
         sampled = lost = 0
         for peer in routes.peers:
-            if (new := peer.figures) is not None:
-                former = self._figures.get(peer.nonce, new)
-                sampled += new.generated_tokens - former.generated_tokens
-                lost += new.lost_tokens - former.lost_tokens
+            if (latest := peer.figures) is not None:
+                previous = self._figures.get(peer.nonce, latest)
+                sampled += latest.generated_tokens - previous.generated_tokens
+                lost += latest.lost_tokens - previous.lost_tokens
         self._figures = {peer.nonce: peer.figures for peer in routes.peers if peer.figures is not None}
         if max(self._running.values(), default=0) > self.limit:
             self._begin_look()
@@ -110,8 +110,8 @@ class Concurrency:
             self._sampled, self._lost, self._round = self._sampled / 2, 0.0, 0
             return
         if self._was_reached and self._has_sampled:
-            more = self._limit if self._is_slow_start else self._ended * max(_MORE, 1 / self._limit)
-            self._set(self._limit + more)
+            growth = self._limit if self._is_slow_start else self._ended * max(_MORE, 1 / self._limit)
+            self._set(self._limit + growth)
         self._round += self._ended
         if self._round >= self._limit:
             self._sampled, self._lost, self._round = self._sampled / 2, self._lost / 2, 0

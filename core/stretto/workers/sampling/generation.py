@@ -28,8 +28,8 @@ from stretto.workflow import OnTokens
 log = structlog.get_logger()
 
 _SILENT_ASKS = 3
-"""A request leaves an engine after this many unanswered asks, if the engine does nothing else either."""
-_CONFIRM_S = 0.05  # one message for many requests; an engine keeps a finished request so much longer
+"""A request leaves an engine after this many silent periods, if the engine samples nothing at all."""
+_CONFIRM_S = 0.05  # one message confirms many requests; engines keep finished requests this much longer
 _MAX_GIVE_UPS = 5
 """A request fails after engines have given it up this many times."""
 _TOKEN = np.dtype([("token", "<i4"), ("logprob", "<f4"), ("version", "<i4")])
@@ -93,7 +93,7 @@ class GeneratedSample:
         return self._column("version")
 
     def kept(self) -> KeptTokens | None:
-        """Return the kept tokens of each token; None if the engine has not sent those of all tokens."""
+        """Return the kept tokens of each token; None if the engine has not sent them for all tokens."""
         kept = KeptTokens.concat(self.kept_parts) if self.kept_parts else KeptTokens.none(0)
         return kept if len(kept) == self.length else None
 
@@ -119,9 +119,9 @@ class _Generation:
         """The error with which the request failed; None while it has not failed."""
         self.peer: Peer | None = None
         self.given_up = False
-        """The engine has given it up and will not finish it."""
+        """Whether the engine has given the request up."""
         self.alive = False
-        """The engine has sent something since the last `look`."""
+        """Whether the engine has sent something since the last `look`."""
         self.quiet_since = clock.now()
         self.silent_periods = 0
         """Number of silent periods since the engine last sent something; the engine is asked after each."""
@@ -152,19 +152,19 @@ class _Generation:
             self.wake.set()
 
     def add(self, head: ChunkHead, records: memoryview, kept: KeptTokens | None) -> bool:
-        """Add a chunk. Return False if tokens before it are missing."""
+        """Add a chunk. Return False if tokens before the chunk are missing."""
         sample = self.samples[head.sample]
         self.alive = True
         if sample.finish:
             return True
-        begins = not sample.records
+        is_first = not sample.records
         overlap = len(sample.records) - head.position * _TOKEN.itemsize
         if overlap < 0:
             return False
         if kept is not None and overlap < len(records):
             sample.kept_parts.append(kept.part(overlap // _TOKEN.itemsize))
         sample.records += records[overlap:]
-        if begins and records:
+        if is_first and records:
             self._report_start()
         if self.on_tokens is not None and sample.length > sample.reported:
             self._report(self.on_tokens, sample, head.sample)
@@ -173,13 +173,13 @@ class _Generation:
         return True
 
     def forget_unfinished(self) -> None:
-        """Drop unfinished samples: a deterministic engine repeats them, perhaps with other weights."""
+        """Drop the tokens of unfinished samples: a deterministic engine samples them all again."""
         for sample in self.samples:
             if not sample.finish:
                 sample.records, sample.kept_parts = bytearray(), []
 
     def _end(self, sample: GeneratedSample, head: ChunkHead) -> None:
-        if head.finish == "abort":  # the engine gave up: the worker does not listen after its own abort
+        if head.finish == "abort":  # the engine gave up; this worker's own aborts bring no chunk here
             self.given_up = True
         elif head.finish == "error":
             self.failure = EngineError(f"{self.engine}: {head.error}")
@@ -198,7 +198,7 @@ class _Generation:
             self.wake.set()
 
     def _report_start(self) -> None:
-        """Report the oldest version once every sample has its first token: they arrive in any order."""
+        """Report the oldest version once every sample has its first token. The samples begin in any order."""
         if not self._started and all(sample.records for sample in self.samples):
             self._started = True
             records = np.frombuffer(b"".join(sample.records for sample in self.samples), _TOKEN)
@@ -206,7 +206,7 @@ class _Generation:
 
 
 class Generations:
-    """A worker's requests. After `silence_s` without a chunk, the engine is asked at the next beacon."""
+    """A worker's requests. After `silence_s` without a chunk, a request is sent again at the next beacon."""
 
     def __init__(self, context: WorkerContext, engines: Router, *, silence_s: float = 10.0) -> None:
         self._context = context
@@ -220,7 +220,7 @@ class Generations:
         context.on_beacon(self._look)
 
     async def open(self, tasks: TaskGroup) -> None:
-        """Listen for chunks, and let engines forget requests, in `tasks`. Called once, before `run`."""
+        """Receive chunks, and confirm finished requests, in `tasks`. Called once, before `run`."""
         tasks.start_soon(self._confirms.run)
         chunks = self._context.names.chunks(self._bus.inbox)
         await self._bus.subscribe(chunks, ChunkBatch, self._take)
@@ -236,7 +236,7 @@ class Generations:
     ) -> list[GeneratedSample]:
         """Run a request until every sample is finished, and return the samples.
 
-        An evaluation gives `exact_version`, which only the engines lent to it serve. Requests with one
+        An evaluation gives its `exact_version`; only engines lent to it serve that version. Requests with one
         `affinity` go to the same engine if possible, because it has their prefix (see `Router.member`).
         `on_tokens` gets (sample, new tokens), each position once.
         """
@@ -264,7 +264,7 @@ class Generations:
         return generation.samples
 
     async def _on(self, peer: Peer, generation: _Generation, attempt: int) -> None:
-        """Run unfinished samples on one engine until it is done, gives up or is stuck. A loss cancels it."""
+        """Run unfinished samples on one engine until it is done, gives up, is stuck or lost."""
         generation.move_to(peer)
         if self._deterministic:
             generation.forget_unfinished()
@@ -294,7 +294,7 @@ class Generations:
             await self._ask(peer, generation, name)  # the request or the answer was lost
 
     def _look(self, _: Beacon) -> None:
-        """Check all requests for silence, at each beacon: cheaper than a timer for each."""
+        """Check all requests for silence at each beacon: this is cheaper than a timer for each request."""
         now = clock.now()
         for generation in self._running.values():
             generation.look(now, self._silence_s)
@@ -310,8 +310,8 @@ class Generations:
             have=tuple(-1 if sample.finish else sample.length for sample in generation.samples),
             min_version=generation.floor.version,
         )
-        own = WorkerProcess(self._context.worker, self._context.nonce) if request.images else None
-        message = Generate(request, self._bus.inbox, generation.exact_version, own)
+        sender = WorkerProcess(self._context.worker, self._context.nonce) if request.images else None
+        message = Generate(request, self._bus.inbox, generation.exact_version, sender)
         await self._bus.publish(self._subject(peer, "generate"), message)
 
     async def _abort(self, peer: Peer, name: str) -> None:
@@ -332,7 +332,7 @@ class Generations:
         records, kept = _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids)
         offset = 0
         name, generation = "", None
-        behind: dict[str, None] = {}  # in the order of their chunks
+        incomplete: dict[str, None] = {}  # requests that miss tokens, in order
         for head in batch.heads:
             start, offset = offset, offset + head.count * _TOKEN.itemsize
             if head.request != name:  # the chunks of a request are mostly consecutive
@@ -341,12 +341,12 @@ class Generations:
             if generation is None or head.sample >= len(generation.samples):
                 continue
             unfinished = generation.unfinished
-            own = kept and kept.part(start // _TOKEN.itemsize, offset // _TOKEN.itemsize)
-            if not generation.add(head, records[start:offset], own):
-                behind[name] = None
+            kept_part = kept and kept.part(start // _TOKEN.itemsize, offset // _TOKEN.itemsize)
+            if not generation.add(head, records[start:offset], kept_part):
+                incomplete[name] = None
             if generation.unfinished < unfinished:
                 self._engines.finish_sample(generation.engine)
-        for name in behind:
+        for name in incomplete:
             generation = self._running[name]
             assert generation.peer is not None
             await self._ask(generation.peer, generation, name)

@@ -1,4 +1,4 @@
-"""The samples of one ticket: they run apart from each other, and those that fail are tried again."""
+"""The samples of one ticket: they run independently, and failed samples are tried again."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ T = TypeVar("T")
 
 member_number: ContextVar[int | None] = ContextVar("member_number", default=None)
 """Number of the sample that the current task makes; None outside of `Members.run`."""
-_LONGEST = 500
+_LONGEST = 500  # characters of a reason
 _MISTAKES = ("TypeError ", "AttributeError ", "NameError ", "UnboundLocalError ", "ImportError ")
 """Exceptions of code that is wrong, whatever the answer was."""
 
 
 class Members:
-    """The samples of one ticket, and those of them that have failed.
+    """The samples of one ticket, and their failures.
 
     A sample is *missing* if the environment or the infrastructure failed: it has no reward, and no token of
     it is trained. It is *penalized* if its own answer is at fault: then it is trained with the failure
     reward, because a policy that can end a bad sample at no cost learns to.
 
     Args:
-        least: number of samples that are left at least, else the ticket fails.
-        sampled: returns what the policy has sampled for a number in `run`, since its last try began.
+        least: number of samples that must be left; with fewer, the ticket fails.
+        sampled: returns what the policy has sampled for a sample of `run` since its last try began.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Members:
         self._failure_reward = failure_reward
         self._sampled = sampled
         self._ended: list[list[Trajectory]] = []
-        """The trajectories of each sample that its own answer ended in `run`."""
+        """The trajectories of each sample that failed in `run` because of its own answer."""
         self._unscored: list[FailedSample] = []
         self.missing: list[FailedSample] = []
         self.penalized: list[FailedSample] = []
         self.retried: Counter[FaultKind] = Counter()
-        """Number of samples that have succeeded after a failure, by what was at fault."""
+        """Number of samples that have succeeded after a failure, by the kind of the last fault."""
         self.redrawn = 0
-        """Number of these whose answer is another one than the one that failed."""
+        """Number of retried samples whose new answer differs from the failed one."""
 
     async def run(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Do what `stretto.workflow.Session.members` promises."""
+        """Make the samples, as `stretto.workflow.Session.members` promises."""
         attempts = _Attempts(self._size)
         results: dict[int, T] = {}
 
@@ -105,37 +105,37 @@ class Members:
         lengths: Sequence[int],
         score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]],
     ) -> list[Score]:
-        """Score answers of these lengths (tokens; 0: unknown), again where it fails. Without a score the
-        reward is NaN; of an answer that is itself at fault it is the failure reward."""
+        """Score answers of these lengths (tokens; 0: unknown), and retry those that fail. An answer without a
+        score gets the reward NaN; an answer that is itself at fault gets the failure reward."""
         scores: dict[int, Score] = {}
         faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
-        open_ = list(range(len(lengths)))
+        left = list(range(len(lengths)))
         retries = self._retries if len(lengths) > 1 else min(1, self._retries)  # one alone tells little
-        while open_:
-            for index, result in zip(open_, await score(open_), strict=True):
+        while left:
+            for index, result in zip(left, await score(left), strict=True):
                 if isinstance(result, SampleFault):
                     faults[index].append(result)
                 else:
                     scores[index] = result
                     if index in faults:
                         self.retried[faults[index][-1].kind] += 1
-            open_ = [
+            left = [
                 index
-                for index in open_
+                for index in left
                 if index not in scores
                 and faults[index][-1].kind != "policy"
                 and len(faults[index]) <= retries
             ]
-            if len(open_) == len(lengths) > 1 and len({faults[index][-1].likeness for index in open_}) == 1:
-                break  # all have failed in the same way
-        failure, others_scored = self._failure_score(list(scores.values())), bool(scores)
+            if len(left) == len(lengths) > 1 and len({faults[index][-1].likeness for index in left}) == 1:
+                break  # all have failed in the same way: retries do not help
+        failure_score, others_scored = self._failure_score(list(scores.values())), bool(scores)
         for index in sorted(set(range(len(lengths))) - scores.keys()):
             last = faults[index][-1]
             of_policy = last.kind == "policy" or (others_scored and _repeats(faults[index]))
             failed = _failed_sample(last, len(faults[index]), lengths[index], of_policy=of_policy)
             if of_policy and self._failure_reward != "missing":
                 self.penalized.append(failed)
-                scores[index] = failure
+                scores[index] = failure_score
             else:
                 self._unscored.append(failed)
                 scores[index] = Score(math.nan)
@@ -144,23 +144,23 @@ class Members:
         return [scores[index] for index in range(len(lengths))]
 
     def complete(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories of the samples that have a reward: those of the workflow, then those of the
-        samples that their own answers ended. `missing` and `penalized` are then complete too."""
+        """Return the trajectories of the samples that have a reward: those of the workflow, then those of
+        samples that failed because of their own answer. This completes `missing` and `penalized`."""
         samples: defaultdict[int, list[Trajectory]] = defaultdict(list)
         for number, each in zip(sample_numbers(trajectories), trajectories, strict=True):
             samples[number].append(each)
-        kept: list[Trajectory] = []
-        unnamed = FailedSample("environment", "the workflow gave the reward NaN", 1)
-        faults = iter([*self._unscored, *[unnamed] * len(samples)])
+        rewarded: list[Trajectory] = []
+        no_reason = FailedSample("environment", "the workflow gave the reward NaN", 1)
+        faults = iter([*self._unscored, *[no_reason] * len(samples)])
         for parts in samples.values():
             if any(math.isnan(each.score.reward) for each in parts):
                 self.missing.append(msgspec.structs.replace(next(faults), sampled=_tokens_in(parts)))
             else:
-                kept += parts
-        failure = self._failure_score([each.score for each in kept])
-        kept += [replace(each, score=failure) for parts in self._ended for each in parts]
+                rewarded += parts
+        failure_score = self._failure_score([each.score for each in rewarded])
+        rewarded += [replace(each, score=failure_score) for parts in self._ended for each in parts]
         self._check()
-        return kept
+        return rewarded
 
     def _count(self, attempts: _Attempts, number: int) -> None:
         trajectories = self._sampled(number)
@@ -188,14 +188,14 @@ class Members:
 
 
 class _Attempts:
-    """The failures of a ticket's samples, by which they are tried again or not."""
+    """The failures of a ticket's samples. They decide whether a sample is tried again."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._has_succeeded = False
-        """Whether what the samples need has worked for one of them."""
+        """Whether the services that the samples need have worked for at least one sample."""
         self._answers: defaultdict[int, set[bytes]] = defaultdict(set)
-        """What the policy had sampled when a sample failed."""
+        """Number of a sample -> what the policy had sampled at each failure."""
         self.faults: defaultdict[int, list[SampleFault]] = defaultdict(list)
         self.errors: list[Exception] = []
         self._mixed = anyio.Event()
@@ -218,12 +218,12 @@ class _Attempts:
         self._mixed.set()
 
     async def may_try_again(self) -> bool:
-        """Wait until it is known whether all fail in the same way; if so, return False: no retry helps."""
+        """Wait until it is known whether all samples fail in one way; if so, return False: no retry helps."""
         await self._mixed.wait()
         return self._differ or self._has_succeeded
 
     def are_of_policy(self, number: int) -> bool:
-        """Whether its answer is at fault: same place and answer each time, and another sample got through."""
+        """Return whether its answer is at fault: same place and answer each time; another got through."""
         if self.faults[number][-1].kind == "policy":
             return True
         is_same_answer = len(self._answers[number]) == 1
@@ -239,7 +239,7 @@ class _Attempts:
 
 
 def _repeats(faults: Sequence[SampleFault]) -> bool:
-    """Whether user code raised repeatedly in one way, with neither a service nor itself at fault."""
+    """Return whether user code raised repeatedly at one place, and no service or slip is the cause."""
     is_of_code = all(
         fault.kind == "environment" and fault.site and not fault.site.startswith(_MISTAKES)
         for fault in faults

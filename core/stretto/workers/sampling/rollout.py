@@ -40,7 +40,7 @@ from stretto.workers.sampling.session import VariantServices
 from stretto.workers.sampling.ticket_runner import TicketRunner
 from stretto.workers.sampling.verifier_client import VerifierClient
 
-_KEEP_ALIVE_S = 5.0  # shorter than the wait after which the server delivers a ticket again
+_KEEP_ALIVE_S = 5.0  # shorter than the time after which the server delivers a ticket again
 _PROGRESS_S = 0.05  # one message for many tickets
 _DRAIN_POLL_S = 0.05
 
@@ -52,15 +52,15 @@ class RolloutWorker:
         config = context.composed.config
         self._context = context
         self._bus = context.bus
-        fixed = config.inference.deterministic
-        self._concurrency = Concurrency(config.rollout.most if fixed else config.rollout.concurrency)
+        is_fixed = config.inference.deterministic
+        self._concurrency = Concurrency(config.rollout.most if is_fixed else config.rollout.concurrency)
         context.on_routes(self._concurrency.follow)
         self._verifiers = Router(context, "verifier")
         self._generations = Generations(context, Router(context, "inference"))
         self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
         self._draining = anyio.Event()
         self._takers = 0
-        """Tasks that take tickets."""
+        """Number of tasks that still take tickets."""
         self._starts = Gathered[TicketStarted](self._report_starts)
         self._progress = Gathered[tuple[int, int, int]](self._report_progress, _PROGRESS_S)
         context.held = self._held
@@ -90,7 +90,7 @@ class RolloutWorker:
             ready()
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add the running tickets, and as seconds of work the process time: the event loop does it all."""
+        """Add the number of running tickets and, as seconds of work, the process time of the event loop."""
         return msgspec.structs.replace(heartbeat, tickets=len(self._running), busy_s=time.process_time())
 
     async def drain(self) -> None:
@@ -136,8 +136,8 @@ class RolloutWorker:
     # --------------------------------------------------------------------------------- tickets
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
-        """Take tickets from the queue whenever more may run, until the worker drains. Each purpose has a
-        number of its own: training tickets keep theirs while their engine is lent."""
+        """Take tickets from the queue whenever more may run, until the worker drains. Each purpose is counted
+        apart: training tickets count while their engine is lent, and must not delay an evaluation."""
         names = self._context.names
         tickets = self._bus.store.take(
             *(names.tickets_stream, names.ticket(purpose), Ticket),
@@ -163,11 +163,11 @@ class RolloutWorker:
                 outcome = await runner.outcome(ticket)
                 await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
-                _, newest = self._running.pop(key)
+                _, newest_delivery = self._running.pop(key)
                 self._concurrency.end(ticket.purpose)
                 if not self._context.leave.is_set():
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
-                        await newest.acknowledge()
+                        await newest_delivery.acknowledge()
 
     def _abort(self, message: AbortTicket) -> None:
         if message.lease_epoch != self._context.kernel_epoch:
@@ -183,7 +183,7 @@ class RolloutWorker:
                 await delivery.in_progress()
 
     def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
-        """Tell the kernel, which may be able to use it before the ticket is done."""
+        """Report the version to the kernel, which may be able to use it before the ticket is done."""
         if ticket.purpose == "train":
             self._progress.add((ticket.id, ticket.attempt, version))
 

@@ -25,7 +25,7 @@ _BEHIND = 0.25
 """Cost of a worker that does not serve the version yet, as a part of its slots: enough to prefer another
 worker, too little to leave this one idle for a whole step because its swap took slightly longer."""
 _SESSIONS = 16_384
-"""Most affinities to remember; beyond that, the least recently used one is forgotten."""
+"""Maximum number of affinities to remember. Beyond it, the least recently used affinity is forgotten."""
 
 
 class _Replica:
@@ -36,11 +36,11 @@ class _Replica:
         self.worker = peer.worker
         self.exact_version = peer.exact_version
         self.closed = peer.closed
-        """Whether it takes no new call."""
+        """Whether the worker gets no new call."""
         self.load: EngineFigures | None = None
         self.own_samples = 0
         self.other_samples = 0
-        """Samples of other rollout workers' calls, from the latest figures."""
+        """Number of samples of other rollout workers' calls, from the latest figures."""
         self.scopes: list[anyio.CancelScope] = []
         self._peak = 0
         self._clock = clock
@@ -49,11 +49,11 @@ class _Replica:
 
     def update(self, load: EngineFigures | None) -> None:
         """Take the figures of the worker's latest heartbeat. They are a second or two old, so subtract the
-        most samples that this process had at the worker since the last figures; others have the rest."""
+        most samples that this process had at the worker since the last figures: others have the rest."""
         if load is None or load == self.load:
             return
-        sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
-        if sampled or not self._open_samples:
+        has_sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
+        if has_sampled or not self._open_samples:
             self._progress_at = self._clock()
         self.load = load
         self.other_samples = max(0, load.samples - self._peak)
@@ -74,9 +74,9 @@ class _Replica:
         return self._open_samples / self.slots
 
     def cost(self, min_version: int) -> float:
-        """Lower is better."""
-        behind = self.load is not None and self.load.version < min_version
-        return self.fullness + _BEHIND * behind
+        """Return the cost of a call to this worker; lower is better."""
+        is_behind = self.load is not None and self.load.version < min_version
+        return self.fullness + _BEHIND * is_behind
 
     @property
     def stuck(self) -> bool:
@@ -139,7 +139,7 @@ class Router:
         samples: Callable[[], int] = lambda: 1,
         avoid: str = "",
     ) -> AsyncGenerator[Peer]:
-        """Choose a worker for one call, and yield it. Wait if there is none.
+        """Choose a worker for one call, and yield it. Wait until there is one.
 
         If the worker is lost, is lent to an evaluation, or returns from one, the block is cancelled without
         an error: call this in a loop.
@@ -147,14 +147,14 @@ class Router:
         Draw two workers at random, with a probability that grows with their slots, and choose the less busy
         one: unfinished samples divided by slots, from the kernel's figures and the calls made here since. A
         worker that is behind `min_version` counts as busier by a quarter of its slots. A worker that has work
-        but sampled nothing for 30 s, or that is to be avoided, is chosen only if there is no other.
+        but sampled nothing for 30 s, or that is `avoid`, is chosen only if there is no other.
 
         Calls of the same `affinity` stay with the worker of the last call, unless this worker is gone, is
-        avoided, or its fullness is above 1 plus twice that of the other choice. Then they move to that one.
+        avoided, or its fullness is above 1 plus twice that of the other choice. Then the other is chosen.
 
-        A call of an evaluation gives `exact_version`, which the workers lent to it serve; others go to
-        workers that are not lent. `samples` returns the number of unfinished samples, at the start and at the
-        end; in between `finish_sample` counts.
+        A call with `exact_version` belongs to an evaluation, and goes to a worker that is lent to it. Other
+        calls go to workers that are not lent. `samples` returns the number of unfinished samples at the start
+        and at the end of the call. In between, `finish_sample` counts those that finish.
         """
         while not self._serving(exact_version):
             await self._changed.wait()
@@ -177,7 +177,7 @@ class Router:
             replica.own_samples -= 1
 
     def stuck(self, worker: str) -> bool:
-        """Whether a worker has had work for 30 s but sampled nothing, while another worker is not stuck."""
+        """Return whether a worker has had work for 30 s but sampled nothing, while another is not stuck."""
         replica = self._replicas.get(worker)
         if replica is None or not replica.stuck:
             return False
@@ -200,7 +200,7 @@ class Router:
         return choice
 
     def _serving(self, exact_version: int | None) -> list[_Replica]:
-        """Return the workers lent to the evaluation of a version; those not lent if it is None."""
+        """Return the workers lent to the evaluation of a version; for None, the workers that are not lent."""
         return [
             replica
             for replica in self._replicas.values()
@@ -208,7 +208,7 @@ class Router:
         ]
 
     def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
-        """Return who serves `exact_version`, without stuck ones and `avoid` as long as others are left."""
+        """Return the workers for `exact_version`: stuck ones and `avoid` only if no others are left."""
         serving = self._serving(exact_version)
         active = [replica for replica in serving if not replica.stuck]
         return [replica for replica in active if replica.worker != avoid] or active or serving

@@ -54,7 +54,7 @@ class VariantServices:
     """Called when the version of a ticket's oldest token is known."""
 
     def sampling_of(self, ticket: Ticket) -> Sampling:
-        """Return the sampling of a ticket, unless the workflow gives its own sampling."""
+        """Return the sampling of a ticket whose workflow gives no sampling of its own."""
         if ticket.purpose == "eval" and self.config.evaluation is not None:
             return self.config.evaluation.sampling or self.config.sampling
         return self.config.sampling
@@ -110,15 +110,15 @@ class RolloutSession:
         self.images: TicketImages | None = None
         self.row_tools: Sequence[Mapping[str, Any]] = ()
         self._opened = ""
-        """What the row's prompt opens of an answer."""
+        """The beginning of an answer that the row's prompt already contains, such as a tag."""
         self._turns: Counter[str] = Counter()
         self._conversations: Counter[int | None] = Counter()
-        """Number of conversations of each sample of `members`, and of those outside of it."""
+        """Number of conversations of each sample of `members`; at None, of those outside of `members`."""
         self._transcripts: dict[str, Transcript] = {}
         self._members_of: dict[str, int | None] = {}
         """The sample of `members` that each conversation belongs to."""
         self._alone: list[tuple[NDArray[np.int32], Answer]] = []
-        """Prompt and answer of those that belong to no conversation."""
+        """Prompts, with their answers, that belong to no conversation."""
 
     @property
     def group_size(self) -> int:
@@ -126,7 +126,7 @@ class RolloutSession:
         return self._ticket.samples
 
     def see(self, row: Row) -> None:
-        """Take the ticket's row, before the workflow begins."""
+        """Read the ticket's row. Called before the workflow begins."""
         self.row_tools = tools_of(row)
         self._opened = opened_in(row["prompt"], self.tokenizer.form)
 
@@ -208,7 +208,7 @@ class RolloutSession:
         return answers
 
     def finished(self) -> list[Trajectory]:
-        """Return what was sampled so far, without a score."""
+        """Return trajectories of the tokens sampled so far, with the reward NaN."""
         alone = [Trajectory.of(prompt, answer, Score(math.nan)) for prompt, answer in self._alone]
         return [*self._sampled_in(self._transcripts), *alone]
 
@@ -225,21 +225,21 @@ class RolloutSession:
         self._conversations[member] += 1
         number = self._conversations[member]
         name = f"c{number}" if member is None else f"c{member + 1}n{number}"
-        shown = both_tools(self.row_tools, tools)
-        return conversation_in(self, name, prompt, tools=shown, limit=limit, on_tokens=on_tokens)
+        all_tools = both_tools(self.row_tools, tools)
+        return conversation_in(self, name, prompt, tools=all_tools, limit=limit, on_tokens=on_tokens)
 
     def begin(self, conversation_id: str) -> None:
-        """Let the next request of a conversation have the seeds of the first one."""
+        """Begin a conversation again: its next request has the seeds of its first request."""
         self._turns.pop(conversation_id, None)
         self._transcripts.pop(conversation_id, None)
         self._members_of[conversation_id] = member_number.get()
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Make a group of samples, apart from each other."""
+        """Make a group of independent samples."""
 
         async def begin_again(number: int) -> T:
             self._conversations.pop(number, None)
-            for conversation_id in [name for name, of in self._members_of.items() if of == number]:
+            for conversation_id in [name for name, member in self._members_of.items() if member == number]:
                 self._transcripts.pop(conversation_id, None)
             return await sample(number)
 
@@ -254,13 +254,13 @@ class RolloutSession:
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
         opened = {"prompt_opened": [self._opened] * len(answers)}
-        texts, more = texts_and_columns(answers, {**opened, **(columns or {})})
+        texts, all_columns = texts_and_columns(answers, {**opened, **(columns or {})})
         row = self._row(prompt)
 
         async def score_some(indices: list[int]) -> list[Score | SampleFault]:
-            some = {name: [values[index] for index in indices] for name, values in more.items()}
+            part = {name: [values[index] for index in indices] for name, values in all_columns.items()}
             with self.score_clock:
-                scored = await self._services.verifiers.score(row, [texts[index] for index in indices], some)
+                scored = await self._services.verifiers.score(row, [texts[index] for index in indices], part)
             return [each if isinstance(each, SampleFault) else Score(*each) for each in scored]
 
         lengths = [0 if isinstance(answer, str) else len(answer.tokens) for answer in answers]
@@ -296,7 +296,7 @@ class RolloutSession:
 
     @property
     def _seed_scope(self) -> str:
-        """All attempts of a ticket share their seeds: a repeated one draws with the same random numbers."""
+        """All attempts of a ticket have the same seeds: a repeated attempt draws the same random numbers."""
         ticket = self._ticket
         number = ticket.id if ticket.purpose == "train" else ticket.row
         return f"{self._services.config.seed}/{ticket.purpose}/{number}"
@@ -305,7 +305,7 @@ class RolloutSession:
         return tuple(self.images.of_row) if self.images and self.images.tokens_in(prompt_ids) else ()
 
     def _row(self, prompt: Prompt) -> dict[str, Any]:
-        """Return the row that is sent to verifiers. For a model that reads images, it has no images."""
+        """Return the row that is sent to verifiers: without its images, if the model reads images."""
         hidden = IMAGE_COLUMNS if self._services.images is not None else ()
         return {name: value for name, value in prompt.row.items() if name not in hidden}
 

@@ -1,4 +1,4 @@
-"""What a rollout worker keeps of a ticket for people: the row, texts, conversations, times."""
+"""The record of a ticket that people read: the row, texts, conversations, times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.tokenizer import Tokenizer
 from stretto.workflow import Trajectory
 
 _RECORD_CHARACTERS = 2**23
-"""Most characters of one record. As UTF-8 they fit into the largest message that the bus sends."""
+"""Maximum characters of one record. As UTF-8 they fit into the largest message that the bus sends."""
 
 
 def record_of(
@@ -29,7 +29,7 @@ def record_of(
     tokenizer: Tokenizer,
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
 ) -> TicketRecord:
-    """Return an attempt's record; too long texts are cut. `seconds`: in all, in generation, in scoring."""
+    """Return an attempt's record, with long texts cut. `seconds`: in total, in generation, in scoring."""
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
     texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
@@ -47,7 +47,7 @@ def record_of(
 
 
 class _PromptTexts:
-    """The prompts of a group as text. Most groups have one, the `first`."""
+    """The prompts of a group as text. Most groups have only one prompt, the `first`."""
 
     def __init__(self, tokenizer: Tokenizer, limit: int) -> None:
         self._tokenizer = tokenizer
@@ -56,7 +56,7 @@ class _PromptTexts:
         self.first = ""
 
     def text_of(self, ids: NDArray[np.int32]) -> str | None:
-        """None for the first one."""
+        """Return a prompt as text; None for the first prompt."""
         if self._first_ids is not None and np.array_equal(self._first_ids, ids):
             return None
         text = self._tokenizer.decode(ids, special=True)[: self._limit]
@@ -76,10 +76,10 @@ def _text_of(trajectory: Trajectory, prompts: _PromptTexts, tokenizer: Tokenizer
 
 
 def _texts_of_turns(trajectory: Trajectory, start: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield the text of each turn from `start` on: in turn, those of the policy and those of others."""
+    """Yield the text of each turn from `start` on. Turns of the policy and of others alternate."""
     tokens = trajectory.tokens
-    places = np.flatnonzero(np.diff(trajectory.loss_mask[start:])) + 1 + start
-    for begin, end in pairwise((start, *places, len(tokens))):
+    boundaries = np.flatnonzero(np.diff(trajectory.loss_mask[start:])) + 1 + start
+    for begin, end in pairwise((start, *boundaries, len(tokens))):
         yield answer_text(tokens[:begin], tokens[begin:end], "stop", tokenizer)
 
 
@@ -88,7 +88,7 @@ def _as_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
 
 
 def _as_json(value: Any, limit: int) -> str:
-    """Parts that JSON does not have become text; what is too long becomes a text that is cut."""
+    """Return JSON. Values that JSON does not have become text; a result that is too long, a cut text."""
     try:
         text = msgspec.json.encode(value, enc_hook=str).decode()
     except (TypeError, ValueError, OverflowError, RecursionError):

@@ -40,7 +40,7 @@ from stretto.workflow import Prompt, Trajectory
 log = structlog.get_logger()
 
 _SLOW = 10
-"""How many times as long an engine of low priority may take: it gets a tenth of a core that others want."""
+"""Factor of the time limit for an engine of low priority: it gets a tenth of a core that others want."""
 _CHARACTERS_PER_TOKEN = 4
 
 
@@ -78,10 +78,10 @@ class TicketRunner:
         except TimeoutError:
             return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except Exception as error:
-            first = leaves(error)[0]
-            text = f"{type(first).__name__}: {first}"
-            log.warning("ticket failed", error=text, exc_info=first)
-            reason = text if isinstance(first, StrettoError) else context.explain(first)
+            cause = leaves(error)[0]
+            text = f"{type(cause).__name__}: {cause}"
+            log.warning("ticket failed", error=text, exc_info=cause)
+            reason = text if isinstance(cause, StrettoError) else context.explain(cause)
             return await self._failed(attempt, reason)
         session = attempt.session
         return GroupDone(
@@ -162,7 +162,7 @@ class TicketRunner:
 
     async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
         """Write the trajectories to the log in a few messages, then the images that they name. Return the
-        members, and the sequence numbers of the images. Those of an evaluation are for `_keep` to write."""
+        members, and the sequence numbers of the images. For an evaluation, write nothing: `_keep` does."""
         ticket, trajectories = attempt.ticket, attempt.trajectories
         wires = attempt.wires()
         if ticket.purpose == "eval":
@@ -177,12 +177,12 @@ class TicketRunner:
         return members, await self._append_images(attempt, wires)
 
     async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
-        """Write the images that the workflow added to the log, each once. They follow the trajectories, so
-        they are kept at least as long. Those of a failed ticket may also name images that it never had."""
+        """Write to the log, once each, the images that the workflow added. They follow the trajectories, and
+        so stay at least as long. A failed ticket's trajectories may name images that the ticket never had."""
         images, names = attempt.session.images, self._context.names
         if images is None:
             return []
-        added = dict.fromkeys(each for wire in wires for each in wire.added_images if each in images)
+        added = dict.fromkeys(name for wire in wires for name in wire.added_images if name in images)
         return [
             await self._context.bus.store.append(
                 names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
@@ -201,8 +201,8 @@ class TicketRunner:
         return stored
 
     async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
-        """Write an attempt's record to the log, and trajectories that training does not read. Return the
-        record's sequence number and the digest of all that is kept; 0 and no digest without any."""
+        """Write an attempt's record to the log, and the trajectories that training does not read. Return
+        the record's sequence number and the digest of all that is kept; 0 and "" if nothing is kept."""
         ticket, names = attempt.ticket, self._context.names
         config = self._services.config
         is_eval = ticket.purpose == "eval"
@@ -232,7 +232,7 @@ class _RunningTicket:
         self.row: Row = {}
         """The row of the dataset; empty before it is read."""
         self.trajectories: Sequence[Trajectory] = ()
-        """What the workflow returned; empty before."""
+        """The trajectories that the workflow returned; empty before."""
         self.prompt_tokens = 0
         """Number of tokens of the row's prompt; 0 before it is encoded."""
         self.own_s = 0.0
@@ -258,12 +258,12 @@ class _TicketLimits:
         """(`exact_version` of the ticket, its limit) of every running ticket."""
         self._routes_s = 0.0
         self._serving: set[int | None] = set()
-        """`exact_version` of each engine in the latest routes, which have engines of every kind."""
+        """`exact_version` of the engines in the latest routes. Routes have some engines for each of them."""
         context.on_routes(self._on_routes)
 
     @contextmanager
     def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
-        """Raise TimeoutError if the block takes longer than `timeout_s`, extensions not counted."""
+        """Raise TimeoutError if the block takes longer than `timeout_s` and its extensions together."""
         with anyio.fail_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
             self._running.append(entry)
@@ -283,9 +283,9 @@ class _TicketLimits:
 
 
 def _timeout_s(ticket: Ticket, config: RunConfig) -> float:
-    """The limit is for full speed: an engine of low priority would fail the rows with the longest answers."""
-    has_own = config.evaluation is not None and config.evaluation.own_engine
-    return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own else 1)
+    """Return a ticket's time limit: longer for an engine of low priority. The config means full speed."""
+    has_own_engine = config.evaluation is not None and config.evaluation.own_engine
+    return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own_engine else 1)
 
 
 class _Unfit(Exception):

@@ -44,14 +44,14 @@ def _wire_images(images: Sequence[str] | None, of_row: list[str]) -> tuple[str |
 
 
 def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
-    """Check that each trajectory says from which tokens the sampled ones were drawn."""
-    for number, each in enumerate(trajectories):
-        if each.kept is None:
+    """Check that each trajectory contains the kept tokens from which its tokens were drawn."""
+    for number, trajectory in enumerate(trajectories):
+        if trajectory.kept is None:
             raise EngineError(
                 f"trajectory {number} has no kept tokens, and the run samples with top_p, top_k or min_p: "
                 "make it with `Trajectory.of` or a conversation's `trajectories`, or give it `Answer.kept`"
             )
-        if fault := each.kept.fault(each.tokens, each.loss_mask):
+        if fault := trajectory.kept.fault(trajectory.tokens, trajectory.loss_mask):
             raise EngineError(
                 f"the kept tokens of trajectory {number} do not fit it: {fault}; use "
                 "Trajectory.of, or a conversation's `trajectories`"

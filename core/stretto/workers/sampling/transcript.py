@@ -1,4 +1,4 @@
-"""What the policy sampled in one conversation, also in one that did not end well."""
+"""The tokens that the policy sampled in one conversation, even in one that failed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from stretto.workflow import Answer, Score, Trajectory
 
 
 class Transcript:
-    """The answers of one conversation, as the engine was asked for them."""
+    """The answers of one conversation, with the prompts that the engine got."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
 
     def add(self, prompt_ids: NDArray[np.int32], answer: Answer, images: Sequence[str]) -> None:
-        """Add an answer. It continues the newest segment if the prompt begins with all of that one."""
+        """Add an answer. It continues the newest segment if the prompt begins with this whole segment."""
         if not len(answer.tokens):
             return
         if not self._segments or not _begins_with(prompt_ids, self._segments[-1]):
             self._segments.append(Segment())
         segment = self._segments[-1]
-        new = prompt_ids[segment.length :].copy()  # a view would keep every prompt
-        segment.add_text(new, "", images[len(segment.images()) :])
+        new_ids = prompt_ids[segment.length :].copy()  # a view would keep every prompt in memory
+        segment.add_text(new_ids, "", images[len(segment.images()) :])
         segment.add_answer(answer, "")
 
     def trajectories(self, *, reads_images: bool) -> list[Trajectory]:

@@ -33,7 +33,7 @@ M = TypeVar("M", bound=Message)
 
 
 class VerifierClient:
-    """The run's verifier workers, for one variant. A lost worker's requests are sent to another."""
+    """The run's verifier workers, for one variant. Requests to a lost worker are sent to another one."""
 
     def __init__(self, context: WorkerContext, router: Router, config: RunConfig, variant: str) -> None:
         self._context = context
@@ -49,7 +49,7 @@ class VerifierClient:
         texts: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
     ) -> Sequence[tuple[float, dict[str, float]] | SampleFault]:
-        """Return the reward and the metrics of each text, or why it has none."""
+        """Return the reward and the metrics of each text, or the fault because of which it has none."""
         if self._config.reward is None:
             raise RewardError(
                 "the run has no `reward`, so its environment must return a reward for every conversation"
@@ -88,7 +88,7 @@ class VerifierClient:
         return answer.feedback
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
-        """Send a request to any verifier, after a loss to another. The ticket's limit ends it first."""
+        """Send a request to a verifier, after its loss to another. The ticket's limit ends this earlier."""
         context = self._context
         while True:
             async with self._router.member() as verifier:

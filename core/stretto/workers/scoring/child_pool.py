@@ -28,9 +28,9 @@ T = TypeVar("T")
 log = structlog.get_logger()
 
 _START_S = 120.0  # user code that downloads or waits in its import would hold the worker for ever
-_END_S = 2.0  # a killed child may leave a process behind that holds its pipes
+_END_S = 2.0  # a killed child may leave a process behind that keeps its pipes open
 _ATTEMPTS = 2
-"""Children that a question, or the start of a child, may lose to causes outside them."""
+"""Attempts for a question, or for the start of a child, if children are lost to outside causes."""
 _PIPE_ERRORS = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, anyio.IncompleteRead)
 _NOT_AN_ANSWER = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _KILLS = (signal.SIGKILL, signal.SIGTERM)
@@ -62,7 +62,7 @@ class _Blameless(ChildEnded):
 
 class ChildPool:
     """Up to `count` processes of one program, started when needed. After the first loss the pool keeps a
-    spare, which has started Python but not made the user's code."""
+    spare, which has started Python but not loaded the user's code."""
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
@@ -79,15 +79,15 @@ class ChildPool:
         """Seconds that the children spent on questions, summed over all children."""
 
     async def open(self, tasks: TaskGroup) -> bytes:
-        """Start the first child; return its report. More start in `tasks`, which end if one cannot start."""
+        """Start the first child; return its report. Others start in `tasks`, which fail if one cannot."""
         self._tasks = tasks
         self._missing -= 1
         return await self._start()
 
     async def ask(self, question: msgspec.Struct, answer: type[T], timeout_s: float) -> T:
-        """Ask a child, a second one if the first is killed from outside or answers another question. Raise
-        TimeoutError, and kill the child, if it takes longer than `timeout_s`, not counting the wait for a
-        free child. Raise ChildEnded if it ends before it answers, or its answer is not an `answer`."""
+        """Ask a child, and a second child if the first is killed from outside or answers another question.
+        Raise TimeoutError, and kill the child, if the answer takes longer than `timeout_s` after a child is
+        free. Raise ChildEnded if the child ends before it answers, or its answer is not an `answer`."""
         data = msgspec.msgpack.encode(question)
         if len(data) > MAX_FRAME:
             raise RewardError(
@@ -221,11 +221,11 @@ class _Child:
 
     async def ask(self, data: bytes) -> bytes:
         assert self._process.stdin is not None
-        number = secrets.randbits(64)
+        question_id = secrets.randbits(64)
         try:
-            await self._process.stdin.send(framed(number, data))
+            await self._process.stdin.send(framed(question_id, data))
             size, answered = HEAD.unpack(await self._answers.receive_exactly(HEAD.size))
-            if answered != number:
+            if answered != question_id:
                 raise _Blameless("killed, because it wrote an answer to another question")
             if size > self._max_answer:
                 raise ChildEnded(
@@ -257,10 +257,10 @@ class _Child:
         """Return how the child ended, once it has closed its pipes."""
         self.alive = False
         with anyio.move_on_after(5):
-            code = await self._process.wait()
+            status = await self._process.wait()
             # bubblewrap, like a shell, ends with 128 + n when signal n has ended its command.
-            number = -code if code < 0 else code - 128
-            if number in _KILLS:
-                return _Blameless(f"killed by signal {number}")
-            return ChildEnded(f"killed by signal {-code}" if code < 0 else f"exit status {code}")
+            signal_number = -status if status < 0 else status - 128
+            if signal_number in _KILLS:
+                return _Blameless(f"killed by signal {signal_number}")
+            return ChildEnded(f"killed by signal {-status}" if status < 0 else f"exit status {status}")
         return ChildEnded("it closed its pipes")

@@ -1,4 +1,4 @@
-"""Calls of user code pause while a service that it needs does not answer."""
+"""Pauses the calls of user code while a service that the code needs does not answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ T = TypeVar("T")
 
 _FAILED_IN_A_ROW = 10
 _FIRST_S, _LONGEST_S = 1.0, 30.0
-"""Seconds between two calls of a pause. They double."""
+"""First and longest time between two calls of a pause. The time doubles after each call."""
 
 
 class Pause:
-    """Pauses a reward's or environment's calls after 10 in a row failed without an answer. One call at a time
-    then tries again. After `limit_s` seconds (0: no pause) calls fail. `what` names it in the log."""
+    """Pauses the calls of a reward or environment after 10 calls in a row without an answer. In a pause, one
+    call at a time tries again. After `limit_s` seconds (0: no pause) calls fail. The log names `what`."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         self._what = what
@@ -36,7 +36,7 @@ class Pause:
         """Why calls pause now; empty if they do not."""
 
     async def call(self, ask: Callable[[], Awaitable[T | SampleFault]]) -> T | SampleFault:
-        """Call, and return the result. During a pause, wait for its end and call again."""
+        """Call `ask`, and return its result. In a pause, repeat it until it is answered or the pause ends."""
         if not self.reason:
             result = self._note(await ask())
             if not self.reason or not _is_lost(result):
@@ -69,5 +69,5 @@ class Pause:
 
 
 def _is_lost(result: object) -> bool:
-    """A process or a service did not answer."""
+    """Return whether a result is the fault of a process or a service that did not answer."""
     return isinstance(result, SampleFault) and result.kind == "infrastructure"

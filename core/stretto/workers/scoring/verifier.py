@@ -45,11 +45,11 @@ _Score = tuple[float, dict[str, float]]
 _DRAIN_POLL_S = 0.05
 _ROUTES_S = 2.0  # then all rollout workers have new routes: the kernel sends them at once, and every second
 _MOST_LOGGED = 20
-"""Answers over a limit that one verifier worker logs."""
+"""Maximum number of answers over a limit that one verifier worker logs."""
 _END = 200
 """Characters of such an answer in the log: its end, which has the result."""
 _LONGEST_REASON = 500
-"""Characters of a reason in a heartbeat."""
+"""Maximum number of characters of a reason in a heartbeat."""
 
 
 class VerifierWorker:
@@ -81,7 +81,7 @@ class VerifierWorker:
                 await service.children.close()
 
     async def drain(self) -> None:
-        """Wait until rollout workers know and make no new calls, and then until no call is at a child."""
+        """Wait until rollout workers have routes to others only, and then until no child works on a call."""
         await anyio.sleep(_ROUTES_S)
         while any(service.children.calls for service in self._services):
             await anyio.sleep(_DRAIN_POLL_S)
@@ -103,7 +103,7 @@ class VerifierWorker:
             )
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
-        """Add `busy_s`: seconds that children spent on calls; `used`; and `paused`: why calls pause."""
+        """Add the children's seconds of work, the share of them that work, and why calls pause."""
         busy_s = sum(service.children.busy_s for service in self._services)
         used = max((service.used for service in self._services), default=0.0)
         paused = "; ".join(service.pause.reason for service in self._services if service.pause.reason)
@@ -124,7 +124,7 @@ class _Service:
 
     @property
     def used(self) -> float:
-        """The share of the children that work, or could: more questions than children are a share of 1."""
+        """Share of the children that work; 1 if more calls than children are under way."""
         return min(1.0, self.children.calls / self._most)
 
 
@@ -135,15 +135,15 @@ def _by_variant(
     kind: type[C] | tuple[type[C], ...],
     make: Callable[[WorkerContext, Composed, C], S],
 ) -> dict[str, S]:
-    """Return the service of each variant whose section is of a kind. Variants with one section share it."""
-    made: dict[int, S] = {}
+    """Return the service of each variant whose section is of a kind. The same section has one service."""
+    by_section: dict[int, S] = {}
     services: dict[str, S] = {}
     for variant, composed in runs.items():
         config = getattr(composed.config, section)
         if isinstance(config, kind):
-            if id(config) not in made:
-                made[id(config)] = make(context, composed, config)
-            services[variant] = made[id(config)]
+            if id(config) not in by_section:
+                by_section[id(config)] = make(context, composed, config)
+            services[variant] = by_section[id(config)]
     return services
 
 
@@ -179,9 +179,9 @@ class _Rewards(_Service):
         scores: list[_Score | SampleFault] = [fault] * len(task.completions)
 
         async def score_one(index: int) -> None:
-            own = {name: values[index : index + 1] for name, values in columns.items()}
+            single = {name: values[index : index + 1] for name, values in columns.items()}
             completion = task.completions[index : index + 1]
-            scored = await self._scored(reward.Task(task.row, completion, msgspec.msgpack.encode(own)))
+            scored = await self._scored(reward.Task(task.row, completion, msgspec.msgpack.encode(single)))
             [scores[index]] = [scored] if isinstance(scored, SampleFault) else scored
 
         async with anyio.create_task_group() as tasks:
@@ -207,7 +207,7 @@ class _Rewards(_Service):
         return answer.scores
 
     def _log_limit(self, completion: str, reason: str) -> None:
-        """Log why an answer scored 0: only of the first `_MOST_LOGGED`; the metrics count all."""
+        """Log why an answer scored 0, only for the first `_MOST_LOGGED` answers. The metrics count all."""
         self._num_logged += 1
         if self._num_logged <= _MOST_LOGGED:
             log.warning(

@@ -38,7 +38,7 @@ _READS_AT_ONCE = 32
 _ANSWER_S = 600.0  # for rows of another rank; a rank that dies ends the run long before
 
 _Images = tuple[str | int, ...]
-"""As in `WireTrajectory`."""
+"""The images of a trajectory, as in `WireTrajectory`."""
 _Row = Mapping[str, NDArray[Any] | float | bool]
 """The columns of one row: an array of one value for each token, or one value for the sequence."""
 _DTYPES: Mapping[str, type[np.generic]] = {
@@ -61,9 +61,9 @@ class _Media:
 
 
 class BatchStore:
-    """The part of the batch that this rank holds; a row's number is its position in the batch. Columns of no
-    call come from the log or the dataset's rows. A call's column stays at the rank that computed it, which
-    every rank knows from the placement."""
+    """The part of the batch that this rank holds; a row's number is its position in the batch. Columns
+    that no call writes come from the log or the dataset. A call's column stays at the rank that computed it;
+    every rank knows this rank from the placement."""
 
     def __init__(self, context: WorkerContext, placement: Placement, nonces: Mapping[str, str]) -> None:
         self._context = context
@@ -76,11 +76,11 @@ class BatchStore:
         self.lengths: list[int] = []
         """Number of tokens of every row of the batch."""
         self._source_columns: dict[int, _Row] = {}
-        """Row -> its columns of the source."""
+        """Row -> the row's columns of the source."""
         self._joined: tuple[list[int], Batch] | None = None
         """The newest rows that `batch` has joined: the calls of a step often want the same rows."""
         self._call_columns: dict[str, dict[int, Tensor]] = {}
-        """Key -> row -> its part of the column."""
+        """Key -> row -> the row's part of the column."""
         self._vision: Vision | None = None
         self._media: dict[tuple[int, _Images | None], _Media] = {}
         """(dataset row, images) -> model inputs; a group shares them unless its workflow added images."""
@@ -130,7 +130,7 @@ class BatchStore:
         self._source_columns, self._call_columns, self._media, self._joined = {}, {}, {}, None
 
     async def prefetch(self, refs: Sequence[RowRef], *, complete: bool) -> None:
-        """Read announced rows ahead of time. If `complete`, drop all others but the current batch's."""
+        """Read announced rows ahead of time. If `complete`, drop all others except the current batch."""
         if not self._placement.graph.samples:
             return
         if complete:
@@ -156,7 +156,7 @@ class BatchStore:
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the loss mask of the whole batch. Only for rows of the dataset: every rank has them."""
+        """Number of trained tokens of the whole batch. Only for rows of the dataset, which every rank has."""
         return sum(int(np.sum(row["loss_mask"])) for row in self._source_columns.values())
 
     # ------------------------------------------------------------------------------------ columns
@@ -164,8 +164,8 @@ class BatchStore:
     async def batch(
         self, rows: Sequence[int], keys: Sequence[str], *, media: bool, drawn: bool = False
     ) -> Batch:
-        """Return these rows in order, with the source's columns and the calls' in `keys`; with `media` also
-        the images' model inputs; with `drawn`, for the sampling model, also what tokens were drawn from."""
+        """Return these rows in order, with the source's columns and those of calls in `keys`. `media` adds
+        model inputs of images; `drawn`, for the sampling model, adds what each token was drawn from."""
         from stretto.rl.batch import Batch
 
         await self._read_rows(rows)
@@ -188,7 +188,7 @@ class BatchStore:
         )
 
     def _drawn(self, rows: Sequence[int]) -> Drawn | None:
-        """None for softmax(logits / temperature)."""
+        """Return what tokens were drawn from; None for the plain softmax(logits / temperature)."""
         from stretto.rl.batch import Drawn
 
         sampling = self._context.composed.config.sampling
@@ -196,13 +196,13 @@ class BatchStore:
             return None
         refs = [self._refs[row] for row in rows]
         kept = [self._bundles[ref.sequence].trajectories[ref.index].kept for ref in refs]
-        known = [each for each in kept if each is not None]
-        if sampling.truncates and len(known) < len(kept):
+        present = [each for each in kept if each is not None]
+        if sampling.truncates and len(present) < len(kept):
             raise ConfigError(
                 "a trajectory of the batch does not say from which tokens it was drawn: the "
                 "run began with another `sampling`; resume it with that, or with --expire-batch"
             )
-        return Drawn(sampling.logit_bias, known if sampling.truncates else None)
+        return Drawn(sampling.logit_bias, present if sampling.truncates else None)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
         """Store a call's column for these rows, concatenated: one value per token, or one per row."""
@@ -326,7 +326,7 @@ class BatchStore:
         return bundle.row, bundle.trajectories[ref.index].images
 
     async def _fetch_images(self, rows: Sequence[int]) -> dict[str, bytes]:
-        """Read from the log the images that workflows added to these rows, unless their media are known."""
+        """Read from the log the images that workflows added to these rows, unless their media are cached."""
         keys = {self._images_of(row) for row in rows} - self._media.keys()
         files: dict[str, bytes] = {}
         limit = anyio.CapacityLimiter(_READS_AT_ONCE)

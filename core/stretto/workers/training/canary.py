@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from stretto.rl.batch import Batch
 
 _SIDE = 56
-"""Pixels of a side of the canary's image: whole patches for the models of today, so nothing is rescaled."""
+"""Pixels of a side of the canary's image: whole patches for today's models, so none of them rescales it."""
 
 
 class Probe:
-    """(S, C) int32 random tokens, and before them an image if the model reads some, as file and processed."""
+    """The canary: (S, C) int32 random tokens; before them an image, if the model reads images."""
 
     def __init__(
         self, tokens: NDArray[np.int32], image: bytes = b"", seen: VisionPrompt | None = None
     ) -> None:
         self._image, self._seen = image, seen
         self._compared = tokens.shape[1] - (seen is None)
-        before = [] if seen is None else [np.tile(seen.ids, (len(tokens), 1))]
-        self._tokens = np.concatenate([*before, tokens], axis=1).astype(np.int32)
+        image_ids = [] if seen is None else [np.tile(seen.ids, (len(tokens), 1))]
+        self._tokens = np.concatenate([*image_ids, tokens], axis=1).astype(np.int32)
 
     def score(self, engine: TrainingEngine) -> Canary:
         """Return the text with its logprobs. All ranks of the group call it; only rank 0's result counts."""
@@ -53,21 +53,21 @@ class Probe:
 
 
 def probe_of(config: RunConfig) -> Probe | str:
-    """Return the run's canary, the same in every process; or why there is none, empty if not asked for."""
+    """Return the run's canary, the same in every process; or the reason for none, empty if none is wanted."""
     canary, model = config.inference.canary, config.model
     if canary is None:
         return ""
     if model is None:
         return "the run has no model"
-    about = fetch_config(model)
+    model_config = fetch_config(model)
     random = np.random.default_rng(abs(config.seed))
-    if not is_vision_language(about):
-        if "vocab_size" not in about:
+    if not is_vision_language(model_config):
+        if "vocab_size" not in model_config:
             return f"the config of {model!r} has no vocab_size"
-        return Probe(_text(random, about["vocab_size"], canary))
+        return Probe(_text(random, model_config["vocab_size"], canary))
     vision = Vision(model)
     image = _picture(random)
-    # Ids from that of images on stand for images, videos and their bounds.
+    # Token ids from `image_token` up stand for images, videos and their delimiters.
     return Probe(_text(random, vision.image_token, canary), image, vision.shown(decode(image)))
 
 

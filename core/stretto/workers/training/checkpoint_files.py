@@ -1,5 +1,5 @@
 """The files of a checkpoint, for one trainer: in a shared folder, or in a store that is reached by a URL.
-Those of a store are meanwhile in a temporary folder of the trainer's own."""
+The trainer keeps files from and for a store in a temporary folder of its own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def folder_to_load(message: LoadCheckpoint, context: Context) -> AsyncGene
 
 @asynccontextmanager
 async def folder_to_save(message: Save, context: Context, uploaded: dict[str, str]) -> AsyncGenerator[str]:
-    """Yield a folder for a checkpoint's files. Those of a store are uploaded, with SHA-256s in `uploaded`."""
+    """Yield a folder for a checkpoint's files. If a store is named, upload them; `uploaded` gets SHA-256s."""
     if not _is_url(message.folder):
         yield message.folder
         return
@@ -54,7 +54,7 @@ async def folder_to_save(message: Save, context: Context, uploaded: dict[str, st
 
 
 def _is_url(place: str) -> bool:
-    return "://" in place  # a path has no two slashes in a row
+    return "://" in place  # the path of a folder has no two slashes in a row
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Publishes the lead model's versions from one rank, beside the next step. The compute thread scores the
+"""Publishes the lead model's versions from one rank while the next step runs. The compute thread scores the
 canary and copies the weights before the next call changes them; another thread checks, writes and hashes the
 copy. Tensors that training does not change are published once, after a load of the engine."""
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MOST_COPIED = 2 * 2**30
-"""Largest weights that are copied, in bytes, as the file that a transport holds in memory by default. A copy
-takes an eighth of the time of hashing and writing. With larger ones, the next call waits."""
+"""Maximum bytes of weights that are copied: the size up to which transports by default keep files in memory.
+A copy takes an eighth of the time of hashing and writing. With larger weights, the next call waits for it."""
 _Taken = tuple[Canary | str, "list[tuple[str, Tensor]] | WeightsNote | None"]
 """The canary and a copy of the weights; or the note of weights that are too large to copy."""
 
 
 class Publication:
     """Publishes the versions of one engine. `publisher` is None in the ranks that only take part in gathering
-    the weights. Only the thread `writer` calls it, except for weights that are not copied."""
+    the weights. Only the thread `writer` calls the publisher, except for weights that are not copied."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class Publication:
         self._compute = compute
         self._writer = writer
         self._frozen: list[tuple[str, Tensor]] = []
-        """The frozen tensors, for a publisher that takes them with every version."""
+        """The frozen tensors, for a publisher that needs them with every version."""
 
     def begin(
         self, version: int, needed: Collection[int], *, loaded: bool = False
     ) -> Future[WeightsNote | None]:
         """Begin to publish the current weights. All ranks call it; the result is None without a publisher.
-        Later work of the compute thread waits for its part. Versions that are `needed` stay available.
-        `loaded`: the engine has loaded its state since the last version, or this is the first."""
+        The compute thread copies the weights before its later work. `needed` versions stay available.
+        `loaded`: the engine has loaded its state since the last version, or this is the first version."""
         taken = self._compute.submit(self._take, version, needed, loaded=loaded)
         return self._writer.submit(self._publish, taken, version, needed)
 
@@ -86,7 +86,7 @@ class Publication:
         return tuple(notes)
 
     def close(self) -> None:
-        """Remove all published versions, after the one under way: the process waits for this thread."""
+        """Remove all versions, after the one under way is published. The process ends only after this."""
         if self._publisher is not None:
             self._writer.submit(self._publisher.close)
 
@@ -98,7 +98,7 @@ class Publication:
             if loaded:
                 self._freeze(self._engine.frozen_weights(), version)
         if self._publisher is None:
-            deque(weights, maxlen=0)  # this rank takes part in gathering them
+            deque(weights, maxlen=0)  # all ranks take part in gathering the weights
             return canary, None
         copies: list[tuple[str, Tensor]] = []
         size = 0
@@ -111,7 +111,7 @@ class Publication:
         return canary, copies
 
     def _freeze(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Publish the frozen tensors for all versions to come. No step changes them, so they need no copy."""
+        """Publish the frozen tensors for all later versions. No step changes them, so they need no copy."""
         if self._publisher is None:
             deque(weights, maxlen=0)
         elif isinstance(self._publisher, FreezingPublisher):
@@ -124,8 +124,8 @@ class Publication:
         if self._publisher is None or weights is None:
             return None
         if isinstance(weights, list):
-            every = chain(self._frozen, weights)
-            weights = _timed(self._publisher, version, _finite(every, version), needed)
+            all_weights = chain(self._frozen, weights)
+            weights = _timed(self._publisher, version, _finite(all_weights, version), needed)
         return msgspec.structs.replace(weights, canary=canary)
 
 
@@ -136,7 +136,7 @@ class DigestPublisher:
         self._frozen: list[tuple[str, str]] = []
 
     def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash the tensors of all versions to come."""
+        """Hash the tensors that all later versions share."""
         self._frozen = [(name, tensor_hash(tensor)) for name, tensor in tensors]
 
     def publish(
@@ -178,7 +178,7 @@ def _finite(weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tup
 
 
 def _drain(copies: list[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the copies in order, and keep none of those that were yielded."""
+    """Yield the copies in order. Remove each from the list, so that its memory can be freed."""
     copies.reverse()
     while copies:
         yield copies.pop()

@@ -1,6 +1,6 @@
-"""What a trainer computes for each trajectory of a step, for people: advantages and importance weights, from
-the loss of its first optimizer step. They stay on the device until the step is done, and go to the log beside
-the next one."""
+"""The figures of each trajectory of a step, for people: advantages and importance weights, from the loss of
+the first optimizer step that trains the trajectory. They stay on the device until the step is done, and are
+sent to the log while the next step runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 ROW = "kept_row"
 """Sequence column with the number of the row in the batch."""
 _MOST_WAITING = 64
-"""Messages that wait for the store, and steps before that. Beyond, the oldest are dropped."""
+"""Maximum number of steps that wait, and of messages that wait. Beyond it, the oldest are dropped."""
 _LEAVE_S = 2.0  # the process of a worker that leaves ends soon after
 _LARGEST_WEIGHT = float(np.finfo(np.float32).max)
 
@@ -60,7 +60,7 @@ class StepFigures:
         self._parts: list[_MicroBatch] = []
 
     def watch(self, loss: Loss, rows: Sequence[int]) -> Loss:
-        """Return the loss for these rows that also collects their figures. Its batch has the column `ROW`."""
+        """Return a loss that also collects the figures of these rows. Its batch needs the column `ROW`."""
         self._rows += rows
 
         def watched(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -76,7 +76,7 @@ class StepFigures:
 
     def rows(self, ids: Sequence[str]) -> Iterator[TrainedRow]:
         """Yield each trajectory's row, without figures if the engine computes no loss."""
-        without = dict.fromkeys(self._rows)
+        unrecorded = dict.fromkeys(self._rows)
         for part in self._parts:
             mask, weights = part.mask.cpu().numpy(), part.weights.cpu().numpy()
             advantages = None if part.advantages is None else part.advantages.float().cpu().numpy()
@@ -84,17 +84,17 @@ class StepFigures:
             start = 0
             for place, (row, length) in enumerate(zip(part.rows.tolist(), part.lengths, strict=True)):
                 span = slice(start, start + length)
-                own: NDArray[Any] = np.empty(0, np.float32)
+                values: NDArray[Any] = np.empty(0, np.float32)
                 if advantages is not None:
-                    own = advantages[span][mask[span]] if per_token else advantages[place : place + 1]
-                without.pop(row)
+                    values = advantages[span][mask[span]] if per_token else advantages[place : place + 1]
+                unrecorded.pop(row)
                 yield TrainedRow(
                     ids[int(row)],
-                    Array.of(_shortened(own), np.float32),
+                    Array.of(_shortened(values), np.float32),
                     Array.of(weights[span][mask[span]], np.float32),
                 )
                 start += length
-        for row in without:
+        for row in unrecorded:
             yield TrainedRow(ids[row], Array.of([], np.float32), Array.of([], np.float32))
 
 
@@ -134,7 +134,7 @@ class StepRecorder:
         self._more.set()
 
     async def run(self) -> None:
-        """Send until cancelled; then send what is left, if that does not take long."""
+        """Send figures until cancelled; then send the rest, for `_LEAVE_S` at most."""
         try:
             while True:
                 await self._more.wait()

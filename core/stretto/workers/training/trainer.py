@@ -1,6 +1,6 @@
 """The trainer: one rank of a worker group. Rank 0 gets the kernel's requests and passes them on. Each rank
-reads the rows that it works on, and keeps what it computes; the kernel gets only names, statistics and
-digests."""
+reads the rows that it works on, and stores the columns that it computes; the kernel gets only names,
+statistics and digests."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ A = TypeVar("A", bound=Message)
 
 _STATE = "algorithm.json"
 """File in a checkpoint with the state of a `Stateful` algorithm."""
-_START = "start_logprobs"
+_START = "start_logprobs"  # column of the logprobs of the policy at the start of the train step
 _SHARED_VERSIONS = 8
 """Keep the shared rows of this many newest versions: an engine's swap may take longer than a train step."""
-_MEETING_S = 600.0  # until all ranks know where they meet: a cluster may start some much later
+_MEETING_S = 600.0  # until all ranks know where they meet: a cluster may start some ranks much later
 _RANK_DEADLINE_S = 24 * 3600.0  # of a request to another rank; the kernel notices a dead rank long before
 
 
@@ -79,9 +79,9 @@ class TrainerWorker:
         self._writer = ComputeThread(context.process.executor("checkpoint"))
         self._engines: dict[str, TrainingEngine] = {}
         self._publication: Publication | None = None
-        """Only in the group of the lead model."""
+        """None except in the group of the lead model."""
         self._note: Future[WeightsNote | None] | None = None
-        """The note of the version, when it is published; None in a group that publishes nothing."""
+        """The note of the present version, once it is published; None in a group that publishes nothing."""
         self._shared_rows: dict[int, Future[SharedRows]] = {}
         self._saving: _Saving | None = None
         self._version = -1
@@ -164,7 +164,7 @@ class TrainerWorker:
         context, name = self._context, self._group.name
         if self._group.section.processes == 1:
             return ""
-        first = self._group.workers[0]  # another process of it is another group of ranks
+        first = self._group.workers[0]  # a restarted one has another nonce and meeting place
         if not context.many_machines and context.component_context.folder:
             return str(context.component_context.path("bus", f"{name}-{self._nonces[first]}.rendezvous"))
         if self._rank == 0:
@@ -222,7 +222,7 @@ class TrainerWorker:
         handler: Callable[[M], Awaitable[A]],
         join: Callable[[A, list[A]], A] = lambda own, others: own,
     ) -> None:
-        """Serve a request in all ranks at the same time. `join` makes the answer from those of all."""
+        """Serve a request in all ranks at the same time. `join` combines the answers of all ranks."""
         other_workers = self._group.workers[1:] if self._rank == 0 else []
 
         async def run_on_all_ranks(message: M) -> A:
@@ -297,14 +297,14 @@ class TrainerWorker:
             (saving.saved if saving.copied.done() else saving.copied).set_exception(error)
 
     async def _copy(self, message: messages.Save, folder: str) -> list[Callable[[], object]]:
-        """Copy the state of this rank's models, or write it. Return what writes the copies."""
+        """Copy the state of this rank's models, or write it now. Return functions that write the copies."""
         trained = [name for name in self._engines if self._graph.models[name].trainable]
-        room = int(self._context.composed.config.checkpoint.copy_gb * 1e9) // max(1, len(trained))
+        most_bytes = int(self._context.composed.config.checkpoint.copy_gb * 1e9) // max(1, len(trained))
         writes: list[Callable[[], object]] = []
         for name in trained:
-            of_model = model_folder(Path(folder), name, self._graph)
-            of_model.mkdir(parents=True, exist_ok=True)
-            write = await self._thread.run(self._engines[name].save, of_model, room)
+            path = model_folder(Path(folder), name, self._graph)
+            path.mkdir(parents=True, exist_ok=True)
+            write = await self._thread.run(self._engines[name].save, path, most_bytes)
             writes += [write] if write else []
         if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
             Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
@@ -324,19 +324,19 @@ class TrainerWorker:
             return messages.TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
 
     async def _call(self, message: messages.RunCall) -> messages.CallDone:
-        """Run a call, unless a former kernel has asked for it."""
+        """Run a call; if a former kernel has already requested it, return the same result."""
         self._context.check_lease(message.lease_epoch)
-        former = self._calls_done.get(message.name) if message.version == self._step else None
-        if former is None:
+        result = self._calls_done.get(message.name) if message.version == self._step else None
+        if result is None:
             self._expect(message.version)
             if message.version != self._step:
                 self._step, self._calls_done = message.version, {}
-            former = self._calls_done[message.name] = Future()
+            result = self._calls_done[message.name] = Future()
             try:
-                former.set_result(await self._run(message))
+                result.set_result(await self._run(message))
             except Exception as error:  # noqa: BLE001 - the request fails with it
-                former.set_exception(error)
-        return await asyncio.wrap_future(former)
+                result.set_exception(error)
+        return await asyncio.wrap_future(result)
 
     async def _run(self, message: messages.RunCall) -> messages.CallDone:
         self._incarnation = message.incarnation
@@ -352,7 +352,7 @@ class TrainerWorker:
     async def _end_step(self, message: messages.EndStep) -> messages.StepEnded:
         self._context.check_lease(message.lease_epoch)
         async with self._ending:
-            if message.version == self._step == self._version - 1:  # a former kernel has asked for it
+            if message.version == self._step == self._version - 1:  # a former kernel has ended the step
                 return messages.StepEnded()
             self._expect(message.version)
             if self._leads and self._bounds_divergence:
@@ -367,12 +367,12 @@ class TrainerWorker:
 
     def _keep_note(self, needed: Sequence[int]) -> None:
         note = self._note
-        if note is not None and note.done() and note.exception() is None and (known := note.result()):
-            self._needed[self._version] = known
-        self._needed = {each: self._needed[each] for each in needed if each in self._needed}
+        if note is not None and note.done() and note.exception() is None and (published := note.result()):
+            self._needed[self._version] = published
+        self._needed = {version: self._needed[version] for version in needed if version in self._needed}
 
     async def _send_note(self, message: messages.AskPublished) -> messages.Published:
-        """Return the note of a version when it is published, and its shared rows are scored."""
+        """Return the note of a version, once the version is published and its shared rows are scored."""
         self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         assert self._note is not None
@@ -490,22 +490,22 @@ class TrainerWorker:
             if audited and self._bounds_divergence
             else []
         )
-        kept = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
+        watcher = StepFigures() if audited and self._context.composed.config.samples.keep != "none" else None
         for number, rows in enumerate(self._steps(call)):
             batch = await self._rows.batch(rows, call.reads, media=True, drawn=leads)
             loss = audit.loss if audited and not steps else call.loss
             if number < len(starts):
                 loss, batch = _with_divergence(loss), batch.with_columns(starts[number])
-            if kept is not None and number < call.minibatches:  # the first epoch has every row once
-                loss, batch = kept.watch(loss, rows), batch.with_columns({ROW: torch.tensor(rows)})
+            if watcher is not None and number < call.minibatches:  # the first epoch has every row once
+                loss, batch = watcher.watch(loss, rows), batch.with_columns({ROW: torch.tensor(rows)})
             statistics = dict(await self._thread.run(engine.train, batch, loss, temperature=temperature))
             if audited and not steps:
                 figures = audit.pop_figures(statistics)
             if "divergence" in statistics:
                 divergences.append(statistics.pop("divergence"))
             steps.append(statistics)
-        if kept is not None:
-            self._record(kept)
+        if watcher is not None:
+            self._record(watcher)
         means = {name: _over_steps(name, [step[name] for step in steps]) for name in steps[0]}
         if divergences:
             figures["divergence"] = sum(divergences) / len(divergences)
@@ -514,12 +514,12 @@ class TrainerWorker:
         return {**means, **figures}
 
     def _record(self, kept: StepFigures) -> None:
-        """Log the step's figures beside the next step. One rank sends rows that several have computed."""
-        last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
+        """Send the step's figures in the background. Of ranks that computed the same rows, one sends them."""
+        is_last = (self._rank + 1) % self._group.ranks_per_part == 0  # this rank has the model's output
         ids, groups = self._rows.ids, self._rows.groups
         keeps = self._context.composed.config.samples.keeps
         shown = {id for id, group in zip(ids, groups, strict=True) if keeps(group)}
-        if last and shown:
+        if is_last and shown:
             self._recorder.add(RecordedStep(self._incarnation, self._version, kept, ids, shown))
 
 
@@ -542,7 +542,7 @@ def _expect_columns(call: Call, columns: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def minibatches(groups: Sequence[int], count: int, seed: list[int]) -> list[list[int]]:
-    """Split rows into `count` parts of equally many random groups; one part has all rows in their order."""
+    """Split rows into `count` parts of equally many random groups. A single part keeps the rows' order."""
     if count == 1:
         return [list(range(len(groups)))]
     names = np.random.default_rng(seed).permutation(np.unique(groups))
@@ -600,7 +600,7 @@ class _Audit:
         return loss, {**statistics, **figures}
 
     def pop_figures(self, statistics: dict[str, float]) -> dict[str, float]:
-        """Move the audit's figures out of a step's statistics; without such tokens only the share."""
+        """Move the audit's figures out of a step's statistics; if no token was audited, only the share."""
         result: dict[str, float] = {}
         for name in ("mismatch", "drift"):
             figures = {key: statistics.pop(f"{name}_{key}", 0.0) for key in ("share", "mean", "max", "kl")}
