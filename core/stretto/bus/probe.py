@@ -168,8 +168,8 @@ async def _fault_of_store(
 
 def _refusal(error: APIError, config: BusConfig, place: str) -> Problem:
     if error.err_code in (_TOO_FEW_SERVERS, _NO_CLUSTER):
-        few = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
-        return Problem("bus.replicas", f"{few}: {error.description}", "environment")
+        shortage = f"is {config.replicas}, but the cluster has fewer servers with JetStream now"
+        return Problem("bus.replicas", f"{shortage}: {error.description}", "environment")
     text = (
         f"the store of nats-server at {place} cannot be used: {_text(error)}; does the account of "
         "the login have JetStream?"

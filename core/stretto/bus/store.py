@@ -167,9 +167,9 @@ class Store:
         may use it. Raises NoAnswer without a confirmation in time, Superseded if another writer has stored a
         message after `after`, and BusError if the server cannot store, for example on a full disk.
         """
-        whole, *more = parts = split(encode(message), payload_limit(self._client))
-        if not more:
-            return await self._store(subject, whole, id, after)
+        first, *rest = parts = split(encode(message), payload_limit(self._client))
+        if not rest:
+            return await self._store(subject, first, id, after)
         _, of_parts = with_parts(subject)
         ids = (f"{id}.{index}" for index in range(len(parts)))
         numbers = [

@@ -166,7 +166,7 @@ class RoleWorker(Protocol):
 
 
 class ComputeThread:
-    """One thread for all computation of an engine: the loop stays free, libraries start threads once."""
+    """One thread for all computation of an engine, so that the event loop stays free."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor

@@ -94,13 +94,13 @@ class TicketImages:
         for image in images:
             if len(image.file) > MAX_FILE_BYTES:
                 raise RequestError(f"an image has {len(image.file)} bytes; expected at most {MAX_FILE_BYTES}")
-        new = {image.digest: image.file for image in images if image.digest not in self._files}
-        self._added_bytes += sum(map(len, new.values()))
+        new_files = {image.digest: image.file for image in images if image.digest not in self._files}
+        self._added_bytes += sum(map(len, new_files.values()))
         if self._added_bytes > _TICKET_BYTES:
             raise RequestError(
                 f"the images that the workflow adds to one row have more than {_TICKET_BYTES} bytes together"
             )
-        self._files |= new
+        self._files |= new_files
         return [image.digest for image in images]
 
     async def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:

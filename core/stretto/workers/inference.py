@@ -458,8 +458,8 @@ def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
 def _kept_of(chunks: Sequence[Chunk]) -> tuple[Array, Array] | tuple[()]:
     if all(chunk.kept is None for chunk in chunks):
         return ()
-    kept = KeptTokens.concat([chunk.kept or KeptTokens.none(len(chunk.tokens)) for chunk in chunks])
-    return Array.of(kept.counts), Array.of(kept.ids)
+    kept_tokens = KeptTokens.concat([chunk.kept or KeptTokens.none(len(chunk.tokens)) for chunk in chunks])
+    return Array.of(kept_tokens.counts), Array.of(kept_tokens.ids)
 
 
 def _head(run: list[Chunk]) -> ChunkHead:

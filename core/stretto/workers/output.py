@@ -51,13 +51,13 @@ def _keep_end(size: int) -> None:
     if sys.platform != "linux":
         return
     file = Path(f"/proc/self/fd/{_STDERR}").resolve()
-    kept = file.with_name(f"{file.name}.1")
-    with file.open("rb") as source, kept.open("wb") as target:
+    rotated = file.with_name(f"{file.name}.1")
+    with file.open("rb") as source, rotated.open("wb") as target:
         source.seek(max(0, size - MAX_OUTPUT))
-        left = MAX_OUTPUT
-        while left and (data := source.read(min(left, _CHUNK))):
+        bytes_left = MAX_OUTPUT
+        while bytes_left and (data := source.read(min(bytes_left, _CHUNK))):
             target.write(data)
-            left -= len(data)
+            bytes_left -= len(data)
 
 
 class ChildOutput:

@@ -67,7 +67,7 @@ class TicketsStarted(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """Rollout worker to kernel: all samples of these tickets have begun, so the oldest tokens are known."""
+    """Rollout worker to kernel: all samples of these tickets have begun, so their oldest tokens are known."""
 
     worker: WorkerId
     oldest: tuple[tuple[int, int, int], ...]

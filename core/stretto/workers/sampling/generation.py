@@ -94,8 +94,8 @@ class GeneratedSample:
 
     def kept(self) -> KeptTokens | None:
         """Return the kept tokens of each token; None if the engine has not sent them for all tokens."""
-        kept = KeptTokens.concat(self.kept_parts) if self.kept_parts else KeptTokens.none(0)
-        return kept if len(kept) == self.length else None
+        kept_tokens = KeptTokens.concat(self.kept_parts) if self.kept_parts else KeptTokens.none(0)
+        return kept_tokens if len(kept_tokens) == self.length else None
 
     def _column(self, name: str) -> NDArray[Any]:
         return np.frombuffer(self.records, _TOKEN)[name].copy()
@@ -329,7 +329,7 @@ class Generations:
         return self._context.names.worker("inference", peer.worker, peer.nonce, verb)
 
     async def _take(self, batch: ChunkBatch) -> None:
-        records, kept = _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids)
+        records, kept_tokens = _records(batch), KeptTokens.read(batch.kept_counts, batch.kept_ids)
         offset = 0
         name, generation = "", None
         incomplete: dict[str, None] = {}  # requests that miss tokens, in order
@@ -341,7 +341,7 @@ class Generations:
             if generation is None or head.sample >= len(generation.samples):
                 continue
             unfinished = generation.unfinished
-            kept_part = kept and kept.part(start // _TOKEN.itemsize, offset // _TOKEN.itemsize)
+            kept_part = kept_tokens and kept_tokens.part(start // _TOKEN.itemsize, offset // _TOKEN.itemsize)
             if not generation.add(head, records[start:offset], kept_part):
                 incomplete[name] = None
             if generation.unfinished < unfinished:

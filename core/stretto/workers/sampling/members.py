@@ -147,20 +147,20 @@ class Members:
         """Return the trajectories of the samples that have a reward: those of the workflow, then those of
         samples that failed because of their own answer. This completes `missing` and `penalized`."""
         samples: defaultdict[int, list[Trajectory]] = defaultdict(list)
-        for number, each in zip(sample_numbers(trajectories), trajectories, strict=True):
-            samples[number].append(each)
-        rewarded: list[Trajectory] = []
+        for number, trajectory in zip(sample_numbers(trajectories), trajectories, strict=True):
+            samples[number].append(trajectory)
+        scored: list[Trajectory] = []
         no_reason = FailedSample("environment", "the workflow gave the reward NaN", 1)
         faults = iter([*self._unscored, *[no_reason] * len(samples)])
         for parts in samples.values():
-            if any(math.isnan(each.score.reward) for each in parts):
+            if any(math.isnan(trajectory.score.reward) for trajectory in parts):
                 self.missing.append(msgspec.structs.replace(next(faults), sampled=_tokens_in(parts)))
             else:
-                rewarded += parts
-        failure_score = self._failure_score([each.score for each in rewarded])
-        rewarded += [replace(each, score=failure_score) for parts in self._ended for each in parts]
+                scored += parts
+        failure_score = self._failure_score([trajectory.score for trajectory in scored])
+        scored += [replace(trajectory, score=failure_score) for parts in self._ended for trajectory in parts]
         self._check()
-        return rewarded
+        return scored
 
     def _count(self, attempts: _Attempts, number: int) -> None:
         trajectories = self._sampled(number)
@@ -179,8 +179,8 @@ class Members:
         return Score(lowest, {"accuracy": 0.0} if any("accuracy" in each.metrics for each in others) else {})
 
     def _check(self) -> None:
-        left = self._size - len(self.missing)
-        if self.missing and left < self._least:
+        num_left = self._size - len(self.missing)
+        if self.missing and num_left < self._least:
             raise MembersError(
                 f"{len(self.missing)} of {self._size} samples failed, and at least {self._least} must be "
                 f"left (queue.min_members); the first: {self.missing[0].reason}"

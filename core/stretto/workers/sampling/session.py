@@ -289,9 +289,9 @@ class RolloutSession:
     def _sampled_in(self, conversations: Iterable[str]) -> list[Trajectory]:
         reads_images = self.images is not None
         return [
-            each
+            trajectory
             for name in conversations
-            for each in self._transcripts[name].trajectories(reads_images=reads_images)
+            for trajectory in self._transcripts[name].trajectories(reads_images=reads_images)
         ]
 
     @property

@@ -32,7 +32,7 @@ def record_of(
     """Return an attempt's record, with long texts cut. `seconds`: in total, in generation, in scoring."""
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
     prompts = _PromptTexts(tokenizer, limit)
-    texts = [_text_of(each, prompts, tokenizer, limit) for each in trajectories]
+    texts = [_text_of(trajectory, prompts, tokenizer, limit) for trajectory in trajectories]
     return TicketRecord(
         ticket.purpose,
         ticket.id,

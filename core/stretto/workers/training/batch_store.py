@@ -188,21 +188,21 @@ class BatchStore:
         )
 
     def _drawn(self, rows: Sequence[int]) -> Drawn | None:
-        """Return what tokens were drawn from; None for the plain softmax(logits / temperature)."""
+        """Return the distributions of the sampled tokens; None for the plain softmax(logits / temperature)."""
         from stretto.rl.batch import Drawn
 
         sampling = self._context.composed.config.sampling
         if not sampling.reshapes or not self._placement.graph.samples:
             return None
         refs = [self._refs[row] for row in rows]
-        kept = [self._bundles[ref.sequence].trajectories[ref.index].kept for ref in refs]
-        present = [each for each in kept if each is not None]
-        if sampling.truncates and len(present) < len(kept):
+        kept_tokens = [self._bundles[ref.sequence].trajectories[ref.index].kept for ref in refs]
+        known_tokens = [tokens for tokens in kept_tokens if tokens is not None]
+        if sampling.truncates and len(known_tokens) < len(kept_tokens):
             raise ConfigError(
                 "a trajectory of the batch does not say from which tokens it was drawn: the "
                 "run began with another `sampling`; resume it with that, or with --expire-batch"
             )
-        return Drawn(sampling.logit_bias, present if sampling.truncates else None)
+        return Drawn(sampling.logit_bias, known_tokens if sampling.truncates else None)
 
     def put(self, key: str, rows: Sequence[int], column: Tensor) -> None:
         """Store a call's column for these rows, concatenated: one value per token, or one per row."""

@@ -59,8 +59,8 @@ class Publication:
         """Begin to publish the current weights. All ranks call it; the result is None without a publisher.
         The compute thread copies the weights before its later work. `needed` versions stay available.
         `loaded`: the engine has loaded its state since the last version, or this is the first version."""
-        taken = self._compute.submit(self._take, version, needed, loaded=loaded)
-        return self._writer.submit(self._publish, taken, version, needed)
+        snapshot = self._compute.submit(self._take, version, needed, loaded=loaded)
+        return self._writer.submit(self._publish, snapshot, version, needed)
 
     async def copy(self, versions: Iterable[int], folder: str) -> None:
         """Write published versions into a checkpoint."""
