@@ -40,7 +40,7 @@ class Listening:
 
 
 def listening(config: BusConfig) -> Listening:
-    """Return where the bundled server listens. Raise ConfigError if other machines cannot reach it."""
+    """Return where the bundled server listens. Raise ConfigError without an address for other machines."""
     if config.listen is None:
         return Listening(_LOOPBACK, 0, _LOOPBACK, _LOOPBACK)
     host, port = _split(config.listen)

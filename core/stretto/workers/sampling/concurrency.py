@@ -17,7 +17,7 @@ log = structlog.get_logger()
 
 _LOOK_S = 5.0  # between two changes of the limit
 _LESS = 0.8  # factor of a fall
-_MORE = 1 / 8  # growth in the time in which as many tickets end as may run
+_MORE = 1 / 8  # growth of the limit while `limit` tickets end
 
 
 class Concurrency:
@@ -89,7 +89,7 @@ class Concurrency:
                 lost += latest.lost_tokens - previous.lost_tokens
         self._figures = {peer.nonce: peer.figures for peer in routes.peers if peer.figures is not None}
         if max(self._running.values(), default=0) > self.limit:
-            self._begin_look()
+            self._begin_look()  # the limit has fallen: count again when so few tickets run
             return
         self._sampled += sampled
         self._lost += lost
@@ -109,7 +109,7 @@ class Concurrency:
             self._is_slow_start = False
             self._sampled, self._lost, self._round = self._sampled / 2, 0.0, 0
             return
-        if self._was_reached and self._has_sampled:
+        if self._was_reached and self._has_sampled:  # without both, the limit did not matter
             growth = self._limit if self._is_slow_start else self._ended * max(_MORE, 1 / self._limit)
             self._set(self._limit + growth)
         self._round += self._ended

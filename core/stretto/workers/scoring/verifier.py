@@ -135,7 +135,7 @@ def _by_variant(
     kind: type[C] | tuple[type[C], ...],
     make: Callable[[WorkerContext, Composed, C], S],
 ) -> dict[str, S]:
-    """Return the service of each variant with a section of a kind. Variants with the same section share it."""
+    """Return the service of each variant with a section of a kind. Variants with one section share one."""
     by_section: dict[int, S] = {}
     services: dict[str, S] = {}
     for variant, composed in runs.items():

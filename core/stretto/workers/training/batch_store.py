@@ -188,7 +188,7 @@ class BatchStore:
         )
 
     def _drawn(self, rows: Sequence[int]) -> Drawn | None:
-        """Return the distributions of the sampled tokens; None for the plain softmax(logits / temperature)."""
+        """Return what tokens were drawn from; None if from the plain softmax(logits / temperature)."""
         from stretto.rl.batch import Drawn
 
         sampling = self._context.composed.config.sampling
