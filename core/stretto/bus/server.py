@@ -472,8 +472,8 @@ def _make_certificates(folder: Path, run: str, place: Listening) -> dict[Party, 
 def _configuration(
     folder: Path, run: str, place: Listening, max_payload_mb: int, passwords: dict[str, str], *, tls: bool
 ) -> str:
-    """Return the configuration. Streams belong to the account `store`, workers to the account `run`: in one
-    account, a worker could give a stream's subject as the reply subject of a JetStream request."""
+    """Return the configuration. Streams belong to the account `store`, workers to the account `run`. In one
+    account, a worker could write to a stream by means of the reply subject of a JetStream request."""
     names = Subjects(run)
     heard_by_viewer = [names.status, f"{names.inbox(VIEWER)}.>"]
     permissions: dict[Party, Mapping[str, Any]] = {

@@ -164,7 +164,7 @@ class TrainerWorker:
         context, name = self._context, self._group.name
         if self._group.section.processes == 1:
             return ""
-        first = self._group.workers[0]  # a restarted one has another nonce and meeting place
+        first = self._group.workers[0]  # a restarted rank 0 has another nonce, so another file
         if not context.many_machines and context.component_context.folder:
             return str(context.component_context.path("bus", f"{name}-{self._nonces[first]}.rendezvous"))
         if self._rank == 0:
