@@ -22,25 +22,25 @@ __all__ = ["Batch", "Drawn"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """From what the tokens of a batch were drawn, where that is not softmax(logits / temperature)."""
+    """How the sampler's distribution of the tokens of a batch differed from softmax(logits / temperature)."""
 
     logit_bias: Mapping[int, float]
-    """Values that the sampler added to the logits of these ids, before it divided by the temperature."""
+    """Value that the sampler added to the logit of each token id, before it divided by the temperature."""
     kept: Sequence[KeptTokens] | None
     """For each sequence, the ids from which its tokens were drawn; None for the whole vocabulary."""
 
     def select(self, indices: Iterable[int]) -> Drawn:
-        """Return that of the sequences at `indices`, in that order."""
+        """Return the `Drawn` of the sequences at `indices`, in that order."""
         return Drawn(self.logit_bias, self.kept and [self.kept[i] for i in indices])
 
     @classmethod
     def concat(cls, parts: Sequence[Drawn]) -> Drawn:
-        """Return that of the sequences of all parts, which have the same bias."""
-        kept = [each for part in parts for each in part.kept or ()]
+        """Return the `Drawn` of the sequences of all parts. All parts must have the same bias."""
+        kept = [tokens for part in parts for tokens in part.kept or ()]
         return cls(parts[0].logit_bias, None if parts[0].kept is None else kept)
 
     def kept_at(self, places: Tensor) -> KeptTokens | None:
-        """Return the ids that the tokens at these ascending places came from; None: the whole vocabulary."""
+        """Return the ids from which the tokens at these ascending indices were drawn; None: from all ids."""
         return None if self.kept is None else KeptTokens.concat(self.kept).at(places.numpy())
 
 
@@ -54,8 +54,8 @@ class Batch:
         media: for each sequence, arguments of the model by name, of any shape and dtype. The arrays of
             several sequences are joined along the first dimension. The mapping of a sequence without images
             is empty. None means that no sequence has media.
-        drawn: from what the tokens were drawn; None for softmax(logits / temperature), or if that does not
-            matter.
+        drawn: how the sampler's distribution differed from softmax(logits / temperature); None if it did not
+            differ, or if that does not matter.
 
     Raises:
         ValueError: if the size of a column, the number of media entries, or the kept tokens do not fit the
@@ -112,8 +112,8 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         """Return the batch with more columns. A column of size (T,) becomes a token column, one of size (S,)
-        a sequence column. A column whose name exists already is replaced and keeps its kind. Raise ValueError
-        if a column has neither size."""
+        a sequence column. A column whose name exists already replaces that column and keeps its kind. Raise
+        ValueError if a column has neither size."""
         tokens, sequences = dict(self.tokens), dict(self.sequences)
         for name, column in columns.items():
             if name in tokens or (len(column) == self.num_tokens and name not in sequences):
@@ -137,24 +137,24 @@ class Batch:
         )
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
-        """Split into consecutive batches of these numbers of sequences; ValueError if they are not S."""
+        """Split into consecutive batches of `sizes` sequences; ValueError if the sizes do not add up to S."""
         if sum(sizes) != len(self):
             raise ValueError(f"sizes {list(sizes)} do not add up to {len(self)} sequences")
         batches: list[Batch] = []
-        first = start = 0
+        first = first_token = 0
         for size in sizes:
             lengths = self.lengths[first : first + size]
-            end = start + sum(lengths)
+            end_token = first_token + sum(lengths)
             batches.append(
                 Batch(
                     lengths,
-                    {name: column[start:end] for name, column in self.tokens.items()},
+                    {name: column[first_token:end_token] for name, column in self.tokens.items()},
                     {name: column[first : first + size] for name, column in self.sequences.items()},
                     self.media[first : first + size],
                     self.drawn and self.drawn.select(range(first, first + size)),
                 )
             )
-            first, start = first + size, end
+            first, first_token = first + size, end_token
         return batches
 
     @staticmethod
@@ -171,7 +171,7 @@ class Batch:
 
     def micro_batches(self, max_tokens: int, *, whole_groups: bool = False) -> list[Batch]:
         """Split into consecutive batches of at most `max_tokens` tokens each. A longer sequence gets its own
-        batch; with `whole_groups`, a longer run of sequences with the same `group` does, too."""
+        batch. With `whole_groups`, a run of sequences with the same `group` is never split, however long."""
         sizes: list[int] = []
         room = 0
         for count, length in self.groups() if whole_groups else ((1, length) for length in self.lengths):
@@ -221,14 +221,14 @@ class Batch:
 
 
 def _join(arrays: Sequence[Tensor]) -> Tensor:
-    """Join arrays of shapes (N1, ...), (N2, ...), ... to one of shape (N1 + N2 + ..., ...)."""
+    """Join arrays along the first dimension; pad the other dimensions with zeros to their largest sizes."""
     full_shape = [max(sizes) for sizes in zip(*(array.shape[1:] for array in arrays), strict=True)]
     # F.pad counts dimensions from the last one and takes two sizes for each: before and after.
     paddings = [
         [
             size
-            for have, full in zip(array.shape[:0:-1], full_shape[::-1], strict=True)
-            for size in (0, full - have)
+            for actual, full in zip(array.shape[:0:-1], full_shape[::-1], strict=True)
+            for size in (0, full - actual)
         ]
         for array in arrays
     ]

@@ -1,7 +1,7 @@
 """Off-policy correction: the option `correction` of every policy-gradient algorithm.
 
 The *behaviour* policy mu, perhaps some versions old, sampled the tokens. A correction chooses the denominator
-of the objective's ratio (its anchor: the *proximal* policy at the start of the train step, or mu) and the
+of the objective's ratio (the anchor: the *proximal* policy at the start of the train step, or mu) and the
 weight of each token, which is usually a function of rho = proximal / mu.
 """
 
@@ -41,20 +41,20 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     use: Correction = "behaviour"
     """Correction to use. `behaviour`: the objective's ratio is current / behaviour and all weights are 1, so
     the trust region bounds how far the policy moves away from stale samples. With all other values the ratio
-    is current / proximal, which bounds nothing when a batch gives one update. `decoupled`: weight rho; tokens
-    above `cap` are masked (AReaL, arXiv 2505.24298). `token_tis`: weight min(rho, cap). `sequence_tis`:
-    weight min(product of rho over the answer, cap). `icepop`: weight rho; tokens outside `low`..`cap` are
-    masked. `sequence_mask`: weight rho; answers whose geometric mean of rho is outside `low`..`cap` are
-    masked. `none`: no correction, as if the proximal policy had sampled the tokens; only with
-    `queue.max_staleness: 0`."""
+    is current / proximal: when a batch gives one update, it is 1 and bounds nothing. `decoupled`: weight rho;
+    tokens above `cap` are masked (AReaL, arXiv 2505.24298). `token_tis`: weight min(rho, cap).
+    `sequence_tis`: weight min(product of rho over the answer, cap). `icepop`: weight rho; tokens outside
+    `low`..`cap` are masked. `sequence_mask`: weight rho; answers whose geometric mean of rho is outside
+    `low`..`cap` are masked. `none`: no correction, as if the proximal policy had sampled the tokens; only
+    with `queue.max_staleness: 0`."""
     target_kl: PositiveFloat | None = 0.01
     """Target for the metric `behaviour_kl`, in nats per token. While the metric is above it, the learning
-    rate falls: smaller steps on samples of a policy far from the current one. The rate rises again while the
-    metric is below half of the target; `lr_scale` is its factor. null: the learning rate is never reduced."""
+    rate falls, so steps on samples of a distant policy are smaller. The rate rises again while the metric is
+    below half of the target. The metric `lr_scale` is the rate's factor. null: never reduce the rate."""
     step_scale: Literal["kl", "ess"] = "kl"
-    """What shortens the steps. `kl`: `target_kl`. `ess`: the learning rate is multiplied by the square root
-    of the metric `ess` of the batch, its effective sample size (VCPO, arXiv 2602.17616, without its baseline
-    of least variance); `target_kl` is not read."""
+    """How the learning rate is reduced. `kl`: by `target_kl`. `ess`: the learning rate is multiplied by the
+    square root of the metric `ess`, the effective sample size of the batch (VCPO, arXiv 2602.17616, without
+    VCPO's minimum-variance baseline); `target_kl` is not read."""
     cap: PositiveFloat | None = None
     """Upper bound that `use` applies. null: 5 for `decoupled` and `icepop`, 2 for `token_tis` and
     `sequence_tis`, 1.01 for `sequence_mask`."""
@@ -77,9 +77,9 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         undo the reduction.
 
         Args:
-            statistics: those of the batch: `behaviour_kl`, in nats per token, and `ess`. NaN keeps the
-                factor.
-            former: the factor of the optimizer step before; 1 before the first.
+            statistics: of the batch: `behaviour_kl`, in nats per token, and `ess`. If the value is NaN, the
+                factor stays.
+            former: the factor of the previous optimizer step; 1 for the first step.
         """
         if self.step_scale == "ess":
             ess = statistics["ess"]
@@ -92,15 +92,15 @@ class CorrectionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return min(1.0, former * 1.1) if kl < self.target_kl / 2 else former
 
     def weights(self, proximal: Tensor, behaviour: Tensor, batch: Batch) -> Tensor:
-        """Return the weight of each token's loss: (T,) float32, without gradient; all 1 without a correction.
+        """Return the weight of each token's loss: (T,) without gradient; all 1 for `behaviour` and `none`.
 
         A token of weight 0 still counts in the loss's denominator.
 
         Args:
             proximal: (T,) logprobs of the policy at the start of the step.
             behaviour: (T,) logprobs of the policy that sampled.
-            batch: has `loss_mask`. `sequence_tis` takes the product of rho over its tokens, `sequence_mask`
-                the geometric mean.
+            batch: has `loss_mask`. Over the tokens with `loss_mask`, `sequence_tis` uses the product of rho
+                and `sequence_mask` the geometric mean.
         """
         import torch
 

@@ -93,8 +93,8 @@ def group_normalise(
 ) -> Tensor:
     """Group-relative rewards, GRPO eq. 3: (R - mean_G) / (std_G + eps), with the unbiased standard deviation.
 
-    Computed in float64, returned as (S,) float32. A group of one sample has no other one to compare with, and
-    rewards that `stretto.algorithm.are_equal` leave no difference but rounding: its advantages are 0.
+    Computed in float64, returned as (S,) float32. The advantages of a group are 0 if it has one sample, or if
+    `stretto.algorithm.are_equal` holds for its rewards: then they differ only by rounding.
 
     Args:
         rewards: (S,), any floating dtype.
@@ -108,40 +108,39 @@ def group_normalise(
     """
     groups, members = torch.unique(group, return_inverse=True)  # (G,), (S,) 0..G-1
     rewards = rewards.double()
-    of_sample, owners = (rewards, members) if sample is None else _by_sample(rewards, members, sample)
-    size = sequence_sum(torch.ones_like(of_sample), owners, len(groups))  # (G,)
-    mean = sequence_sum(of_sample, owners, len(groups)) / size
+    by_sample, sample_groups = (rewards, members) if sample is None else _by_sample(rewards, members, sample)
+    size = sequence_sum(torch.ones_like(by_sample), sample_groups, len(groups))  # (G,)
+    mean = sequence_sum(by_sample, sample_groups, len(groups)) / size
     centred = rewards - mean[members]
-    squares = (of_sample - mean[owners]).square()
-    variance = sequence_sum(squares, owners, len(groups)) / (size - 1).clamp(min=1)
+    squares = (by_sample - mean[sample_groups]).square()
+    variance = sequence_sum(squares, sample_groups, len(groups)) / (size - 1).clamp(min=1)
     if leave_one_out:
         centred = centred * (size / (size - 1).clamp(min=1))[members]
     relative = centred / (variance.sqrt()[members] + eps) if std else centred
-    return torch.where(_is_equal(of_sample, owners, len(groups))[members], 0.0, relative).float()
+    return torch.where(_is_equal(by_sample, sample_groups, len(groups))[members], 0.0, relative).float()
 
 
 def _is_equal(values: Tensor, members: Tensor, num_groups: int) -> Tensor:
-    """Whether the values of each group are equal, as in `stretto.algorithm.are_equal`: (S,), (S,) -> (G,)."""
+    """Return which groups have equal values, as in `stretto.algorithm.are_equal`: (S,), (S,) -> (G,) bool."""
     highest, lowest, largest = (
-        values.new_zeros(num_groups).scatter_reduce_(0, members, each, reduce, include_self=False)
-        for each, reduce in ((values, "amax"), (values, "amin"), (values.abs(), "amax"))
+        values.new_zeros(num_groups).scatter_reduce_(0, members, column, reduce, include_self=False)
+        for column, reduce in ((values, "amax"), (values, "amin"), (values.abs(), "amax"))
     )
     return highest - lowest <= EQUAL * largest
 
 
 def _by_sample(rewards: Tensor, members: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean reward and group of each of N samples, (N,) and (N,), from those of the sequences, (S,)."""
-    numbers, places = torch.unique(sample, return_inverse=True)
-    keys, pieces = torch.unique(members * len(numbers) + places, return_inverse=True)  # (N,), (S,) 0..N-1
+    """Return mean reward and group of each sample, (N,) and (N,), from the columns of the sequences, (S,)."""
+    sample_ids, sample_places = torch.unique(sample, return_inverse=True)
+    # A key stands for one sample of one group: sample numbers may repeat between groups.
+    keys, places = torch.unique(members * len(sample_ids) + sample_places, return_inverse=True)  # (N,), (S,)
     everywhere = torch.ones_like(rewards, dtype=torch.bool)
-    return sequence_mean(rewards, everywhere, pieces, len(keys)), keys // max(1, len(numbers))
+    return sequence_mean(rewards, everywhere, places, len(keys)), keys // max(1, len(sample_ids))
 
 
 def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
     """Put one number per sequence at the sequence's last token where `mask` is True: (S,), (T,) bool, (T,)
-    -> (T,), 0 elsewhere.
-
-    The number of a sequence without such a token is dropped.
+    -> (T,), 0 elsewhere. The number of a sequence without such a token is dropped.
     """
     positions = torch.where(mask, torch.arange(len(mask), device=mask.device), -1)
     last = positions.new_full((len(values),), -1).scatter_reduce(0, index, positions, "amax")  # (S,)
@@ -152,7 +151,7 @@ def at_last_token(values: Tensor, mask: Tensor, index: Tensor) -> Tensor:
 
 def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Soft overlong punishment, DAPO eq. 13: 0 up to limit - buffer sampled tokens, then down to -factor at
-    the limit. From the lengths, (S,), (S,) float32, which the caller adds to the rewards."""
+    the limit. Return (S,) float32 for `lengths`, (S,); the caller adds it to the rewards."""
     return factor * ((limit - buffer - lengths.float()) / buffer).clamp(min=-1.0, max=0.0)
 
 
@@ -169,8 +168,8 @@ def gae(
 
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}, where t counts only the
     tokens with `mask`: prompts, and text between turns, are skipped. After the last such token of a sequence
-    the value is 0. With values 0 and gamma = lam = 1, a token's advantage is the sum of the rewards from it
-    on: the sequence's return, if the only reward is at the end.
+    the value is 0. With values 0 and gamma = lam = 1, a token's advantage is the sum of the rewards from
+    that token on: the sequence's return, if the only reward is at the end.
 
     Args:
         rewards: (T,) float32, the reward that follows each token.
@@ -190,15 +189,15 @@ def gae(
     place = (index.to(rewards.device), column.to(rewards.device))
     padded_rewards = rewards.new_zeros(shape).index_put_(place, rewards[mask])
     padded_values = rewards.new_zeros(shape).index_put_(place, values[mask])
-    padded = rewards.new_zeros(shape)
+    padded_advantages = rewards.new_zeros(shape)
     following_value = following_advantage = rewards.new_zeros(len(lengths))
     for t in reversed(range(shape[1])):
         delta = padded_rewards[:, t] + gamma * following_value - padded_values[:, t]
         following_advantage = delta + gamma * lam * following_advantage
-        padded[:, t] = following_advantage
+        padded_advantages[:, t] = following_advantage
         following_value = padded_values[:, t]
     advantages = torch.zeros_like(rewards)
-    advantages[mask] = padded[place]
+    advantages[mask] = padded_advantages[place]
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
@@ -240,7 +239,7 @@ def clipped_objective(
         anchor_logprobs: (T,) of the policy in the denominator of the ratio, without gradient.
         advantages: (T,).
         eps_clip: width of the trust region below 1, and also above 1 unless `eps_clip_high` is given.
-        c_clip: c > 1; None turns dual clip off.
+        c_clip: c of the dual clip, above 1; None turns the dual clip off.
 
     Returns:
         loss (T,); whether the clip was active (T,) bool; whether the dual clip was active (T,) bool.
@@ -270,7 +269,7 @@ def soft_gate(
 
 def second_moment_mask(delta: Tensor, mask: Tensor, tau: float) -> Tensor:
     """M2PO's trust region (2510.01161): drop the trained tokens with the largest delta^2, one by one, until
-    the mean of delta^2 over the other trained tokens is at most tau. Return those that are kept, (T,) bool.
+    the mean of delta^2 over the remaining ones is at most tau. Return the remaining tokens, (T,) bool.
 
     Args:
         delta: (T,) behaviour logprobs minus proximal logprobs, of the whole batch.
@@ -311,8 +310,8 @@ def importance_weight(
 
 
 def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction) -> int:
-    """The denominator of a batch's loss: the number of trained tokens, `mask` (T,) bool, or of sequences with
-    a trained token, `index` (T,) int64."""
+    """Return the denominator of a batch's loss: the number of trained tokens for `token`, else the number of
+    sequences with a trained token. `mask`: (T,) bool; `index`: (T,) int64."""
     if reduction == "token":
         return int(mask.sum())
     return int((sequence_sum(mask.float(), index, num_sequences) > 0).sum())
@@ -321,7 +320,7 @@ def loss_count(mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduc
 def loss_weights(
     mask: Tensor, index: Tensor, num_sequences: int, reduction: Reduction, *, count: int | None = None
 ) -> Tensor:
-    """The weight of each token's loss in that of the whole batch, (T,) float32, 0 where `mask` is False; see
+    """Each token's weight in the loss of the whole batch, (T,) float32, 0 where `mask` is False; see
     `stretto.algorithm.Reduction`.
 
     The sum of `weights * losses` over any partition of the batch is the batch's loss, so micro-batches,
@@ -398,8 +397,8 @@ def moments_of_ratios(
 
     `token` and `token_square` are w and w² of each token, w = exp(logprobs - behaviour_logprobs). With W the
     product of w over the trained tokens of a sequence and n their number, `sequence`, `sequence_square` and
-    `sequences` are W / n, W² / n and 1 / n, so that a sum over tokens is one over sequences. The logarithms
-    of w and W are cut off at ±20.
+    `sequences` are W / n, W² / n and 1 / n, so that their sums over the sequence's n tokens are W, W² and 1.
+    The logarithms of w and W are clamped to ±20.
 
     Args:
         logprobs: (T,) without gradient.
@@ -411,12 +410,12 @@ def moments_of_ratios(
     log_w = torch.where(mask, logprobs - behaviour_logprobs, 0.0)
     w = log_w.clamp(-20, 20).exp()
     count = sequence_sum(mask.to(log_w.dtype), index, num_sequences).clamp(min=1)
-    of_sequence = sequence_sum(log_w, index, num_sequences).clamp(-20, 20).exp()
+    sequence_w = sequence_sum(log_w, index, num_sequences).clamp(-20, 20).exp()
     return {
         "moment/token": w,
         "moment/token_square": w.square(),
-        "moment/sequence": (of_sequence / count)[index],
-        "moment/sequence_square": (of_sequence.square() / count)[index],
+        "moment/sequence": (sequence_w / count)[index],
+        "moment/sequence_square": (sequence_w.square() / count)[index],
         "moment/sequences": (1 / count)[index],
     }
 
@@ -433,8 +432,8 @@ def bounded_kl(logprobs: Tensor, behaviour_logprobs: Tensor, *, bound: float = 1
 def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samples: int) -> float:
     """Return the KL coefficient of the next step, Ziegler et al. 2019 (1909.08593), section 2.2. It grows if
     the KL per answer from the step's samples to the reference, in nats, is above `target`, and shrinks if it
-    is below, by at most a fifth over `horizon` samples. A step with more samples counts as `horizon`, so that
-    the coefficient cannot become negative."""
+    is below, by at most a fifth over `horizon` samples. A step with more samples counts as one of `horizon`
+    samples, so the coefficient cannot become negative."""
     error = min(0.2, max(-0.2, kl / target - 1))
     return coef * (1 + error * min(1.0, samples / horizon))
 
@@ -443,7 +442,7 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, samp
 
 
 def pairs_of(group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The two sequences of each group, in the order that they have in the batch.
+    """Find the two sequences of each group, in the order of the batch.
 
     Args:
         group: (S,) int64; every number occurs twice.

@@ -113,11 +113,11 @@ class PolicyGradient(ABC, Generic[ConfigT]):
     """An algorithm with one trainable policy, `actor`. The kernel reads the dataflow; trainers compute it."""
 
     needs_proximal = False
-    """Whether to compute the proximal policy's logprobs even when they equal the current policy's."""
+    """Compute the proximal policy's logprobs even when they equal the current policy's."""
     advantage_reads: tuple[str, ...] = ()
     """Columns that the advantages read, besides rewards, group, sample and loss mask."""
     objective_reads: tuple[str, ...] = ()
-    """Columns, written by `more_calls`, that the objective reads besides the usual ones."""
+    """Columns written by `more_calls` that the objective reads, besides logprobs and advantages."""
 
     def __init__(self, config: ConfigT, context: Context) -> None:
         del context
@@ -136,10 +136,10 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return {"actor": Model(), **reference}
 
     def calls(self) -> Sequence[Call]:
-        """generate -> score -> advantages (and logprobs of other policies, if they are needed) -> train."""
-        # A dict removes duplicates: `advantage_reads` may name columns of `penalty_reads` too.
-        own = (*self.penalty_reads, *self.advantage_reads)
-        reads = dict.fromkeys(("rewards", "group", "sample", "loss_mask", *own))
+        """Return generate -> score -> advantages (and logprobs of other policies, if needed) -> train."""
+        # A dict removes duplicates: `advantage_reads` may repeat names of `penalty_reads`.
+        more_columns = (*self.penalty_reads, *self.advantage_reads)
+        reads = dict.fromkeys(("rewards", "group", "sample", "loss_mask", *more_columns))
         return [
             generate("actor", samples=self.config.group_size),
             score(),
@@ -162,7 +162,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
     def train_actor(self) -> Call:
         """Return the call that trains the policy on `advantages`."""
         config = self.config
-        written = [key for call in self.forwards() for key in call.writes]
+        forward_columns = [key for call in self.forwards() for key in call.writes]
         return train(
             "actor",
             Loss(
@@ -173,7 +173,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
                 summarise=with_sample_sizes,
                 lr_scale=self.lr_scale,
             ),
-            reads=("behaviour_logprobs", "advantages", *written, *self.objective_reads),
+            reads=("behaviour_logprobs", "advantages", *forward_columns, *self.objective_reads),
             minibatches=config.minibatches,
             epochs=config.epochs,
         )
@@ -185,13 +185,13 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
     @property
     def penalty_reads(self) -> tuple[str, ...]:
-        """Columns that the KL in the reward is computed from."""
+        """Columns from which the KL penalty in the reward is computed; none without that penalty."""
         in_reward = self._has_reference and self.config.kl.where == "reward"
         return ("behaviour_logprobs", "reference_logprobs") if in_reward else ()
 
     def sampled_kl(self, batch: Batch) -> Tensor:
-        """Return the estimate of KL(behaviour || reference) at each sampled token, (T,) float32, for a reward
-        with a KL; else 0.
+        """Return the estimate of KL(behaviour || reference) at each sampled token, (T,) float32; all 0
+        if the reward has no KL penalty.
 
         The behaviour policy sampled the tokens, so the estimate of its KL has the right mean, and its
         logprobs are already in the batch.
@@ -207,7 +207,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         return torch.where(mask, kl_estimate(behaviour, reference, self.config.kl.estimator), 0.0)
 
     def kl_penalty(self, batch: Batch) -> Tensor:
-        """Return what a KL in the reward subtracts at each sampled token, (T,) float32; 0 without a KL."""
+        """Return the penalty that the reward loses at each sampled token, (T,) float32; 0 without one."""
         return self.kl_coef * self.sampled_kl(batch)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -244,7 +244,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
         The statistics are those of the objective, `ratio` to the anchor, `advantage`, `importance_weight`,
         `masked_fraction` (1 for tokens of weight 0), `behaviour_kl` (see `stretto.rl.functional.bounded_kl`),
-        with a reference model `reference_kl`, the KL estimate, and what `with_sample_sizes` needs.
+        with a reference model `reference_kl`, the KL estimate, and the moments for `with_sample_sizes`.
         """
         import torch
 
@@ -258,10 +258,10 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         weight = correction.weights(proximal, behaviour, batch)
         loss, statistics = loss * weight, dict(statistics)
         if self._has_reference:
-            penalised = logprobs if kl.where == "loss" else behaviour
+            kl_logprobs = logprobs if kl.where == "loss" else behaviour
             if kl.where == "loss" and WHOLE in batch:
-                penalised = batch[WHOLE]
-            estimate = kl_estimate(penalised, batch["reference_logprobs"], kl.estimator)
+                kl_logprobs = batch[WHOLE]
+            estimate = kl_estimate(kl_logprobs, batch["reference_logprobs"], kl.estimator)
             statistics["reference_kl"] = estimate.detach()
             if kl.where == "loss":
                 loss = loss + self.kl_coef * estimate
@@ -283,12 +283,12 @@ class PolicyGradient(ABC, Generic[ConfigT]):
 
 
 def with_sample_sizes(means: Mapping[str, float]) -> dict[str, float]:
-    """Return a step's statistics with `ess` and `ess_token` in the place of the moments of the ratios (see
+    """Return a step's statistics with `ess` and `ess_token` instead of the moments of the ratios (see
     `stretto.rl.functional.moments_of_ratios`).
 
     The effective sample size of n weights w, as a share of n, is (Σ w)² / (n Σ w²), Kish 1965: 1 if all
-    weights are equal. w is the ratio current / behaviour, before any clip or truncation: of a token for
-    `ess_token`, and of all trained tokens of a sequence together for `ess`.
+    weights are equal. w is the ratio current / behaviour, before any clip or truncation: the ratio of one
+    token for `ess_token`, and the product over a sequence's trained tokens for `ess`.
     """
     figures = {name: value for name, value in means.items() if not name.startswith("moment/")}
     if len(figures) == len(means):
@@ -311,7 +311,7 @@ class _Clip(Protocol):
 def clipped_surrogate(
     config: _Clip, logprobs: Tensor, anchor: Tensor, advantages: Tensor
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Compute PPO's surrogate loss, (T,), with the clips of a section, and the metrics `clipped` and
+    """Compute PPO's surrogate loss, (T,), with the clip ranges of `config`, and the metrics `clipped` and
     `dual_clipped`. Each input is (T,); see `stretto.rl.functional.clipped_objective`."""
     from stretto.rl.functional import clipped_objective
 
@@ -374,7 +374,7 @@ def check_objective(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def check_policy(config: PolicyConfig, run: RunConfig) -> Iterator[Problem]:
-    """Yield the problems of `check_objective`, and of an algorithm that compares the samples of a group."""
+    """Yield the problems of `check_objective`, and a problem if groups have one sample and no advantage."""
     yield from check_objective(config, run)
     if config.group_size == 1:
         yield Problem("algorithm.group_size", "is 1, which makes every advantage 0; expected at least 2")

@@ -32,7 +32,7 @@ class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def columns(self) -> tuple[str, str]:
-        """The columns of a pair's first sequence, the chosen one, and of its second, the rejected one."""
+        """The columns of a pair's two sequences: first the chosen answer, then the rejected one."""
         return self.chosen_column, self.rejected_column
 
 
@@ -45,12 +45,12 @@ def check_pair(config: PairConfig) -> Iterator[Problem]:
 def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     """Encode the row's prompt followed by the answer in a column.
 
-    A text answer is trained on as a whole. Of chat messages, which begin with a turn of the assistant, all
-    the assistant's turns are trained on, as the chat template writes them, with the tools in the column
-    `tools`; the others are context.
+    All of a text answer is trained on. An answer of chat messages begins with a turn of the assistant; all
+    turns of the assistant are trained on, as the chat template writes them with the tools in the column
+    `tools`. The other turns are context.
 
-    Raise ConfigError if the row lacks a column, holds something else there, or leaves nothing to train on; or
-    if the chat template drops or changes messages."""
+    Raise ConfigError if the row lacks a column, if a column has another type, if there is no token to train
+    on, or if the chat template drops or changes messages."""
     prompt, answer = _text_of(row, "prompt"), _text_of(row, column)
     if not isinstance(answer, str) and answer[0]["role"] != "assistant":
         role = answer[0]["role"]
@@ -82,8 +82,8 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
 
 
 def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
-    """Return a sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it does not fit into the
-    model's `positions` (None: not known), or if no token to train on is left."""
+    """Return the sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it is longer than the
+    model's `positions` (None: not known), or if the cut leaves no token to train on."""
     tokens, mask = encoded
     length = len(tokens)
     if rows.max_tokens is not None and length > rows.max_tokens:
@@ -99,8 +99,8 @@ def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Enco
 
 
 def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
-    """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if it lacks one of them.
-    Raise ConfigError if they are no sequence, or not the answer in `column` in this model's tokens."""
+    """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if the row lacks one.
+    Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`."""
     tokens, mask = row.get("tokens"), row.get("loss_mask")
     if tokens is None or mask is None:
         return None
@@ -126,7 +126,7 @@ def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
 
 
 def check_temperature(run: RunConfig) -> Iterator[Problem]:
-    """Yield a problem if `sampling.temperature` is not 1: the model's own likelihoods are needed."""
+    """Yield a problem if `sampling.temperature` is not 1: the algorithm needs the model's own likelihoods."""
     if run.sampling.temperature != 1:
         yield Problem(
             "sampling.temperature",
@@ -148,7 +148,7 @@ def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
 def _refuse_special_tokens(
     row: Row, column: str, turns: Sequence[Mapping[str, Any]], tokenizer: Tokenizer
 ) -> None:
-    """Refuse to train an answer with the text of a special token before somebody has said what it is."""
+    """Raise ConfigError if an answer has a special token's text and `dataset.special_tokens` is not set."""
     if tokenizer.rows is None or tokenizer.rows.special_tokens is not None:
         return
     for turn in turns:
@@ -167,7 +167,7 @@ def _refuse_special_tokens(
 
 
 def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int) for each in cast("list[Any]", value))
+    return isinstance(value, list) and all(isinstance(entry, int) for entry in cast("list[Any]", value))
 
 
 def _is_image(part: Any) -> bool:
