@@ -1,4 +1,4 @@
-"""Adapters in peft's format that a run continues. Importing it imports no torch."""
+"""Check adapters in peft's format that a run continues to train. Importing this module imports no torch."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ _OTHER_ADAPTERS = (
     "use_dora",
     "use_rslora",
 )
-"""Keys of peft whose adapters compute something else than W + alpha / rank · B A."""
+"""Keys of adapter_config.json. An adapter that sets one of them does not compute W + alpha / rank · B A."""
 _NEW_BASES = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""Values of `init_lora_weights`, or their beginnings, that change the weights of the model too."""
+"""First parts of those values of `init_lora_weights` that also change the weights of the model."""
 _OF_MANY = ("", "model", "unknown")
-"""Last parts of names that tell no model: checkpoints of a run have theirs in a folder `model`."""
+"""Last parts of paths that do not identify a model: every checkpoint of a run has a folder `model`."""
 _SNAPSHOT = re.compile(r".*/models--(.+?)--(.+?)/snapshots/[^/]+/?")
 """Folder of a model in the hub's cache."""
 
 
 def base_of(folder: Path) -> str | None:
-    """The model that an adapter says it belongs to; None if the folder has no adapter."""
+    """Return the base model that the adapter's config names; None if the folder has no adapter."""
     return _read(folder).get("base_model_name_or_path")
 
 
 def _is_of(base: str, model: str) -> bool | None:
-    """Whether `base` is `model`: the same folder or id, or of that name; None if its name does not tell."""
-    one, other = (_SNAPSHOT.sub(r"\1/\2", each) for each in map(_place, (base, model)))
-    if one == other:
+    """Whether `base` and `model` have the same path, id or last part; None if `base` names no model."""
+    base_place, model_place = (_SNAPSHOT.sub(r"\1/\2", place) for place in map(_place, (base, model)))
+    if base_place == model_place:
         return True
-    return None if Path(one).name in _OF_MANY else Path(one).name == Path(other).name
+    return None if Path(base_place).name in _OF_MANY else Path(base_place).name == Path(model_place).name
 
 
 def _place(name: str) -> str:
@@ -56,12 +56,12 @@ def _place(name: str) -> str:
 
 
 def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Problem]:
-    """Refuse an adapter that the run cannot continue on this model. `path`: dotted key of the section."""
+    """Yield why the run cannot continue the adapter on this model. `path`: dotted key of the section."""
     if lora.adapter is None:
         return
     folder, key = Path(lora.adapter), f"{path}.adapter"
-    own = _read(folder)
-    if not own or not next(folder.glob("adapter_model*.safetensors"), None):
+    saved = _read(folder)
+    if not saved or not next(folder.glob("adapter_model*.safetensors"), None):
         yield Problem(
             key,
             f"{lora.adapter!r} is no adapter in peft's format: expected a folder with adapter_config.json "
@@ -76,25 +76,25 @@ def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Proble
             "be the model that the adapter was trained on",
             "warning" if fits is None else "error",
         )
-    kind = {name: own[name] for name in _OTHER_ADAPTERS if own.get(name)}
-    kind |= {
-        name: own[name]
+    unsupported = {name: saved[name] for name in _OTHER_ADAPTERS if saved.get(name)}
+    unsupported |= {
+        name: saved[name]
         for name, usual in (("bias", "none"), ("peft_type", "LORA"))
-        if own.get(name, usual) != usual
+        if saved.get(name, usual) != usual
     }
-    if str(own.get("init_lora_weights")).startswith(_NEW_BASES):
-        kind["init_lora_weights"] = own["init_lora_weights"]
-    if kind:
+    if str(saved.get("init_lora_weights")).startswith(_NEW_BASES):
+        unsupported["init_lora_weights"] = saved["init_lora_weights"]
+    if unsupported:
         yield Problem(
-            key, f"{lora.adapter!r} has {kind}, which stretto does not train; merge it into its model"
+            key, f"{lora.adapter!r} has {unsupported}, which stretto does not train; merge it into its model"
         )
-    targets = own.get("target_modules") or []
-    has = (own.get("r"), own.get("lora_alpha"), {targets} if isinstance(targets, str) else {*targets})
-    if has != (lora.rank, lora.alpha, {*lora.targets}):
+    targets = saved.get("target_modules") or []
+    form = (saved.get("r"), saved.get("lora_alpha"), {targets} if isinstance(targets, str) else {*targets})
+    if form != (lora.rank, lora.alpha, {*lora.targets}):
         yield Problem(
             path,
-            f"differs from the adapter that it continues: write rank: {has[0]}, alpha: {has[1]}, targets: "
-            f"[{', '.join(sorted(has[2]))}]",
+            f"differs from the adapter that it continues: write rank: {form[0]}, alpha: {form[1]}, targets: "
+            f"[{', '.join(sorted(form[2]))}]",
         )
 
 

@@ -40,36 +40,36 @@ __all__ = [
     "write_tensors",
 ]
 
-_FILE_BYTES = 2**30
+_FILE_BYTES = 2**30  # limit of a checkpoint's file: the ranks write files in turn
 
 
 class Copies:
-    """Copies of tensors in memory, of `room` bytes together, and what writes them into files. Once a tensor
-    finds no room, all are written, and later ones at once."""
+    """Copies of tensors in memory, at most `room` bytes, and the functions that write them to files. When a
+    tensor does not fit, all copies are written, and later tensors are written at once."""
 
     def __init__(self, room: int) -> None:
         self._room = room
         self._writes: list[Callable[[], object]] = []
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on the CPU, which later steps do not change as long as there is room."""
+        """Return the tensor on the CPU: as long as there is room, a copy that later steps do not change."""
         self._room = max(0, self._room - tensor.nbytes)
-        own = tensor.detach().cpu().contiguous()
-        return own.clone() if self._room and own.data_ptr() == tensor.data_ptr() else own
+        on_cpu = tensor.detach().cpu().contiguous()
+        return on_cpu.clone() if self._room and on_cpu.data_ptr() == tensor.data_ptr() else on_cpu
 
     def add(self, write: Callable[[], object]) -> None:
-        """Call a function later, after those added before it; now if there is no room."""
+        """Queue a function that writes a file. If there is no room, call all queued functions now."""
         self._writes.append(write)
         if not self._room:
             self.write()
 
     def write(self) -> None:
-        """Call the functions that wait. Raise OSError if a file cannot be written."""
+        """Call the queued functions in order. Raise OSError if a file cannot be written."""
         while self._writes:
             self._writes.pop(0)()
 
     def writer(self) -> Callable[[], None] | None:
-        """Return `write`; None if nothing waits."""
+        """Return `write`; None if no function is queued."""
         return self.write if self._writes else None
 
 
@@ -83,12 +83,12 @@ def write_tensors(
     limit: int = _FILE_BYTES,
 ) -> str:
     """Iterate over all tensors; write this rank's share to `<stem>.safetensors`, or several files and an
-    index under Hugging Face's names. Return the error as text, or an empty string: it is not raised, because
-    the tensors need all ranks, so this rank must not stop before the others do.
+    index under Hugging Face's names. Return the error as text, or an empty string. It is not raised, because
+    all ranks assemble each tensor together: this rank must not stop before the others do.
 
     Args:
-        writes: whether this rank writes the file with a number, from 0. Who writes file 0 writes the index.
-        copies: what has room in it is written later.
+        writes: number of a file, from 0 -> whether this rank writes it. The rank of file 0 writes the index.
+        copies: tensors that fit into its memory are written later.
         limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
     """
     files = _Files(folder, stem, writes, copies, limit)
@@ -109,7 +109,7 @@ def catch_error(act: Callable[..., object], *arguments: Any) -> str:
 
 
 class _Files:
-    """Numbered files. They get their final names at the end: a name contains the number of files."""
+    """The files of `write_tensors`. They are renamed at the end: the names contain the number of files."""
 
     def __init__(
         self, folder: Path, stem: str, writes: Callable[[int], bool], copies: Copies, limit: int
@@ -165,14 +165,14 @@ class _Files:
 
     def _write(self, part: Path, tensors: dict[str, Tensor]) -> None:
         save_tensors(tensors, part, {"format": "pt"})
-        part.chmod(self._folder.stat().st_mode & 0o666)  # otherwise only the owner could read it
+        part.chmod(self._folder.stat().st_mode & 0o666)  # without this, only the owner could read the file
 
     def _part(self, index: int) -> Path:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"
 
 
 class _CheckpointFile(Mapping[str, Tensor]):
-    """The tensors that `write_tensors` wrote, read one by one; EngineError if there are none."""
+    """The tensors that `write_tensors` wrote, read one by one; EngineError if there is no file."""
 
     def __init__(self, folder: Path, stem: str) -> None:
         self._files: dict[str, Any] = {}
@@ -211,7 +211,7 @@ def tensor_names(folder: Path, stem: str) -> list[str]:
 def restore_parameters(
     folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
 ) -> None:
-    """Fill parameters from full tensors named `<prefix><name>`; EngineError if one is missing or differs."""
+    """Fill parameters from tensors `<prefix><name>`; EngineError if one is missing or of another shape."""
     file = _CheckpointFile(folder, stem)
     for name, parameter in parameters.items():
         if f"{prefix}{name}" not in file:
@@ -244,7 +244,7 @@ def optimizer_tensors(
 def restore_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
 ) -> None:
-    """Restore the state that `optimizer_tensors` returned. Another layout may have saved it."""
+    """Restore the state that `optimizer_tensors` yielded. Another layout may have saved it."""
     file = _CheckpointFile(folder, "optimizer")
     for name, parameter in parameters.items():
         for key in file.keys_of(name):
@@ -261,7 +261,7 @@ def restore_optimizer(
 
 
 def restore_layout(folder: Path, layout: Layout, trained: Iterable[Tensor]) -> None:
-    """Give the layout what it carried, if the checkpoint has it."""
+    """Restore the tensors that the layout carries from step to step, if the checkpoint has them."""
     if any(folder.glob("layout*.safetensors")):
         layout.restore(_CheckpointFile(folder, "layout"), trained)
 

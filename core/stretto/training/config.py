@@ -34,7 +34,7 @@ Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 
 
 _WARMUP = 10
-"""Default of `warmup_steps`. A run that is shorter is a try-out, and no reason to warn."""
+"""Default of `warmup_steps`. A run with fewer steps is a trial run: the default causes no warning."""
 _FINAL_LR_RATIO = 0.1
 
 
@@ -57,7 +57,7 @@ class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Linear modules that get an adapter. An entry is the last part of a module's name, or the full name."""
     adapter: LocalPath | None = None
     """Folder of an adapter of `model` to continue, in peft's format, such as `stretto export --adapter`
-    writes. The policy begins with it, and so does its frozen reference. null: begin with a new one."""
+    writes. The policy and its frozen reference start with this adapter. null: start with a new adapter."""
     send: Literal["adapter", "merged"] = "adapter"
     """Weights that the trainer sends to inference workers. `adapter`: only the adapter; each worker merges it
     into its own files of `model`. `merged`: the whole model, merged by the trainer."""
@@ -81,8 +81,8 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Schedule of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = _WARMUP
-    """Number of optimizer steps over which the learning rate rises to `lr`. No KL shortens the first steps,
-    and one step at a rate that is far too high destroys a policy."""
+    """Number of optimizer steps over which the learning rate rises to `lr`. `target_kl` does not
+    reduce the first steps, and one step at a far too high rate destroys a policy."""
     decay_steps: NonNegativeInt | None = None
     """Optimizer step at which a `linear` or `cosine` schedule reaches its final learning rate. 0 is accepted
     only if `steps` is 0, for example when both come from `${steps}`."""
@@ -92,9 +92,9 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Data type of the forward and backward passes. Parameters and optimizer
     state are always float32: the small updates of RL are lost in bfloat16."""
     publish_dtype: Literal["float32", "bfloat16"] | None = None
-    """Data type of the published weights; null for `dtype`. With `bfloat16` a version has half the bytes of
-    float32, and a weight transport with `deltas` sends a few hundredths of them. The engines then sample from
-    rounded weights; the canary shows the difference."""
+    """Data type of the published weights. null: `dtype`. With `bfloat16` a version has half the bytes of
+    float32, and a weight transport with `deltas` sends a few hundredths of those bytes. The engines then
+    sample from rounded weights; the canary shows the difference."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on. `auto` uses a GPU if the process can see one."""
     micro_batch_tokens: PositiveInt = 4096
@@ -119,8 +119,8 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     freeze_vision_tower: bool = False
     """Keep the weights of a vision-language model's image encoder fixed: they have no gradient, no optimizer
     state and no adapters, and are sent to inference workers once. For Qwen's models, this includes the merger
-    that maps its output to the text model; LLaVA's projector is trained. False by default: `lora` and this
-    key alone say what is not trained (docs/weights.md#frozen-weights)."""
+    that maps its output to the text model; LLaVA's projector is trained. False by default: only
+    `lora` and this key keep weights fixed (docs/weights.md#frozen-weights)."""
     compile: bool = False
     """Apply torch.compile to the feed-forward part of every layer, because its shapes vary in only one
     dimension. It needs a C++ compiler on a CPU and Triton on a GPU. The first steps are slow."""
@@ -130,12 +130,12 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
 
     def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
-        """See `TrainingConfig`: float32 parameters, gradients, AdamW's two means, and the copy that is
-        published; a second copy of the parameters in bfloat16."""
+        """See `TrainingConfig`. Counts float32 parameters, gradients, AdamW's two means, the copy to publish,
+        and with `dtype: bfloat16` another copy of the parameters."""
         if self.gpus:
             return None
-        own = 0 if self.lora else 3 if self.optimizer == "adamw" else 1
-        size = 4 * (trained * (2 + own) + frozen) + (
+        state_copies = 0 if self.lora else 3 if self.optimizer == "adamw" else 1
+        size = 4 * (trained * (2 + state_copies) + frozen) + (
             2 * (trained + frozen) if self.dtype == "bfloat16" else 0
         )
         return HostMemory(size // self.processes)
@@ -145,9 +145,9 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
     """Section of an engine that distributes the model over several ranks."""
 
     interface: str = ""
-    """Network interface that ranks use between each other, by Gloo for tensors in host memory and by NCCL for
-    those on GPUs. Empty: the values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Without these, it is
-    loopback on one machine; on several it is the interface that leads to rank 0."""
+    """Network interface for the traffic between ranks: by Gloo for tensors in host memory, by NCCL for
+    tensors on GPUs. Empty: the values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME. Without these variables:
+    loopback on one machine, and on several machines the interface that leads to rank 0."""
     timeout_s: PositiveFloat = 600.0
     """Seconds that a rank waits for the other ranks before it fails. Set it longer than rank 0 needs to write
     a checkpoint."""
@@ -155,7 +155,7 @@ class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid
 
 _LARGE_LR = 0.01
 """A step of AdamW changes each weight by about the learning rate; typical weights are about 0.02."""
-_SMALL_LR = 1e-9
+_SMALL_LR = 1e-9  # smaller steps are lost when added to a typical float32 weight
 _SMALL_LORA_LR = 2e-5
 """SmolLM2-135M with rank 16: reward 0.12 -> 0.16 in 14 steps at 1e-5, 0.12 -> 0.46 at 1e-4."""
 
@@ -221,8 +221,8 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
 
 
 def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
-    per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
-    updates, warmup, decay = run.steps * per_step, config.warmup_steps, config.decay_steps
+    updates_per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
+    updates, warmup, decay = run.steps * updates_per_step, config.warmup_steps, config.decay_steps
     if run.steps and warmup >= updates and warmup > _WARMUP:
         yield Problem(
             "training.warmup_steps",
@@ -230,8 +230,8 @@ def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[
             f"{updates / warmup:.2g} of `lr`",
             "warning",
         )
-    idle = {"decay_steps": None, "final_lr_ratio": _FINAL_LR_RATIO} if config.schedule == "constant" else {}
-    for key, default in idle.items():
+    unused = {"decay_steps": None, "final_lr_ratio": _FINAL_LR_RATIO} if config.schedule == "constant" else {}
+    for key, default in unused.items():
         if (value := getattr(config, key)) not in (default, run.steps):
             yield Problem(
                 f"training.{key}",

@@ -1,7 +1,7 @@
-"""(torch) The common base of distributed layouts: the process group, exchanges of figures, the norm.
+"""(torch) The base of distributed layouts: the process group, the exchange of figures, the gradient norm.
 
-Nothing is pickled: ranks send figures as JSON. They find each other through a file on one machine, through a
-store that rank 0 serves on several. Gloo listens on one network interface only.
+Nothing is pickled: ranks send figures as JSON. On one machine the ranks find each other through a file, on
+several machines through a store that rank 0 serves. Gloo listens on one network interface only.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _users = 0
 
 
 class RankLayout(Layout):
-    """A model over `processes` ranks: `parts` rows of `width` consecutive ranks, which compute a part
-    together; `inner` names their mesh dimension."""
+    """A model over `processes` ranks: `parts` rows of `width` consecutive ranks. The ranks of a row compute
+    one part together; `inner` names the mesh dimension along a row."""
 
     def __init__(self, config: GroupTrainingConfig, context: Context, *, width: int, inner: str) -> None:
         super().__init__(config, context)
@@ -55,13 +55,13 @@ class RankLayout(Layout):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh of shape (parts, width); its dimensions are named `dp` and by the argument `inner`."""
+        """The mesh of shape (parts, width). Its dimensions are `dp` and the one that `inner` names."""
         assert self._mesh is not None, "connect comes first"
         return self._mesh
 
     def connect(self) -> None:
-        """Join the process group, or create it; a process's engines share it. Raise EngineError if it has
-        another number of ranks, or ranks have no place to meet; OSError if rank 0 is unreachable."""
+        """Join the process group, or create it; all engines of a process share it. Raise EngineError if the
+        group has another number of ranks, or if there is no rendezvous; OSError if rank 0 is unreachable."""
         global _users
         if self._mesh is not None:
             return
@@ -142,7 +142,7 @@ class RankLayout(Layout):
 
     @abstractmethod
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether a sum over all ranks includes this shard: another rank may count the same numbers."""
+        """Return whether a sum over all ranks includes this shard: another rank may have the same numbers."""
 
     def add_up(
         self, tensors: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype = torch.float32
@@ -155,7 +155,7 @@ class RankLayout(Layout):
             tensor.copy_(piece.view_as(tensor))
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
-        """Clip by the norm over the shards of all ranks; each number counts once."""
+        """Clip the gradient by its norm over the shards of all ranks; each number counts once."""
         squares = torch.zeros((), dtype=torch.float64)
         gradients: list[Tensor] = []
         for name, parameter in model.named_parameters():

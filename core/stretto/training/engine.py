@@ -2,7 +2,7 @@
 
 Parameters and optimizer are float32. Each token's loss is weighted by its share in the whole batch, over all
 ranks, so the gradient of micro-batches equals that of the unsplit batch. The layout
-(`stretto.training.layout`) decides which rank holds what, and reduces over ranks.
+(`stretto.training.layout`) decides which rank has which parameters, and reduces over ranks.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = ["HFTraining"]
 
 # The prefix that peft gives to the names of tensors in a model that it has wrapped.
 _PEFT_PREFIX = "base_model.model."
-# Bytes. torch aligns tensors on the CPU so.
+# Bytes: the alignment of tensors that torch allocates on the CPU.
 _ALIGNMENT = 64
 
 
@@ -100,13 +100,13 @@ class HFTraining:
         torch.manual_seed(self._seed)
         self._model = self._build_model(folder)
         if folder is None and self._continued is not None:
-            own = {
+            adapter = {
                 self._layout.name(file_name(name)): parameter
                 for name, parameter in self._model.named_parameters()
                 if ".lora_" in name
             }
-            self._expect_all(self._continued, own)
-            restore_parameters(self._continued, "adapter_model", own, self._layout, _PEFT_PREFIX)
+            self._expect_all(self._continued, adapter)
+            restore_parameters(self._continued, "adapter_model", adapter, self._layout, _PEFT_PREFIX)
         self._trained = {
             self._layout.name(file_name(name)): parameter
             for name, parameter in self._model.named_parameters()
@@ -123,7 +123,7 @@ class HFTraining:
             self._restore(folder)
 
     def save(self, folder: Path, copy_bytes: int = 0) -> Callable[[], object] | None:
-        """Write a checkpoint, or copy it; `stretto.training.checkpoint` lists its files."""
+        """Write a checkpoint, or copy it and return what writes it; see `stretto.training.checkpoint`."""
         self._check_trainable("saved")
         layout, copies = self._layout, Copies(copy_bytes)
         ranks = layout.parts * layout.width
@@ -134,8 +134,8 @@ class HFTraining:
         def after_model(number: int) -> bool:
             return in_turn(number + 1)
 
-        every = itertools.chain(self._full_weights(frozen=False), self._full_weights(frozen=True))
-        problem = write_tensors(folder / "model", "model", every, writes=in_turn, copies=copies)
+        weights = itertools.chain(self._full_weights(frozen=False), self._full_weights(frozen=True))
+        problem = write_tensors(folder / "model", "model", weights, writes=in_turn, copies=copies)
         if self._config.lora is not None:
             adapter = (
                 (f"{_PEFT_PREFIX}{name}", tensor) for name, tensor in layout.stream(self._trained.items())
@@ -159,23 +159,23 @@ class HFTraining:
         return copies.writer()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters, tied ones once, and the buffers of the model's files, on CPU. Adapters are merged, or
-        sent alone in the form of `stretto.models.lora_files`."""
+        """Yield parameters (tied ones once) and the buffers of the model's files, on the CPU. Adapters are
+        merged, or sent alone in the form of `stretto.models.lora_files`."""
         yield from self.trained_weights()
         yield from self.frozen_weights()
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """The part of `weights` that a step changes: trained parameters, matrices with adapters, buffers."""
         if (lora := self._adapter_only) is not None:
-            own = ((name, tensor.detach()) for name, tensor in self._trained.items())
-            factors = adapter_factors(self._layout.stream(own), self._model, lora)
+            parameters = ((name, tensor.detach()) for name, tensor in self._trained.items())
+            factors = adapter_factors(self._layout.stream(parameters), self._model, lora)
             tensors = ((self._factor_in_files(name), tensor) for name, tensor in factors)
         else:
             tensors = self._full_weights(frozen=False)
         return self._as_published(tensors)
 
     def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The rest of `weights`. Beside adapters that are sent alone there is none."""
+        """The rest of `weights`; nothing if adapters are sent alone."""
         return self._as_published(() if self._adapter_only is not None else self._full_weights(frozen=True))
 
     def _as_published(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -254,18 +254,18 @@ class HFTraining:
         read_random(folder, self._layout.device)
 
     def _full_weights(self, *, frozen: bool) -> Iterator[tuple[str, Tensor]]:
-        """The full tensors that no step changes, or all others, under the names of the files."""
+        """Return the full tensors that no step changes, or all other ones, under their names in files."""
         fixed = {
             name
             for name, parameter in self._model.named_parameters()
             if not parameter.requires_grad and not name.endswith(".base_layer.weight")
         }
-        own = (
+        shares = (
             (self._layout.name(name), tensor)
             for name, tensor in published_tensors(self._model)
             if (name in fixed) == frozen
         )
-        merged = merge_adapters(self._layout.stream(own), self._model, self._config.lora)
+        merged = merge_adapters(self._layout.stream(shares), self._model, self._config.lora)
         return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
 
     def _factor_in_files(self, name: str) -> str:
@@ -280,9 +280,9 @@ class HFTraining:
         return None if adapter is None else Path(adapter)
 
     def _expect_all(self, adapter: Path, own: Mapping[str, nn.Parameter]) -> None:
-        places = {name for each in self._layout.gather_ranks([*own]) for name in each}
-        names = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
-        if unused := sorted(names - places):
+        expected = {name for rank_names in self._layout.gather_ranks([*own]) for name in rank_names}
+        saved = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
+        if unused := sorted(saved - expected):
             raise EngineError(
                 f"training.lora.adapter: {adapter} has {unused[0]!r} and {len(unused) - 1} more tensors for "
                 "which the run has no adapter; was it trained with an image encoder that this run freezes?"
@@ -295,9 +295,9 @@ class HFTraining:
 
     def _check_adapter_files(self) -> None:
         folder = folder_of_model(self._initial)
-        own = tensors_of_model(Path(folder)) if folder is not None else {}
+        in_files = tensors_of_model(Path(folder)) if folder is not None else {}
         for name in self._trained:
-            if (matrix := matrix_of(self._factor_in_files(name))) not in own:
+            if (matrix := matrix_of(self._factor_in_files(name))) not in in_files:
                 raise EngineError(
                     f"training.lora.send is 'adapter', but the files of {self._initial!r} have no tensor "
                     f"{matrix!r} that workers could put it into; set it to 'merged'"
@@ -309,7 +309,7 @@ class HFTraining:
         model.config.dtype = "float32"
         model.config.save_pretrained(folder / "model")
         if model.can_generate():
-            # Do not call its `save_pretrained`: it refuses the generation configs of some models of the hub.
+            # Not by the config's `save_pretrained`: it refuses the configs of some models of the hub.
             text = model.generation_config.to_json_string()
             (folder / "model" / "generation_config.json").write_text(text)
         if self._initial is not None:
@@ -329,7 +329,7 @@ class HFTraining:
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return the head's figure for every token, (T,) float32; 0 for tokens without one."""
+        """Return the head's figure for every token, (T,) float32; 0 for tokens without a figure."""
         micro_batches = self._packing.split(batch, self._config.micro_batch_tokens, whole_groups=False)
         work = [self._work(micro, self._figure_mask(micro), temperature) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
@@ -356,20 +356,20 @@ class HFTraining:
             for micro in micro_batches
             if micro["loss_mask"].any()
         ]
-        own = (
+        rank_counts = (
             int(mask.sum()),
             loss_count(mask, batch.sequence_index(), len(batch), loss.reduction),
             len(work),
         )
-        tokens, counts, numbers = zip(*self._layout.gather(own), strict=True)
-        statistics = _Statistics(sum(tokens))
+        token_counts, loss_counts, micro_counts = zip(*self._layout.gather(rank_counts), strict=True)
+        statistics = _Statistics(sum(token_counts))
 
         def loss_of(index: int, output: Tensor) -> Tensor:
             if index >= len(work):
                 return output.sum() * 0.0  # another rank has more micro-batches
-            return self._loss(work[index], output, loss, sum(counts), statistics)
+            return self._loss(work[index], output, loss, sum(loss_counts), statistics)
 
-        self._layout.backward(self._model, self._rows(work, max(numbers)), loss_of)
+        self._layout.backward(self._model, self._rows(work, max(micro_counts)), loss_of)
         norm = self._layout.clip(self._model, self._config.clip_norm)
         figures = dict(loss.summarise(statistics.together(self._layout)))
         if loss.lr_scale is not None:
@@ -381,7 +381,7 @@ class HFTraining:
             **figures,
             "grad_norm": norm,
             "lr": lr,
-            "micro_batches": float(max(numbers)),
+            "micro_batches": float(max(micro_counts)),
             "skipped": float(not math.isfinite(norm)),
         }
 
@@ -407,14 +407,14 @@ class HFTraining:
                 f"the loss has shape {tuple(losses.shape)}; expected one number for each token, "
                 f"{tuple(head_figures.shape)}; the engine takes the mean"
             )
-        own = {"entropy": _spread(output[:, 1], work)} if self._head == "policy" else {}
+        policy_figures = {"entropy": _spread(output[:, 1], work)} if self._head == "policy" else {}
         if loss.entropy_coef:
-            losses = losses - loss.entropy_coef * own["entropy"]
+            losses = losses - loss.entropy_coef * policy_figures["entropy"]
         index = batch.sequence_index().to(mask.device)
         weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
         # Mask with `where`, not by the weight 0 alone: 0 x inf of a masked token would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
-        statistics.add(mask, total.detach(), {**own, **figures})
+        statistics.add(mask, total.detach(), {**policy_figures, **figures})
         return total
 
     def _figure_mask(self, batch: Batch) -> Tensor:
@@ -426,7 +426,7 @@ class HFTraining:
     def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
         """Prepare a micro-batch; `mask`, (T,) bool, selects the tokens whose figures are wanted."""
         places = mask.nonzero().squeeze(1)
-        # The output at the token before gives a token's logprob, and the value of the state it was chosen in.
+        # A token's logprob, and the value of the state before it, come from the output at the previous token.
         at = places if self._head == "reward" else places - 1
         wanted = Wanted(
             at,
@@ -441,9 +441,9 @@ class HFTraining:
         return _Work(micro.to(device), places.to(device), rows)
 
     def _with_blank_image(self, micro: Batch) -> Batch:
-        """Return the micro-batch as the model reads it. With images and several parts, one without an image
-        gets a blank image, whose output is not used: if only some ranks ran the vision tower, they would wait
-        for each other forever. Raise EngineError if the batch has images and the model reads none."""
+        """Return the micro-batch for the model. If the model reads images and there are several parts, add a
+        blank image, with an unused output, to a micro-batch without images. Without it, ranks with images
+        would wait for this rank forever. Raise EngineError if the batch has images and the model reads none."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -454,7 +454,7 @@ class HFTraining:
         return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """Return the rows of each micro-batch, filled up with blank ones to the number of any part."""
+        """Return the rows of each micro-batch, then blank rows up to `max_count`, the maximum of all parts."""
         rows = [item.rows for item in work]
         if max_count > len(work):
             blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
@@ -483,7 +483,7 @@ class _Statistics:
         self._maxima: dict[str, float] = {}
 
     def add(self, mask: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
-        """Add (T,) figures and the part of the loss. They leave the device together, for speed."""
+        """Add a micro-batch's (T,) figures and loss. One transfer moves all from the device, for speed."""
         if not figures:
             self._add_sum("loss", loss.item())
             return
@@ -512,7 +512,7 @@ class _Statistics:
 
 
 def _align(model: nn.Module) -> None:
-    """Move tensors out of a file's mapping into torch's memory: another alignment may give other bits."""
+    """Copy tensors that a mapped file misaligns into torch's memory: alignment may change results' bits."""
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.data_ptr() % _ALIGNMENT:
             tensor.data = tensor.data.clone()
@@ -526,15 +526,15 @@ def _blank_image(model: str) -> Batch:
 
 
 def _copy_tokenizer(source: str, folder: Path) -> None:
-    """Copy a model's tokenizer to a folder, unchanged. `AutoTokenizer` would save another where
-    `tokenizer.json` is not of the class that it takes for the model's type: a Qwen2 model gets Qwen2's
+    """Copy a model's tokenizer to a folder, unchanged. `AutoTokenizer` would save a different
+    one if its class for the model's type does not match `tokenizer.json`: a Qwen2 model gets Qwen2's
     pre-tokenizer and normalizer."""
     _copy_files(source, TOKENIZER_FILES, folder)
     if not (folder / "tokenizer.json").exists():
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
-    own = folder_of_model(source)
-    if own is not None and (named := Path(own, "additional_chat_templates")).is_dir():
-        shutil.copytree(named, folder / named.name, dirs_exist_ok=True)
+    source_folder = folder_of_model(source)
+    if source_folder is not None and (templates := Path(source_folder, "additional_chat_templates")).is_dir():
+        shutil.copytree(templates, folder / templates.name, dirs_exist_ok=True)
 
 
 def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
@@ -545,7 +545,7 @@ def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
 
 
 def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """Return the factor of the rate: warm-up to 1, then constant, or decay until `decay_steps`."""
+    """Return the factor of the learning rate: warm-up to 1, then constant, or decay until `decay_steps`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.schedule == "constant" or config.decay_steps is None:

@@ -26,9 +26,9 @@ __all__ = ["Layout"]
 
 
 class Layout:
-    """All of the model in one process; `RankLayout` and the distributed engines override its methods.
+    """The whole model in one process. `RankLayout` and the distributed engines override its methods.
 
-    Methods may communicate: the engine calls them in all ranks, in one order, with as many micro-batches.
+    Methods may communicate: the engine calls them in all ranks, in one order, for equally many micro-batches.
     """
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def staging(self) -> torch.device:
-        """The device on which the engine loads and tries the whole model before it distributes it."""
+        """The device on which the engine loads and tests the whole model before distribution."""
         return self.device
 
     def connect(self) -> None:
@@ -63,11 +63,11 @@ class Layout:
         """Disconnect from the other ranks."""
 
     def name(self, own: str) -> str:
-        """Return the name in the model's files of one of this rank's parameters."""
+        """Return the name that a parameter of this rank has in the model's files."""
         return own
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the full tensors, assembled from those of all ranks one by one; the same in all ranks."""
+        """Yield the full tensors, assembled one by one from all ranks' shards; the same in all ranks."""
         yield from tensors
 
     def take(self, into: Tensor, full: Tensor) -> None:
@@ -75,16 +75,16 @@ class Layout:
         into.copy_(full)
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what the layout carries from one optimizer step to the next; the same in all ranks."""
+        """Yield the tensors that the layout carries from step to step; the same in all ranks."""
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Continue with what `carried` yielded at the checkpoint; EngineError if it has other parameters."""
+        """Restore what `carried` yielded at the checkpoint; EngineError if it is for other parameters."""
 
     # ------------------------------------------------------------------------------ the numbers
 
     def gather_ranks(self, value: Any) -> list[Any]:
-        """Return the values, of JSON types, of all ranks in order; the same in all of them."""
+        """Return the values of all ranks, in rank order, in every rank. Values have JSON types."""
         return [value]
 
     def gather(self, value: Any) -> list[Any]:
@@ -92,7 +92,7 @@ class Layout:
         return self.gather_ranks(value)[self.width - 1 :: self.width]
 
     def share(self, output: Tensor) -> Tensor:
-        """Give a tensor that some ranks of a part have computed to all ranks of the part."""
+        """Return, in all ranks of a part, the tensor that some of these ranks have computed."""
         return output
 
     # --------------------------------------------------------------------------------- computing
@@ -105,7 +105,7 @@ class Layout:
     def forward(
         self, model: nn.Module, rows: Sequence[ModelInputs], take: Callable[[int, Tensor], object]
     ) -> None:
-        """Call `take` with number and figures of each micro-batch, in the ranks that compute figures."""
+        """Call `take` with the number and the figures of each micro-batch, in ranks that compute figures."""
         for index, row in enumerate(rows):
             take(index, self.compute(model, row))
 
@@ -118,6 +118,6 @@ class Layout:
             loss_of(index, self.compute(model, row)).backward()
 
     def clip(self, model: nn.Module, limit: float | None) -> float:
-        """Scale the gradient down to a norm of at most `limit`. Return the norm before that."""
+        """Scale the gradient down to a norm of at most `limit`. Return the unclipped norm."""
         bound = math.inf if limit is None else limit
         return float(nn.utils.clip_grad_norm_(model.parameters(), bound, foreach=True))

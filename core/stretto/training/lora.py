@@ -82,7 +82,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Whether this is a linear module of GPT-2: they have their own class, whose weights are transposed."""
+    """Return whether this is a linear module of GPT-2, which has its own class and transposed weights."""
     return type(module).__name__ == "Conv1D"
 
 
@@ -92,7 +92,7 @@ def file_name(name: str) -> str:
 
 
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, tied ones once, and buffers that files contain, under the module's names."""
+    """Yield parameters (tied ones once) and the buffers that files contain, under the model's names."""
     saved_names = model.state_dict().keys()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in saved_names:
@@ -102,20 +102,20 @@ def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def merge_adapters(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Module, config: LoraConfig | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the model's own tensors with adapters merged, under the names of the files. `tensors` come as
-    from `published_tensors`: a weight before its adapter's factors. This rank's model may have only some."""
+    """Yield the model's own tensors with adapters merged, under the names of the files. `tensors` come
+    as from `published_tensors`: a weight, then its adapter's factors. `model` may be one rank's share."""
     transposed = _transposed(model)
     waiting: dict[str, Tensor] = {}
     for name, tensor in tensors:
-        owner, _, part = name.partition(".lora_")
+        module, _, factor = name.partition(".lora_")
         if name.endswith(".base_layer.weight"):
             waiting[name.removesuffix(".base_layer.weight")] = tensor
-        elif part.startswith("A"):
-            waiting[f"{owner}.A"] = tensor
-        elif part.startswith("B"):
+        elif factor.startswith("A"):
+            waiting[f"{module}.A"] = tensor
+        elif factor.startswith("B"):
             assert config is not None
-            delta = config.alpha / config.rank * (tensor @ waiting.pop(f"{owner}.A"))
-            yield f"{owner}.weight", waiting.pop(owner) + (delta.T if owner in transposed else delta)
+            delta = config.alpha / config.rank * (tensor @ waiting.pop(f"{module}.A"))
+            yield f"{module}.weight", waiting.pop(module) + (delta.T if module in transposed else delta)
         else:
             yield file_name(name), tensor
 
@@ -131,12 +131,12 @@ def adapter_factors(
         if name.endswith(FACTOR_A):
             a = tensor
             continue
-        owner, scale = name.removesuffix(FACTOR_B), config.alpha / config.rank
+        module, scale = name.removesuffix(FACTOR_B), config.alpha / config.rank
         assert a is not None
-        left, right = (a.T, tensor.T) if owner in transposed else (tensor, a)
-        yield f"{owner}{FACTOR_A}", right.contiguous()
-        yield f"{owner}{FACTOR_B}", (scale * left).contiguous()
+        left, right = (a.T, tensor.T) if module in transposed else (tensor, a)
+        yield f"{module}{FACTOR_A}", right.contiguous()
+        yield f"{module}{FACTOR_B}", (scale * left).contiguous()
 
 
 def _transposed(model: nn.Module) -> set[str]:
-    return {name for name, part in model.named_modules() if getattr(part, "fan_in_fan_out", False)}
+    return {name for name, module in model.named_modules() if getattr(module, "fan_in_fan_out", False)}

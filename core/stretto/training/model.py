@@ -56,8 +56,8 @@ log = structlog.get_logger()
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
-    """Load a model in float32, and choose its rows: packed and with shared prefixes if that is exact and
-    allowed. Raise EngineError if it cannot be loaded, or 'packed' is not possible."""
+    """Load a model in float32 and choose the form of its input rows: packed, with shared prefixes, if the
+    config allows that and tests show it is exact. Raise EngineError if loading or 'packed' is impossible."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -110,13 +110,13 @@ def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]
     if folder is None:
         return {}
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     state, names = model.state_dict(), dict[str, str]()
-    for own in tensors_of_model(Path(folder)):
-        name, converter = rename_source_key(own, renamings, converters, model.base_model_prefix, state)
-        if converter is None and name != own and name in state:
-            names[name] = own
+    for file_name in tensors_of_model(Path(folder)):
+        name, converter = rename_source_key(file_name, renamings, converters, model.base_model_prefix, state)
+        if converter is None and name != file_name and name in state:
+            names[name] = file_name
     return names
 
 
@@ -151,10 +151,10 @@ def _vision_language(
 
 
 def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:
-    """Return what makes a vision-language model's arguments of a batch's images and (R, T) padded ids."""
+    """Return a function that makes the model's image arguments from a batch and its (S, L) padded ids."""
     config: Any = model.config
     image_token: int = getattr(config, "image_token_id", None) or config.image_token_index
-    # Without an argument that marks image tokens, some models take their positions for positions of text.
+    # Without an argument that marks image tokens, some models give image tokens the positions of text.
     marks = {"mm_token_type_ids", "token_type_ids"} & {*inspect.signature(model.forward).parameters}
 
     def arguments(batch: Batch, ids: Tensor) -> dict[str, Tensor]:
@@ -184,9 +184,9 @@ def _load(
     **options: Any,
 ) -> PreTrainedModel:
     """Load a model from a folder or the hub on a device. Nothing is unpickled, no weight is random: a
-    `new_head` that the source lacks starts at 0; without it the source must have all tensors."""
+    `new_head` that the source lacks starts at 0; if it is False, the source must have all tensors."""
     verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it would warn of missing tensors; this function checks them
+    transformers_logging.set_verbosity_error()  # no warning about missing tensors: they are checked below
     try:
         model, info = kind.from_pretrained(
             source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -221,8 +221,8 @@ def _without_dropout(config: Any) -> Any:
 
 
 def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]:
-    """Return a function from the model's arguments to the input of its head, which the trials of rows
-    compare: the output of a new head is 0 everywhere."""
+    """Return a function from the model's arguments to the input of its head. The trials of rows compare
+    this input, because the output of a new head is 0 everywhere."""
     base: Any = model.base_model
     return lambda arguments: base(**arguments).last_hidden_state
 
@@ -231,7 +231,7 @@ def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; perhaps none."""
+    """Return the modules that Hugging Face declares in `_no_split_modules`, in order; maybe an empty list."""
     names: set[str] = {*(getattr(model, "_no_split_modules", None) or ())}
     # Look at base classes too: FSDP2 replaces the class of every module by a subclass.
     return [module for module in model.modules() if names & {kind.__name__ for kind in type(module).__mro__}]
@@ -246,7 +246,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 def compile_layers(model: nn.Module) -> None:
-    """Apply torch.compile to each layer's `mlp`, for any number of tokens; EngineError if there is none."""
+    """Apply torch.compile to each layer's `mlp`, for any number of tokens; EngineError if none exists."""
     parts = [layer.mlp for layer in layers_of(model) if isinstance(getattr(layer, "mlp", None), nn.Module)]
     if not parts:
         raise EngineError(

@@ -92,7 +92,7 @@ class InputRows(Protocol):
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
         """Split into consecutive micro-batches of at most `max_tokens` computed tokens, or one sequence;
-        `whole_groups`: never between consecutive sequences with the same `group`."""
+        with `whole_groups`, never split between consecutive sequences of the same `group`."""
         return batch.micro_batches(max_tokens, whole_groups=whole_groups)
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
@@ -110,8 +110,8 @@ class PackedRows(InputRows):
 
 
 class PrefixRows(InputRows):
-    """The tree of the sequences in one row: what they begin with is computed once. Tokens that no wanted
-    output depends on are left out. `width`: channels of the model's attention, over all heads."""
+    """The tree of the sequences in one row: a shared prefix is computed once. Tokens that no wanted output
+    depends on are left out. `width`: channels of the model's attention, over all heads."""
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -171,7 +171,7 @@ class PaddedRows(InputRows):
 
 
 def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> ModelInputs:
-    """Return the inputs of 20 random tokens, with all figures wanted that there are."""
+    """Return the inputs of 20 random tokens; the figures of all tokens but the last are wanted."""
     tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0))
     wanted = Wanted(torch.arange(19), tokens[1:], temperature=0.7)
     return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, device)
@@ -181,8 +181,8 @@ def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> Mode
 def differs_from_plain(
     rows: InputRows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
 ) -> str:
-    """Compare a row of three sequences, of which the last begins like the first, with each alone. Return how
-    the hidden states (1, T, H) that `compute` returns differ; empty if they do not."""
+    """Compare three sequences in one row with each sequence alone; the first and the last share a prefix.
+    Return how the hidden states, (1, T, H) from `compute`, differ; empty if they are equal."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)

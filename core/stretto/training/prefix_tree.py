@@ -25,7 +25,7 @@ __all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "split_batch"]
 Integers = NDArray[np.int64]
 
 _CALL_PRODUCTS = 160_000
-"""A call of attention takes as long as this many products of numbers, on a CPU. Small blocks are joined."""
+"""Fixed cost of an attention call on a CPU, in multiplications. Blocks are joined if that costs less."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class AttentionBlock:
 
     queries: int
     keys: int
-    """Number of nodes that they read, K: the ancestors of the first node, then the block's own."""
+    """Number of nodes that the queries read, K: the ancestors of the first node, then the block's nodes."""
     bias: Tensor | None
     """(Q, K) float32: 0 where a query reads a key, else -inf. None for a chain without ancestors: causal."""
 
@@ -44,39 +44,39 @@ class AttentionPlan:
     """The calls of attention for a row of tokens."""
 
     blocks: list[AttentionBlock]
-    """They cover the row, in its order."""
+    """The blocks in the order of the row; together they cover the row."""
     keys: Tensor | None
     """int64, the nodes that the blocks read, block after block. None if each block reads its own nodes."""
 
 
 class PrefixTree:
-    """The tree of some sequences, not all empty. Nodes are tokens in depth-first order: subtrees are
-    slices."""
+    """The tree of sequences, of which at least one is not empty. Nodes are tokens in depth-first order, so a
+    subtree is a slice."""
 
     def __init__(self, sequences: Sequence[Integers]) -> None:
         self.nodes: list[Integers] = [np.empty(0, np.int64)] * len(sequences)
         """For each sequence the nodes of its tokens."""
         self._branches: list[_Branch] = []
         tokens: list[Integers] = []
-        closed: list[Integers] = []
-        last, path, size = np.empty(0, np.int64), np.empty(0, np.int64), 0
+        ended: list[Integers] = []
+        previous, path, total = np.empty(0, np.int64), np.empty(0, np.int64), 0
         # In the order of their bytes, sequences that begin with the same tokens follow each other.
         for number in sorted(range(len(sequences)), key=lambda number: sequences[number].tobytes()):
             sequence = sequences[number]
-            shared = _common_length(last, sequence)
+            shared = _common_length(previous, sequence)
             if shared < len(sequence):
-                closed.append(path[shared:])
-                self._branches.append(_Branch(size, len(sequence) - shared, path[:shared]))
+                ended.append(path[shared:])  # no later node is below these
+                self._branches.append(_Branch(total, len(sequence) - shared, path[:shared]))
                 tokens.append(sequence[shared:])
-                new = np.arange(size, size + len(sequence) - shared)
-                last, path, size = sequence, np.concatenate([path[:shared], new]), size + len(new)
+                new = np.arange(total, total + len(sequence) - shared)
+                previous, path, total = sequence, np.concatenate([path[:shared], new]), total + len(new)
             self.nodes[number] = path[: len(sequence)]
         self.tokens: Integers = np.concatenate(tokens)
         """(U,) the token of each node."""
         self.depths: Integers = np.concatenate([branch.depths() for branch in self._branches])
         """(U,) the position of each node in its sequences."""
-        self._ends = np.full(size, size)  # (U,) the node after each node's subtree
-        for branch, nodes in zip(self._branches, closed, strict=True):
+        self._ends = np.full(total, total)  # (U,) the node after each node's subtree
+        for branch, nodes in zip(self._branches, ended, strict=True):
             self._ends[nodes] = branch.start
 
     def plan(self, width: int, device: torch.device) -> AttentionPlan:
@@ -90,8 +90,8 @@ class PrefixTree:
             chain = len(branches) == 1 and not len(branches[0].before)
             bias = None if chain else torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
             blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias))
-        own = sum(map(len, keys)) == len(self.tokens)
-        return AttentionPlan(blocks, None if own else torch.from_numpy(np.concatenate(keys)).to(device))
+        own_only = sum(map(len, keys)) == len(self.tokens)
+        return AttentionPlan(blocks, None if own_only else torch.from_numpy(np.concatenate(keys)).to(device))
 
     def _bias(self, queries: Integers, keys: Integers) -> NDArray[np.float32]:
         """Return (Q, K): 0 where the key is the query or its ancestor, else -inf."""
@@ -99,14 +99,14 @@ class PrefixTree:
         return np.where(reads, np.float32(0), np.float32(-np.inf))
 
     def _join_branches(self, call_pairs: int) -> Iterator[list[_Branch]]:
-        """Yield the branches of each block; a call takes as long as `call_pairs` pairs of query and key."""
+        """Yield the branches of each block. `call_pairs`: cost of a call, in pairs of query and key."""
         branches: list[_Branch] = []
         queries = 0
         for branch in self._branches:
             if branches:
-                before, size = len(branches[0].before), queries + branch.size
-                apart = queries * (before + queries) + branch.size * (len(branch.before) + branch.size)
-                if size * (before + size) > apart + call_pairs:
+                ancestors, size = len(branches[0].before), queries + branch.size
+                separate = queries * (ancestors + queries) + branch.size * (len(branch.before) + branch.size)
+                if size * (ancestors + size) > separate + call_pairs:
                     yield branches
                     branches, queries = [], 0
             branches.append(branch)
@@ -116,7 +116,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class _Branch:
-    """The chain of nodes that one sequence adds."""
+    """The chain of nodes that one sequence adds to the tree."""
 
     start: int
     size: int
@@ -137,7 +137,7 @@ def _common_length(one: Integers, other: Integers) -> int:
 
 def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Batch]:
     """Split into consecutive batches whose trees have at most `max_nodes` nodes each, or one sequence.
-    Consecutive sequences of a `group` stay together if their tree fits; with `whole_groups` in any case."""
+    Consecutive sequences of a `group` stay together if their tree fits; with `whole_groups`, always."""
     if batch.num_tokens <= max_nodes:
         return [batch]
     sequences = np.split(batch["tokens"].numpy(), np.cumsum(batch.lengths)[:-1])
@@ -168,7 +168,7 @@ class _GrowingTree:
             place = bisect_left(self._sequences, entry, key=itemgetter(0))
             # No sequence has more tokens in common with this one than its neighbours in the order.
             neighbours = self._sequences[max(0, place - 1) : place + 1]
-            shared = max((_common_length(other, sequence) for _, other in neighbours), default=0)
+            shared = max((_common_length(neighbour, sequence) for _, neighbour in neighbours), default=0)
             self._size += len(sequence) - shared
             self._sequences.insert(place, (entry, sequence))
         return self._size

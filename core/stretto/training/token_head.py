@@ -33,31 +33,31 @@ log = structlog.get_logger()
 # N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
 
 _CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Size of a chunk's float32 logits. Smaller chunks spend most time on accumulating the head's gradient."""
+"""Bytes of a chunk's float32 logits. Smaller chunks spend most time on adding up the head's gradient."""
 _KEPT_BYTES = 1 << 25
-"""Logits up to this size are kept for the backward pass. With a small vocabulary, this is the whole batch."""
+"""Logits of up to this many bytes are kept for the backward pass: with a small vocabulary, all of them."""
 
 
 _OUT = -1e9
-"""Logit of a token outside of the kept ones. Its probability is exactly 0, and 0 times it is 0."""
+"""Logit of an id that is not kept. Its probability is exactly 0; 0 times this finite logit is 0, not NaN."""
 
 
 @dataclass(frozen=True)
 class Support:
-    """From what the wanted tokens were drawn, where that is not softmax(logits / temperature)."""
+    """How the sampler's distribution of the wanted tokens differed from softmax(logits / temperature)."""
 
     bias_ids: Tensor
     """(B,) int64, the ids with a bias."""
     bias: Tensor
-    """(B,) float32, what is added to their logits."""
+    """(B,) float32, the value that is added to the logit of each of these ids."""
     kept: Tensor | None
     """(E,) int64, ids from which each token was drawn, token after token; None: the whole vocabulary."""
     ends: Tensor
-    """(N + 1,) int64, on the CPU: token n has kept ids `ends[n]` to `ends[n + 1]`; without any: all."""
+    """(N + 1,) int64, on the CPU: token n has the kept ids `ends[n]` to `ends[n + 1]`; if empty: all ids."""
 
     @classmethod
     def of(cls, drawn: Drawn, places: Tensor) -> Support:
-        """Make that of the tokens at these places of a batch, which ascend."""
+        """Make the support of the tokens at these ascending indices of a batch."""
         kept = drawn.kept_at(places)
         counts = torch.zeros(0) if kept is None else torch.from_numpy(kept.counts.astype("int64"))
         return cls(
@@ -68,12 +68,12 @@ class Support:
         )
 
     def to(self, device: torch.device) -> Support:
-        """Return it on a device."""
+        """Return the support on a device."""
         kept = None if self.kept is None else self.kept.to(device)
         return Support(self.bias_ids.to(device), self.bias.to(device), kept, self.ends)
 
     def part(self, part: slice) -> Support:
-        """Return that of some consecutive tokens."""
+        """Return the support of a slice of the tokens."""
         if self.kept is None:
             return self
         ends = self.ends[part.start : part.stop + 1]
@@ -86,15 +86,15 @@ class Support:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether each token was drawn from a part of the vocabulary."""
+        """Whether each token was drawn from only a part of the vocabulary."""
         return self.kept is not None and bool((self.counts > 0).all())
 
     def bias_of(self, ids: Tensor) -> Tensor:
-        """Return what is added to the logits of some ids."""
+        """Return the values that are added to the logits of these ids."""
         return (ids[:, None] == self.bias_ids).float() @ self.bias
 
     def restrict(self, scaled: Tensor, temperature: float) -> Tensor:
-        """Return logits, (N, V) float32, with bias, over temperature; `_OUT` for tokens not kept."""
+        """Return scaled logits, (N, V), with the bias over temperature added; `_OUT` for ids not kept."""
         if len(self.bias_ids):
             bias = (self.bias / temperature).expand(len(scaled), -1)
             scaled = scaled.index_add(-1, self.bias_ids, bias)
@@ -110,7 +110,7 @@ class Support:
 
 @dataclass(frozen=True)
 class Wanted:
-    """The tokens at which the head's output is wanted, and what is computed from it."""
+    """The tokens at which the head's output is wanted, and the figures to compute from this output."""
 
     at: Tensor
     """(N,) int64, indices into the model's output with its rows joined."""
@@ -118,11 +118,11 @@ class Wanted:
     """(N,) int64, the tokens whose logprobs are wanted. Only a policy reads them."""
     temperature: float = 1.0
     entropy_gradient: bool = False
-    """Whether the loss needs the entropy's gradient."""
+    """Compute the entropy with gradient."""
     whole: bool = False
-    """Whether the logprob over the whole vocabulary is wanted too."""
+    """Compute the logprob over the whole vocabulary too."""
     support: Support | None = None
-    """From what the tokens were drawn, and so logprob and entropy; None for softmax(logits / temperature)."""
+    """Distribution for logprob and entropy: the sampler's; None for softmax(logits / temperature)."""
 
     def moved(self, at: Tensor, device: torch.device) -> Wanted:
         """Return the same tokens on a device, with other indices `at`."""
@@ -130,7 +130,7 @@ class Wanted:
         return replace(self, at=at.to(device), targets=self.targets.to(device), support=support)
 
     def part(self, part: slice) -> Wanted:
-        """Return some consecutive tokens, without their indices."""
+        """Return a slice of the tokens, without new indices `at`."""
         return replace(self, targets=self.targets[part], support=self.support and self.support.part(part))
 
 
@@ -144,12 +144,12 @@ class ModelInputs:
 
 
 def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
-    """Replace the model's `forward`, in place. It takes one more argument, `wanted`, and returns the wanted
+    """Replace the model's `forward`, in place. The new one also needs `wanted`, and returns the wanted
     tokens' figures in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also the logprob
     over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
 
     `trial`: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
-    the log says so, and all logits of a micro-batch are computed together. None to do so at once."""
+    log the reason and compute all logits of a micro-batch together. None: do that without a trial."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
     if head == "policy" and trial is not None:
         if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
@@ -181,8 +181,8 @@ class _WholeLogits:
 
 
 class _ChunkedLogits:
-    """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: what the device
-    allows.
+    """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: as many as fit
+    into `_CHUNK_BYTES`.
 
     The backward pass of a plain head, a matrix, is written by hand. Any other head, such as one split over
     ranks or with an adapter, is called as a module, under activation checkpointing."""
@@ -241,11 +241,11 @@ class _ChunkedLogits:
             largest = torch.segment_reduce(logits.detach(), "max", lengths=counts)
             shifted = logits - largest[rows]
             logprobs = shifted - torch.segment_reduce(shifted.exp(), "sum", lengths=counts).log()[rows]
-            of_target = torch.where(ids == wanted.targets[rows], logprobs, 0.0)
-            said = torch.segment_reduce(of_target, "sum", lengths=counts)
-            inside = logprobs if wanted.entropy_gradient else logprobs.detach()
-            entropy = -torch.segment_reduce(inside.exp() * inside, "sum", lengths=counts)
-            return torch.stack([said, entropy], -1)
+            masked = torch.where(ids == wanted.targets[rows], logprobs, 0.0)
+            target_logprobs = torch.segment_reduce(masked, "sum", lengths=counts)
+            entropy_logprobs = logprobs if wanted.entropy_gradient else logprobs.detach()
+            entropy = -torch.segment_reduce(entropy_logprobs.exp() * entropy_logprobs, "sum", lengths=counts)
+            return torch.stack([target_logprobs, entropy], -1)
 
     def _formed(self, logits: Tensor) -> Tensor:
         logits = logits * self._scale
@@ -281,8 +281,8 @@ def _figures(logits: Tensor, wanted: Wanted) -> Tensor:
 
 @dataclass(frozen=True)
 class _Form:
-    """How logits are made of a head's output x, and how they are split: softmax(cap(scale * x) / temperature)
-    with cap(x) = c tanh(x / c)."""
+    """How a head's output x becomes probabilities, softmax(cap(scale * x) / temperature) with
+    cap(x) = c tanh(x / c), and how many tokens are computed together."""
 
     scale: float
     cap: float | None
@@ -293,9 +293,9 @@ class _Form:
 
 
 class _LinearFigures(torch.autograd.Function):
-    """What `_figures` returns, of a linear head; `_Form` has the formula of the logits. With s the scaled
-    logits, p the softmax over the kept ones, H its entropy and y the target: d logprob / ds_j = [j = y] - p_j
-    and dH / ds_j = -p_j (log p_j + H), where p_j is 0 outside."""
+    """The figures of `_figures` for a linear head; `_Form` has the formula of the logits. With s the scaled
+    logits, p the softmax over the kept ids, H its entropy, y the target: d logprob / ds_j = [j = y] - p_j
+    and dH / ds_j = -p_j (log p_j + H), where p_j is 0 for ids that are not kept."""
 
     @staticmethod
     def forward(
@@ -353,26 +353,26 @@ class _LinearFigures(torch.autograd.Function):
                 else:
                     scaled, slope = _scaled_logits(states, matrix, bias, form)
                     if form.whole:
-                        shares = (scaled - normalisers[part, 1:]).exp_()
-                        whole_gradient = shares.mul_(-gradient[part, 2:])
+                        probabilities = (scaled - normalisers[part, 1:]).exp_()
+                        whole_gradient = probabilities.mul_(-gradient[part, 2:])
                         whole_gradient.scatter_add_(-1, targets[part, None], gradient[part, 2:])
                     if ctx.support is not None:
                         scaled = ctx.support.part(part).restrict(scaled, form.temperature)
                     logprobs = scaled.sub_(normalisers[part, :1])
-                of_logits = _gradient_of_logits(
+                logits_gradient = _gradient_of_logits(
                     logprobs, targets[part], gradient[part, 0], gradient[part, 1], entropy[part], form
                 )
                 if whole_gradient is not None:
-                    of_logits.add_(whole_gradient)
+                    logits_gradient.add_(whole_gradient)
                 if slope is not None:
-                    of_logits.mul_(slope)
+                    logits_gradient.mul_(slope)
                 if bias_gradient is not None:
-                    bias_gradient += of_logits.sum(0)
-                of_logits = of_logits.to(ctx.dtype)
+                    bias_gradient += logits_gradient.sum(0)
+                logits_gradient = logits_gradient.to(ctx.dtype)
                 if hidden_gradient is not None:
-                    hidden_gradient[part] = of_logits @ matrix
+                    hidden_gradient[part] = logits_gradient @ matrix
                 if weight_gradient is not None:
-                    _add_product(weight_gradient, of_logits.t(), states)
+                    _add_product(weight_gradient, logits_gradient.t(), states)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.to(weight.dtype)
         if bias_gradient is not None:
@@ -387,14 +387,14 @@ def _chunks(count: int, size: int) -> list[slice]:
 def _scaled_logits(
     states: Tensor, matrix: Tensor, bias: Tensor | None, form: _Form
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (C, V) float32 logits over temperature, and their slope by the head's output; None for 1."""
+    """Return logits over temperature, (C, V) float32, and their derivative by the head's output; None: 1."""
     logits = F.linear(states, matrix, None if bias is None else bias.to(matrix.dtype)).float()
     factor = form.scale
     slope: Tensor | None = None
     if form.cap is not None:
-        share = logits.mul_(form.scale / form.cap).tanh_()
-        slope = share.square().neg_().add_(1.0).mul_(form.scale / form.temperature)
-        factor, logits = form.cap, share
+        capped = logits.mul_(form.scale / form.cap).tanh_()
+        slope = capped.square().neg_().add_(1.0).mul_(form.scale / form.temperature)
+        factor, logits = form.cap, capped
     factor /= form.temperature
     if factor != 1.0:
         logits = logits.mul_(factor)
@@ -405,14 +405,14 @@ def _scaled_logits(
 def _gradient_of_logits(
     logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
 ) -> Tensor:
-    """Return the gradient of the scaled logits, (C, V), from those of logprob and entropy, (C,), in the
-    memory of `logprobs`."""
-    shares = logprobs.exp()
+    """Return the gradient of the scaled logits, (C, V), from the gradients of logprob and entropy, (C,).
+    Overwrite `logprobs` to save memory."""
+    probabilities = logprobs.exp()
     if form.entropy_gradient:
         factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])
-        result = factor.mul_(shares)
+        result = factor.mul_(probabilities)
     else:
-        result = shares.mul_(-of_logprob[:, None])
+        result = probabilities.mul_(-of_logprob[:, None])
     return result.scatter_add_(-1, targets[:, None], of_logprob[:, None])
 
 
@@ -429,9 +429,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @torch.no_grad()
 def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
     try:
-        found = chunked(**trial.arguments, wanted=trial.wanted)
+        figures = chunked(**trial.arguments, wanted=trial.wanted)
         expected = whole(**trial.arguments, wanted=trial.wanted)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    off = float((found - expected).abs().max() / expected.abs().max().clamp(min=1))
+    off = float((figures - expected).abs().max() / expected.abs().max().clamp(min=1))
     return "" if off <= 1e-4 else f"this model's logits have another form (off by {off:.1e})"
