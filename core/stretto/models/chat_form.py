@@ -1,6 +1,6 @@
 """The chat form of a model: what its chat template, tokenizer and generation config make of a turn.
 
-It is found once for each tokenizer, by rendering short chats and looking at where their words are.
+`form_of` finds it once for each tokenizer: it renders short chats and looks for their words in the text.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 _Arguments = Literal["mapping", "text", "mapping or text"]
 
 _CUT = "\ufdd0"
-"""Stands after the first and the last character of a special token that is text. Not in Unicode."""
+"""Mark after the first and the last character of a special token that is text. No Unicode character."""
 _TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
 """A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
 
 _DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
-"""In parts that are written as Python or JSON writes them."""
+"""Finds content parts that a template wrote as Python or JSON data, not as text."""
 
 _ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
 _THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
@@ -45,15 +45,15 @@ class ChatForm:
     end_ids: frozenset[int] = frozenset()
     """Tokens that end an answer: the model's, the tokenizer's, and the one that the template writes."""
     stop_ids: tuple[int, ...] = ()
-    """The end of the last turn, if engines do not stop at it by themselves."""
+    """The token that ends the last turn, if engines do not stop at it by themselves."""
     ends: tuple[str, ...] = ()
     """`end_ids` as text."""
     closing: str = ""
-    """The token that ends the last turn as text, else the tokenizer's; empty if there is none."""
+    """Text of the token that ends the last turn, else of the tokenizer's end token; else empty."""
     writes_end: bool = True
     """Whether the template writes a token at the end of a turn."""
     call_closing: str = ""
-    """The one that ends a last turn with tool calls, such as the token of the role that answers them."""
+    """The token that ends a last turn with tool calls, such as the token of the role that answers."""
     opened: str = ""
     """What the generation prompt writes after the header of the answer, such as `<think>\\n`."""
     header: str = ""
@@ -65,82 +65,82 @@ class ChatForm:
     policy does not sample it: it has ended its turn."""
     lead: str = ""
     """What the template writes in a history between header and content of an answer, such as GLM's line feed:
-    the policy samples it, but it is no content. Empty if a content may have it."""
+    the policy samples this text, but it is not content. Empty if the text may be part of a content."""
     tail: str = ""
-    """What the template writes between the content and the token that ends the last turn, likewise."""
+    """The same for the text between the content and the token that ends the last turn."""
     plain_lead: str = ""
     plain_tail: str = ""
     """`lead` and `tail` without special tokens."""
     arguments: _Arguments = "mapping"
-    """The form in which the template wants a call's arguments. If it takes both, JSON text stays."""
+    """The form in which the template reads a call's arguments. If it reads both, JSON text stays text."""
     call_content: str | None = ""
     """The content with which the template shows the tool calls of a message without text."""
     content: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
-    """Role -> forms of a content that the template writes: `text`, `parts` (of text), parts that are
-    `thinking`; `parts` with `images` for a model that reads images. The role "" is any other one."""
+    """Role -> forms of a content that the template writes: `text`, `parts` (of text), parts of type
+    `thinking`; `parts` with `images` for a model that reads images. The role "" means all other roles."""
     shows_tools: bool = False
     shows_calls: bool = False
     system: Literal["shown", "ignored", "refused"] = "ignored"
     drops_reasoning: bool = True
-    """Whether what earlier answers have in `<think>` tags is not shown."""
+    """Whether the template leaves out the text in `<think>` tags of earlier answers."""
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
-        """Return the places of end tokens in a text."""
+        """Return the matches of end tokens in a text."""
         return self._pattern.finditer(text) if self._pattern else ()
 
     def is_closed(self, answer: str) -> bool:
-        """Return whether an answer ends its turn by itself, but for white space."""
-        return any(not answer[found.end() :].strip() for found in self.ends_of(answer))
+        """Return whether the answer contains an match token with only white space after it."""
+        return any(not answer[match.end() :].strip() for match in self.ends_of(answer))
 
     def content_of(self, answer: str, *, has_ended: bool) -> str:
         """Return the content of an answer to a prompt that opens a turn, without the token that ended it."""
         return (answer.removesuffix(self.tail) if has_ended else answer).removeprefix(self.lead)
 
     def end_at(self, text: str, place: int) -> str:
-        """Return the end token at a place of a text; empty if there is none."""
-        found = self._pattern.match(text, place) if self._pattern else None
-        return found[0] if found else ""
+        """Return the match token at a place of a text; empty if there is none."""
+        match = self._pattern.match(text, place) if self._pattern else None
+        return match[0] if match else ""
 
     @cached_property
     def _pattern(self) -> re.Pattern[str] | None:
         return any_of(self.ends)
 
     def prepared(self, messages: Sequence[Message], special: re.Pattern[str] | None) -> list[dict[str, Any]]:
-        """Return messages in the form that the template wants. `special`: the texts of special tokens, which
-        become text; None to leave them. Raise ConfigError for parts that the template does not write."""
+        """Return messages in the form that the template wants. `special`: finds special tokens, which
+        become text; None to keep them. Raise ConfigError for parts that the template does not write."""
         return [self._prepared(message, number, special) for number, message in enumerate(messages, 1)]
 
     def _prepared(self, message: Message, number: int, special: re.Pattern[str] | None) -> dict[str, Any]:
-        # Libraries of data give every message all keys that any message has.
-        found: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+        # Data libraries give every message the keys of all messages, with None where it had no such key.
+        prepared: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
         if special is not None and not isinstance(message, OwnTurn):
-            found = _cut(found, special)
-        calls, place = found.pop("tool_calls", None), f"message {number} (role {found.get('role')!r})"
+            prepared = _cut(prepared, special)
+        calls, place = prepared.pop("tool_calls", None), f"message {number} (role {prepared.get('role')!r})"
         if calls:
-            found["tool_calls"] = [_with_arguments(call, self.arguments, place) for call in calls]
-        content, role = found.get("content"), str(found.get("role"))
+            prepared["tool_calls"] = [_with_arguments(call, self.arguments, place) for call in calls]
+        content, role = prepared.get("content"), str(prepared.get("role"))
         forms = self.content.get(role) or self.content.get("", _TEXT)
         if isinstance(content, list) and "images" not in forms:
             content = _given(cast("list[Any]", content), forms, place)
         elif isinstance(content, str) and "text" not in forms:
             content = _in_parts(content)
-        found["content"] = content or (self.call_content if calls else "")
-        return found
+        prepared["content"] = content or (self.call_content if calls else "")
+        return prepared
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return what finds one of these texts, the longest first; None if there are none."""
+    """Return a pattern that finds these texts, the longest first; None if there are no texts."""
     longest_first = sorted(texts, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def plain_text(text: str, mark: str = "") -> str:
-    """Return a rendered text without the marks of special tokens that are text, or with others."""
+    """Return a rendered text with `mark` in place of each mark of a special token that is text."""
     return text.replace(_CUT, mark)
 
 
 def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, bool]]:
-    """Return a rendered text's sections, each with whether special tokens in it are text."""
+    """Return the sections of a rendered text, each with True if special tokens in it are text."""
     if _CUT not in text or special is None:
         return [(plain_text(text), _CUT in text)] if text else []
     sections: list[tuple[str, bool]] = []
@@ -153,8 +153,8 @@ def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, b
 
 
 def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
-    """Return what a prompt opens of the answer: what the template writes, for messages and a text that ends
-    like them; for another text, the tag at its end."""
+    """Return the start of the answer that a prompt already contains: `form.opened` for messages and for a
+    text with the header at its end; for any other text, the tag at its end."""
     if not isinstance(prompt, str) or (form.header and prompt.endswith(form.header)):
         return form.opened
     tags = [*_TAG.finditer(prompt)]
@@ -178,8 +178,8 @@ def form_of(
         added: the ids of the tokenizer's added tokens by their texts.
         own_ends: the tokenizer's end-of-sequence token.
         model_ends: the tokens at which engines stop by themselves.
-        special: what finds special tokens in a text.
-        in_parts: whether contents have to be parts, because others of them are images.
+        special: pattern that finds special tokens in a text.
+        in_parts: whether contents must be lists of parts, because some parts are images.
     """
 
     contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
@@ -223,7 +223,7 @@ def form_of(
         )
 
     def end_in(text: str) -> tuple[str, str]:
-        """Return what comes before the end token of a turn, and this token: of several, the engines'."""
+        """Return the text before a turn's end token, and the token: preferably one that engines stop at."""
         place, first = 0, ("", "")
         while token := token_at(text[place:]):
             start = text.index(token, place)
@@ -237,7 +237,7 @@ def form_of(
     before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
     final = final.lstrip()
     is_end = added.get(inner_end) in own_ends | model_ends
-    # Behind the user's turn, too: it does not belong to the end of an answer.
+    # `final` also follows the user's turn, so it is not part of the end of an answer.
     if inner_end and final and (is_end or (asked.endswith(final) and not prompt.startswith(asked))):
         last, asked = before + found_end, asked.removesuffix(final)
     else:
@@ -249,12 +249,12 @@ def form_of(
         and inner_end == last_of(asked.partition(_ASK)[0])
         and added[inner_end] not in own_ends | model_ends
     ):
-        inner_end = ""  # it begins the user's turn, and engines do not end there
+        inner_end = ""  # this token begins the user's turn, and engines do not stop at it
     written = [last_end, inner_end]
     last_end = last_end or inner_end
     closing = last_end or next((text_of(each) for each in own_ends), "")
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
-    calls = [  # a template may show calls only beside no content at all
+    calls = [  # some templates show calls only in messages without content
         (form, content)
         for content in ("", None)
         for form, arguments in forms.items()
@@ -273,7 +273,7 @@ def form_of(
     lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
     doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more]) if lead.strip() else None
     if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled:
-        lead = ""  # the template reads it in the content
+        lead = ""  # the template keeps it as part of the content
     doubled = probe([ask, _assistant(f"{_REPLY}{tail}")]) if tail.strip() else None
     if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled:
         tail = ""
@@ -283,12 +283,12 @@ def form_of(
     ruled = probe([{"role": "system", "content": _RULE}, ask])
     thought = probe([ask, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), more])
     tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
-    # A template may write the user's words in another way where it opens an answer.
+    # A template may write the user's words differently when it opens an answer.
     header = prompt.removeprefix(asked) if prompt.startswith(asked) else prompt.rpartition(_ASK)[2]
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
-        # Not the end of earlier turns, which may stand within an answer: it ends gpt-oss's reasoning.
+        # Not the end token of earlier turns, which may be inside an answer: it ends gpt-oss's reasoning.
         stop_ids=(added[last_end],) if last_end and added[last_end] not in model_ends else (),
         ends=ends,
         closing=closing,
@@ -337,15 +337,15 @@ def _calling(arguments: Any, content: str | None) -> Message:
 
 
 def _shows(text: str | None) -> bool:
-    """Whether a text has the probe call's arguments: not as Python writes them, and not quoted twice."""
+    """Whether a text shows the probe call's arguments as JSON: not as Python data, and not quoted twice."""
     return text is not None and _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
 
 
 def _opened(prompt: str, answered: Sequence[str]) -> str:
-    """Return what only the generation prompt writes, from its first tag on."""
+    """Return the text that only the generation prompt writes, from its first tag on."""
     heads = [text.partition(_REPLY)[0] for text in answered if _REPLY in text]
     place = min((_same(prompt, head) for head in heads), default=len(prompt))
-    place -= prompt[:place].endswith(("<", "["))  # the history has another tag, such as the closing one
+    place -= prompt[:place].endswith(("<", "["))  # the history has another tag here, such as a closing tag
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
     return prompt[tag.start() :] if tag else ""
 
@@ -355,7 +355,7 @@ def _same(a: str, b: str) -> int:
 
 
 def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
-    """Return a tool call with its arguments in a form. What is no JSON object stays as it is."""
+    """Return a tool call with its arguments in a form. Arguments that are no JSON object stay unchanged."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
@@ -373,41 +373,41 @@ def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
 
 
 def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    arguments = dict(pairs)
+    if len(arguments) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ConfigError(f"{place}: the arguments of a tool call have a key twice; found the keys {keys}")
-    return found
+    return arguments
 
 
 def _given(parts: Sequence[Any], forms: frozenset[str], place: str) -> str | list[dict[str, Any]]:
-    """Return a content in parts as the template takes it: joined if it takes no parts."""
-    found: list[dict[str, Any]] = []
+    """Return a content of parts as the template reads it: as one text if the template reads no parts."""
+    result: list[dict[str, Any]] = []
     for part in parts:
-        each: dict[str, Any] = (
+        item: dict[str, Any] = (
             dict(cast("Mapping[str, Any]", part)) if isinstance(part, Mapping) else {"text": part}
         )
-        if isinstance(each.get("text"), str):
-            each["type"] = "text"
+        if isinstance(item.get("text"), str):
+            item["type"] = "text"
         elif not (
-            "thinking" in forms and each.get("type") == "thinking" and isinstance(each.get("thinking"), str)
+            "thinking" in forms and item.get("type") == "thinking" and isinstance(item.get("thinking"), str)
         ):
-            kind = each.get("type") if isinstance(part, Mapping) else part
+            kind = item.get("type") if isinstance(part, Mapping) else part
             raise ConfigError(f"{place} has a part of the type {kind!r}, and the model reads only text")
-        found.append(each)
-    return found if "parts" in forms else "".join(part["text"] for part in found)
+        result.append(item)
+    return result if "parts" in forms else "".join(part["text"] for part in result)
 
 
 def _cut(value: Any, special: re.Pattern[str]) -> Any:
-    """Return plain data whose texts have no special token, only its text in two parts."""
+    """Return plain data in which marks (`_CUT`) split the text of each special token."""
     if isinstance(value, str):
         if _CUT in value:
             raise ConfigError("a message has the character U+FDD0, which is none of Unicode: leave it out")
         return special.sub(lambda found: found[0][0] + _CUT + found[0][1:] + _CUT, value)
     if isinstance(value, Mapping):
         return {
-            _cut(key, special): _cut(each, special) for key, each in cast("Mapping[Any, Any]", value).items()
+            _cut(key, special): _cut(item, special) for key, item in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_cut(each, special) for each in cast("Sequence[Any]", value)]
+        return [_cut(item, special) for item in cast("Sequence[Any]", value)]
     return value

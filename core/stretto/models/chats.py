@@ -1,9 +1,9 @@
-"""Conversations as tokens to train on: those that the assistant writes, and the context of others.
+"""Conversations as tokens: turns of the assistant, which are trained on, and the context between them.
 
 The chat template writes the whole conversation. A turn of the assistant begins where the template opens an
 answer, and ends with the token that ends the turn. Prompt, turns and the text between are tokenised
 separately, as in a conversation with the policy (`stretto.agents.conversation`). If a template drops or
-changes messages, the row would train something else than it says, and is refused.
+changes messages, training would differ from the row, so the row is refused.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def encode_chat(
     Args:
         answer: turns of the assistant, who begins, of tools and of others. A tool call has its arguments as a
             mapping or as JSON text.
-        complete: refuse messages and tools that the template drops or changes, but for white space, and for
-            reasoning in the prompt.
+        complete: refuse messages and tools that the template drops or changes, except for white space and
+            for reasoning in the prompt.
 
     Raises:
-        ConfigError: if the template refuses the messages, drops or changes them, or does not begin the whole
-            conversation with what it writes of its beginning.
+        ConfigError: if the template refuses, drops or changes messages, or writes the first messages in
+            another way once later messages follow.
     """
     messages = [*prompt, *answer]
     for turn in messages:
@@ -99,19 +99,19 @@ class _Chat:
             yield ChatPiece(ids, trained=self._is_trained(number))
 
     def _is_trained(self, number: int) -> bool:
-        """Whether a turn is trained: others have OpenAI's `weight: 0`, or `train: false`."""
+        """Whether a turn is trained: not with `weight: 0` (OpenAI's key) or `train: false`."""
         turn = self._messages[number]
-        said = [value for key in ("weight", "train") if (value := turn.get(key)) is not None]
-        if any(value not in (0, 1) for value in said):
-            raise ConfigError(f"{self._name(number)}: its weight is {said[0]!r}; expected 0 or 1")
-        return all(said)
+        weights = [value for key in ("weight", "train") if (value := turn.get(key)) is not None]
+        if any(value not in (0, 1) for value in weights):
+            raise ConfigError(f"{self._name(number)}: its weight is {weights[0]!r}; expected 0 or 1")
+        return all(weights)
 
     def _opening(self, number: int) -> int:
         opened = self._render(number, opens_answer=True)
         if self._text.startswith(opened):
             return len(opened)
         same = next(at for at, (a, b) in enumerate(zip(opened, f"{self._text}\0", strict=False)) if a != b)
-        near = same - opened[:same].endswith(("<", "["))  # they begin the tags of both
+        near = same - opened[:same].endswith(("<", "["))  # a tag of both texts begins with it
         written = plain_text(self._text[near : near + 40])
         raise ConfigError(
             f"{self._name(number)}: the chat template opens the answer with {opened[near:][-40:]!r}, and "
@@ -121,19 +121,19 @@ class _Chat:
         )
 
     def _turn(self, number: int, begin: int, limit: int) -> str:
-        """Return the text of a turn, up to the token that ends it; the next turn begins at `limit`."""
+        """Return a turn's text up to its end token. The turn begins at `begin`, the next turn at `limit`."""
         form = self._tokenizer.form
-        own = self._render(number + 1, opens_answer=False)
-        ends = [found for found in form.ends_of(own) if found.start() >= begin]
-        # Some templates end the last turn in another way than those before it.
-        for prefix in (own, own[: ends[-1].start()] if ends else own):
+        rendered = self._render(number + 1, opens_answer=False)
+        ends = [match for match in form.ends_of(rendered) if match.start() >= begin]
+        # Some templates end the last turn in another way than earlier turns.
+        for prefix in (rendered, rendered[: ends[-1].start()] if ends else rendered):
             if self._text.startswith(prefix):
                 turn = prefix[begin:]
                 if inside := [*form.ends_of(turn)]:
                     return turn[: inside[-1].end()]
                 if end := form.end_at(self._text, len(prefix)):
                     return turn + end
-                # The token of the next role would end it here, too.
+                # The token of the next role would also end the turn here.
                 ends_here = bool(form.closing) and form.writes_end and len(prefix) == len(self._text)
                 return turn if ends_here else self._without_space_of_template(number, turn)
         # Some templates write a turn in another way while it is the last one.
@@ -145,7 +145,7 @@ class _Chat:
         )
 
     def _without_space_of_template(self, number: int, turn: str) -> str:
-        """Return a turn whose white space at the end is that of the message, not what the template writes."""
+        """Return a turn that ends with the message's white space, not with white space of the template."""
         content, body = self._messages[number].get("content"), turn.rstrip()
         if not isinstance(content, str) or not plain_text(body).endswith(content.rstrip()):
             return body
@@ -163,7 +163,7 @@ class _Chat:
             missing = [
                 key
                 for key in (_TEXTS[:1] if in_prompt else _TEXTS)
-                if not all(_has(packed, each) for each in _texts(turn.get(key), all_of_it=not in_prompt))
+                if not all(_has(packed, piece) for piece in _texts(turn.get(key), all_of_it=not in_prompt))
                 or is_data(turn.get(key), text)
                 or not self._depends_on(number, key)
             ]
@@ -195,8 +195,8 @@ class _Chat:
 
 
 def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[str]:
-    """Return the tools that a chat template does not show in `text` or its beginning: a message may contain
-    their names. `without`: returns the text without tools."""
+    """Return the names of the tools that a chat template does not show in `text`. `without` renders the chat
+    without tools: if that text is the same, no tool is shown, even where a message has its name."""
     try:
         hides_all = bool(tools) and without().startswith(text)
     except ConfigError:
@@ -206,11 +206,11 @@ def hidden_tools(tools: Tools, text: str, without: Callable[[], str]) -> list[st
 
 
 def is_data(content: Any, text: str) -> bool:
-    """Return whether a text has a part of a content as Python or JSON writes it."""
+    """Return whether a text contains a part of a content as Python or JSON data."""
     parts = cast("list[Any]", content) if isinstance(content, list) else []
-    given = [{**part, "type": "text"} for part in parts if isinstance(part, Mapping) and "text" in part]
+    text_parts = [{**part, "type": "text"} for part in parts if isinstance(part, Mapping) and "text" in part]
     forms = [
-        form for part in given for form in (str(part), json.dumps(part, ensure_ascii=False, default=str))
+        form for part in text_parts for form in (str(part), json.dumps(part, ensure_ascii=False, default=str))
     ]
     packed = _pack(text) if forms else ""
     return any(_pack(form)[1:-1] in packed for form in forms)
@@ -219,28 +219,28 @@ def is_data(content: Any, text: str) -> bool:
 def is_shown(
     messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
-    """Return whether the text that the chat template writes, `text`, depends on the text or tool calls under
-    a key of a message: the same words may also stand elsewhere."""
+    """Return whether the chat template's output, `text`, depends on the text or tool calls under a key of a
+    message. To search `text` is not enough, because replacement messages may have the same words."""
     value = messages[number].get(key)
     if key == "tool_calls" and value:
-        other: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
+        replacement: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
     elif isinstance(value, str) and value.strip():
-        other = f"{value.rstrip()}{_OTHER}"
+        replacement = f"{value.rstrip()}{_OTHER}"
     else:
-        return True  # nothing, or parts, which may be images
+        return True  # no value, or a list of parts, which may be images
     changed = [*messages]
-    changed[number] = type(messages[number])({**messages[number], key: other})  # type: ignore[reportCallIssue]
+    changed[number] = type(messages[number])({**messages[number], key: replacement})  # type: ignore[reportCallIssue]
     try:
         return write(changed) != text
     except ConfigError:
-        return True  # it reads them: it refuses such ones
+        return True  # the template reads the value, because it refuses the replacement
 
 
 # ------------------------------------------------------------------------------------- tool calls
 
 
 def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the arguments of a tool call; raise ConfigError if it is none."""
+    """Return the name and the arguments of a tool call; ConfigError if `call` is no tool call."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):  # type: ignore[reportUnknownMemberType]
         raise ConfigError(
@@ -261,7 +261,7 @@ def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
-    """Whether a text without white space has a tool call, whose arguments are not written as Python's."""
+    """Whether a text without white space shows a tool call with its arguments as JSON, not as Python data."""
     name, arguments = _arguments_of(call)
     written, python = call.get("function", call).get("arguments"), _pack(str(arguments))
     if not (isinstance(written, str) and written and _pack(written) in packed):
@@ -271,12 +271,12 @@ def _is_shown(call: Mapping[str, Any], packed: str) -> bool:
 
 
 def _has(packed: str, value: Any) -> bool:
-    """Return whether a text without white space has all keys and values of plain data."""
+    """Return whether a text without white space contains all keys and values of plain data."""
     if isinstance(value, Mapping):
         items = cast("Mapping[str, Any]", value).items()
-        return all(_has(packed, key) and _has(packed, each) for key, each in items)
+        return all(_has(packed, key) and _has(packed, item) for key, item in items)
     if isinstance(value, list | tuple):
-        return all(_has(packed, each) for each in cast("Sequence[Any]", value))
+        return all(_has(packed, item) for item in cast("Sequence[Any]", value))
     forms = [str(value), *(json.dumps(value, ensure_ascii=ascii) for ascii in (False, True))]
     if isinstance(value, str):
         forms[1:] = [form[1:-1] for form in forms[1:]]
@@ -284,8 +284,8 @@ def _has(packed: str, value: Any) -> bool:
 
 
 def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
-    """Return the texts in a value, cut at the marks of reasoning (left out without `all_of_it`) and at the
-    places of images, where a template may write something else."""
+    """Return the texts in a value, split at reasoning tags and at image placeholders, where a template may
+    write something else. Without `all_of_it`, leave the reasoning out."""
     parts = cast("list[Any]", value) if isinstance(value, list) else [value]
     keys = ("text", "thinking") if all_of_it else ("text",)
     texts = [
@@ -293,8 +293,8 @@ def _texts(value: Any, *, all_of_it: bool) -> list[Any]:
         for part in parts
         for key in keys
     ]
-    known = [text if all_of_it else text.rpartition("</think>")[2] for text in texts if isinstance(text, str)]
-    return [piece for text in known for piece in re.split("</?think>|<image>", text)]
+    shown = [text if all_of_it else text.rpartition("</think>")[2] for text in texts if isinstance(text, str)]
+    return [piece for text in shown for piece in re.split("</?think>|<image>", text)]
 
 
 def _pack(text: str) -> str:

@@ -1,12 +1,12 @@
-"""What changed in the bytes of a tensor file since the version before, without loss.
+"""Deltas: the bytes of a tensor file that changed since the previous version, without loss.
 
-At a learning rate of 1e-6 a few bfloat16 values in a hundred change in a step, and a delta has as few
-hundredths of the bytes. The unit is a word of 16 bits: a bfloat16 value, or half of a float32 one, of which
-nearly every one changes; one byte in files with a tensor of an odd number of bytes.
+At a learning rate of 1e-6 a few per cent of the bfloat16 values change in a step, and a delta has a few per
+cent of the bytes. The unit is a word of 16 bits: a bfloat16 value, or half of a float32 value (nearly all
+float32 values change). In files with a tensor of an odd number of bytes, a word is one byte.
 
-The form: the bytes of a word (1), the number of words of the file's tensors (8) and that of changed words
-(8); then, compressed by zlib, for each changed word the number of words since the one before (4 bytes), and
-the XOR of its old and new value. Bytes of the same rank stand together, which compresses better.
+The format: the bytes of a word (1), the number of words of the file's tensors (8) and of changed words (8);
+then, compressed by zlib, for each changed word the number of words since the previous one (4 bytes), and the
+XOR of its old and new value. Bytes of the same significance are adjacent, which compresses better.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["FileBytes", "apply_delta"]
 
 _HEAD = struct.Struct("<BQQ")
 _FEWEST = 4
-"""A delta is made if at most a quarter of the words has changed: then it is smaller than half of the file."""
-_MOST_WORDS = 2**32
+"""A delta is made if at most 1 / _FEWEST of the words changed: it is then smaller than half of the file."""
+_MOST_WORDS = 2**32  # the number of words between two changed words has 4 bytes
 _CHUNK = 2**20  # words that are compared at once: they stay in the processor's cache
 _LEVEL = 1  # of zlib: higher ones take several times as long for a few per cent of the bytes
 
@@ -31,8 +31,8 @@ _Words = NDArray[np.unsignedinteger[Any]]
 
 
 class FileBytes:
-    """The bytes of the tensors of one file, as the newest version has them: `size` bytes in words of `width`,
-    1 or 2. All tensors begin and end at whole words."""
+    """The bytes of the tensors of one file in the newest version: `size` bytes, in words of `width` bytes (1
+    or 2). All tensors begin and end at whole words."""
 
     def __init__(self, size: int, width: int) -> None:
         self._width = width
@@ -48,11 +48,11 @@ class FileBytes:
         return self._words.view(np.uint8).data
 
     def begin(self, *, is_new: bool) -> None:
-        """Begin a version; a new one has no delta."""
+        """Begin a version. `is_new`: there is no earlier version, so no delta."""
         self._changed, self._xor, self._number, self._is_new = [], [], 0, is_new
 
     def put(self, start: int, data: NDArray[np.uint8]) -> None:
-        """Put the bytes of a tensor at their place."""
+        """Store the bytes of a tensor, from byte `start` on."""
         whole, first = data.view(self._words.dtype), start // self._width
         for begin in range(0, len(whole), _CHUNK):
             new = whole[begin : begin + _CHUNK]
@@ -67,7 +67,7 @@ class FileBytes:
             old[places] = new[places]
 
     def delta(self) -> bytes | None:
-        """Return what `put` has changed since `begin`, once; None if it is too much, or the file new."""
+        """Return the changes since `begin`, once; None if too much has changed or the file is new."""
         changed, xors, self._changed, self._xor = self._changed, self._xor, [], []  # large, and used once
         words = len(self._words)
         if self._is_new or self._number * _FEWEST > words or words >= _MOST_WORDS:
@@ -80,8 +80,8 @@ class FileBytes:
 
 
 def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
-    """Change a file's tensors, in place, to the next version's. Raise ValueError if `data` is no such
-    delta."""
+    """Change a file's tensors, in place, to those of the next version. Raise ValueError if `data` is no
+    delta for this file."""
     width, size, number = _HEAD.unpack_from(data) if len(data) >= _HEAD.size else (0, 0, 0)
     if width not in (1, 2) or size * width != len(tensors) or number > size:
         raise ValueError(f"a delta of {number} of {size} words, for a file with {len(tensors)} bytes")
@@ -102,7 +102,7 @@ def apply_delta(data: bytes, tensors: NDArray[np.uint8]) -> None:
 
 
 def _planes(values: _Words) -> bytes:
-    """Return the bytes of values: first the lowest of each, last the highest."""
+    """Return the bytes of values: first the lowest byte of every value, last the highest byte."""
     return values.view(np.uint8).reshape(len(values), values.itemsize).T.tobytes()
 
 

@@ -1,4 +1,4 @@
-"""The digest of a set of weights. Trainer and engines compute it over the same tensors, one by one.
+"""The digest of a set of weights. Trainer and engines compute it over the same tensors, one tensor at a time.
 
 A tensor's hash is the SHA-256 of the text `stretto tensor`, a zero byte, dtype and shape, such as
 `int16 2x3`, a line end, and the little-endian bytes of its elements. The digest covers names and hashes.
@@ -43,7 +43,7 @@ def digest_of(hashes: Iterable[tuple[str, str]]) -> str:
     """Return the digest of a set of weights from (tensor name, hash), in any order."""
     hasher = hashlib.sha256()
     for name, tensor_hash in sorted(hashes):
-        # With the length, no name can look like several lines.
+        # The length of the name keeps a name with line ends from looking like several lines.
         hasher.update(f"{len(name)} {name} {tensor_hash}\n".encode())
     return hasher.hexdigest()
 

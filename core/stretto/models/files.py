@@ -26,7 +26,7 @@ __all__ = [
 
 
 def known_config(model: str | None) -> Mapping[str, Any]:
-    """Return a model's `config.json` if it is on this machine, also in the hub's cache; otherwise empty."""
+    """Return a model's `config.json` if it is on this machine or in the hub's cache; otherwise empty."""
     if model is None:
         return {}
     path = Path(model, "config.json") if Path(model).is_dir() else cached_file(model, "config.json")
@@ -60,26 +60,26 @@ def fetch_config(model: str | None) -> Mapping[str, Any]:
 
 
 def text_config(model: str | None) -> Mapping[str, Any]:
-    """Return the text model's part of the config that `known_config` finds."""
+    """Return the section of the text model in the config that `known_config` finds."""
     known = known_config(model)
     return known.get("text_config") or known
 
 
 def positions_of(model: str | None) -> int | None:
-    """Return the number of a model's positions; None if its config does not say it."""
+    """Return the number of a model's positions; None if its config has no such key."""
     config = text_config(model)
     return config.get("max_position_embeddings", config.get("n_positions"))
 
 
 def modelling_imports(model: str | None) -> tuple[str, ...]:
-    """Return the slow imports with which transformers loads a model, as far as its `config.json` is known."""
+    """Return the slow imports with which transformers loads a model, if its `config.json` is known."""
     kind = str(known_config(model).get("model_type", "")).replace("-", "_")
     code = (f"transformers.models.{kind}.modeling_{kind}",) if kind.isidentifier() else ()
     return ("torch", "transformers", *code)
 
 
 def folder_of_model(model: str | None) -> str | None:
-    """Return the folder with a model's files, its own or in the hub's cache; None if they are not here."""
+    """Return the folder with a model's files, its own or in the hub's cache; None if there is none."""
     if model is None or Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -93,13 +93,13 @@ def folder_of_model(model: str | None) -> str | None:
 
 def end_tokens_in(folder: str) -> frozenset[int]:
     """Return the tokens that end an answer, for the model in a folder."""
-    found: set[int] = set()
+    end_tokens: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = Path(folder, name)
         if file.is_file():
             ends: int | list[int] | None = json.loads(file.read_text()).get("eos_token_id")
-            found |= {ends} if isinstance(ends, int) else set(ends or ())
-    return frozenset(found)
+            end_tokens |= {ends} if isinstance(ends, int) else set(ends or ())
+    return frozenset(end_tokens)
 
 
 def writes_date(folder: str) -> bool:

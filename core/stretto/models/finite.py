@@ -15,10 +15,10 @@ def not_finite(name: str, tensor: Tensor) -> str:
     """Return a text that names the tensor if it has a NaN or an infinite value; empty if it has none."""
     import torch
 
-    # torch has no minimum of 8-bit floats; engines do not train in them.
+    # torch computes no minimum of 8-bit floats; engines do not train in these dtypes.
     if not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
         return ""
-    # An element that is NaN makes both NaN. This reads ten times as fast as `isfinite` writes its answer.
+    # An element that is NaN makes both NaN. This is ten times as fast as `isfinite`, which writes a mask.
     lowest, highest = torch.aminmax(tensor.detach())
     if math.isfinite(lowest) and math.isfinite(highest):
         return ""

@@ -1,4 +1,4 @@
-"""Download a model of the Hugging Face hub before the processes start that would all wait for it."""
+"""Download a model from the Hugging Face hub before the processes that need it start."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _TIMEOUT_S = 5.0  # protects a start without a network from a long wait for the 
 
 
 def download(model: str, say: Callable[[str, str], None]) -> None:
-    """Download what this machine lacks of a hub id's model, with a progress bar. `say` gets (`note` or
-    `warning`, text): what is downloaded, or why it is left to the workers."""
+    """Download the files of a hub id's model that this machine lacks, with a progress bar. `say` receives
+    (`note` or `warning`, text): what is downloaded, or why the download is left to the workers."""
     if _is_cached(model):
         return
     from huggingface_hub import HfApi, constants, snapshot_download
@@ -26,7 +26,7 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         top = {name: size for name, size in sizes.items() if "/" not in name}
         weights = [name for name in top if name.endswith(".safetensors")]  # engines load no others
-        own = [name for name in weights if name.startswith("model")]  # not a second copy of the maker's
+        own = [name for name in weights if name.startswith("model")]  # no second copy by the maker
         names = [*(name for name in top if name.endswith(_BESIDE)), *(own or weights)]
         names = [name for name in names if not cached_file(model, name)]
         if not names:
@@ -44,4 +44,4 @@ def _is_cached(model: str) -> bool:
         return True
     index = cached_file(model, "model.safetensors.index.json")
     files: dict[str, str] = json.loads(index.read_text())["weight_map"] if index else {}
-    return bool(files) and all(cached_file(model, each) for each in {*files.values()})
+    return bool(files) and all(cached_file(model, file) for file in {*files.values()})

@@ -1,8 +1,8 @@
 """Images: their files, and their pixels.
 
 A row has its images in the column `images`, a list, or in `image`, a single one: a path, `{"bytes": ...,
-"path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. One that could be
-read in several ways is refused: with several frames, or in colours other than grey and RGB.
+"path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. An image that could
+be read in several ways is refused: one with several frames, or with colours other than grey and RGB.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MAX_PIXELS = 2**25
 """Largest number of pixels of an image: 96 MiB once it is decoded."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
-"""Pillow's names of the colours that become RGB in one way."""
+"""Pillow's names of the colour modes that convert to RGB in only one way."""
 
 
 class ImageError(ConfigError):
@@ -69,7 +69,7 @@ class OpenImage(ImageFile):
     """An image of a row."""
 
     pixels: Image
-    """In RGB, and rotated according to the file's EXIF data."""
+    """The pixels in RGB, rotated according to the file's EXIF data."""
 
 
 def has_images(row: Mapping[str, Any]) -> bool:
@@ -96,7 +96,7 @@ def images_of(row: Mapping[str, Any]) -> list[OpenImage]:
 
 
 def with_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for people and for JSON. An image is its path there, or a mapping that says what it is."""
+    """Return a row for people and for JSON: each image becomes its path, or a mapping that describes it."""
     named = dict(row)
     for column in IMAGE_COLUMNS:
         value = row.get(column)
@@ -108,7 +108,7 @@ def with_names(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def names_in(row: Any) -> list[Any]:
-    """Return what a row that `with_names` returned has for its images. A row that is no mapping has none."""
+    """Return the images' entries in a row from `with_names`; none if the row is no mapping."""
     columns = cast("Mapping[str, Any]", row) if isinstance(row, Mapping) else {}
     return [name for column in IMAGE_COLUMNS if columns.get(column) for name in _as_list(columns[column])]
 
@@ -129,7 +129,7 @@ def decode(data: bytes) -> Image:
             return ops.exif_transpose(image).convert("RGB")
     except ImageError:
         raise
-    # Pillow's readers of damaged files raise many kinds of errors.
+    # Pillow raises many kinds of errors when it reads damaged files.
     except Exception as error:
         raise ImageError(str(error) or type(error).__name__) from error
 
@@ -159,7 +159,7 @@ def _values(row: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def file_of(value: Any) -> bytes:
     """Return the file of an image: a path, bytes, `{"bytes": ..., "path": ...}`, or a Pillow image, which
-    gets a PNG file. Not decoded. Raise ImageError if it is something else, too large, or cannot be read."""
+    gets a PNG file. Not decoded. Raise ImageError for another value, or an unreadable or too large file."""
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
@@ -178,7 +178,7 @@ def file_of(value: Any) -> bytes:
 
 
 def files_of(values: Any) -> tuple[bytes, ...]:
-    """Return the files of one message's images. Raise ImageError as `file_of`, or if too large together."""
+    """Return the files of one message's images. Raise ImageError as `file_of`, or if the sum is too large."""
     if not isinstance(values, list | tuple):
         raise ImageError(f"expected a list of images, found {_describe(values)}")
     files = tuple(map(file_of, cast("Sequence[Any]", values)))
@@ -189,12 +189,12 @@ def files_of(values: Any) -> tuple[bytes, ...]:
 
 def _read(path: str) -> bytes:
     try:
-        # A pipe is opened too, without a wait for its writer.
+        # O_NONBLOCK: to open a pipe would wait for its writer.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise ImageError(f"{path!r} is not a regular file")
-            size = about.st_size
+            size = status.st_size
             if size > MAX_FILE_BYTES:
                 raise ImageError(f"{path!r} has {size} bytes; expected at most {MAX_FILE_BYTES}")
             return file.read(MAX_FILE_BYTES)

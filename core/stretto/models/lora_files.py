@@ -1,4 +1,4 @@
-"""Versions that contain only an adapter, and their merge into the model that the adapter was trained on.
+"""Versions that contain only an adapter: merge one into the model that the adapter was trained on.
 
 A training engine publishes two factors for each matrix W that it adapts, `<name>.lora_A.weight` and
 `<name>.lora_B.weight`, oriented and scaled so that the new matrix is W + B A.
@@ -51,13 +51,13 @@ def matrix_of(factor: str) -> str:
 def merge_adapter_files(
     update: WeightUpdate, model: Path, folder: Path, frozen: FrozenFiles | None = None
 ) -> FolderUpdate:
-    """Merge an adapter into the model that it was trained on, whose other tensors are copied byte for byte.
+    """Merge an adapter into the model that it was trained on. Other tensors are copied byte for byte.
     An adapted matrix is computed in float32 and stored in the dtype of its factors.
 
     Args:
         model: folder of the model that the adapter was trained on.
         folder: where the merged model is written. Closing the returned update removes it.
-        frozen: keeps the files with the other tensors, written and hashed only once for all adapters.
+        frozen: keeps the files with the other tensors, so that they are written and hashed only once.
 
     Raises:
         WeightsError: if the adapter does not fit the model (the error names the tensor), or a file cannot be
@@ -77,10 +77,10 @@ def merge_adapter_files(
                 others.setdefault(f"frozen-{tensor.file.name}", []).append(tensor)
         files = {name: _write(folder / name, tensors, adapter) for name, tensors in adapted.items()}
         for name, tensors in others.items():
-            kept = frozen.find(name) if frozen is not None else None
-            if kept is not None and {*kept[1]} == {tensor.name for tensor in tensors}:
-                (folder / name).hardlink_to(kept[0])
-                files[name] = dict(kept[1])
+            stored = frozen.find(name) if frozen is not None else None
+            if stored is not None and {*stored[1]} == {tensor.name for tensor in tensors}:
+                (folder / name).hardlink_to(stored[0])
+                files[name] = dict(stored[1])
             else:
                 files[name] = _write(folder / name, tensors, adapter)
         manifest = Manifest.of(note.version, files, others)
@@ -100,15 +100,15 @@ def merge_adapter_files(
 
 def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place], model: Path) -> None:
     for name, place in adapter.items():
-        owner = matrix_of(name)
-        factors, matrix = _factors(owner, adapter), model_tensors.get(owner)
+        target = matrix_of(name)
+        factors, matrix = _factors(target, adapter), model_tensors.get(target)
         if factors is None:
             raise ValueError(f"{name!r} is one factor of two, and the other one is missing")
         if matrix is None:
-            raise ValueError(f"{model} has no tensor {owner!r}; set training.lora.send: merged")
+            raise ValueError(f"{model} has no tensor {target!r}; set training.lora.send: merged")
         b, a = factors
         if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
-            raise ValueError(f"{owner!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
+            raise ValueError(f"{target!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
         if unsupported := {place.dtype, matrix.dtype} - _TYPES.keys():
             raise ValueError(f"{name!r} or its matrix is {unsupported.pop()}; expected {', '.join(_TYPES)}")
 

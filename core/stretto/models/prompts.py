@@ -1,4 +1,4 @@
-"""Read prompts and tools from a row's columns, and the config keys that datasets of plain tables share."""
+"""Read prompts and tools from a row's columns; the config keys that datasets of plain tables share."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         list(_parts(self.prompt_template))
 
     def with_prompt(self, row: Row) -> Row:
-        """Return the row with its prompt in the column `prompt`. Raise ConfigError if it lacks a column that
-        the prompt needs, a column in the template holds neither text nor a number, or the prompt already has
-        a system message beside `system_prompt`."""
+        """Return the row with its prompt in the column `prompt`. Raise ConfigError if a column for the
+        prompt is missing, a column in the template has neither text nor a number, or the prompt has a system
+        message beside `system_prompt`."""
         if self.prompt_template is None:
             if self.prompt_column not in row:
                 raise ConfigError(_no_column(self.prompt_column, row))
@@ -68,10 +68,10 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
     hint = "expected columns such as {question}; a brace itself is written {{ or }}"
     try:
-        found = list(Formatter().parse(template))
+        fields = list(Formatter().parse(template))
     except ValueError as error:
         raise ValueError(f"prompt_template: {error}; {hint}") from error
-    for text, column, format, conversion in found:
+    for text, column, format, conversion in fields:
         if column == "" or format or conversion:
             raise ValueError(f"prompt_template: braces that hold no column's name; {hint}")
         yield text, column
@@ -125,12 +125,12 @@ def both_tools(
 
 
 def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
-    """Return messages of a row with special tokens as `dataset.special_tokens` says; a text as it is."""
+    """Mark a row's messages as `OwnTurn` if `dataset.special_tokens` is `tokens`; return a text unchanged."""
     if not isinstance(messages, list) or tokenizer.rows is None or tokenizer.rows.special_tokens != "tokens":
         return messages
     return [OwnTurn(turn) for turn in cast("list[Message]", messages)]
 
 
 def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses it."""
+    """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses them."""
     return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))

@@ -89,13 +89,13 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
 
 def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
     """Return the places of tensors in a file without a header: `start` counts from the first tensor."""
-    found: list[Place] = []
+    layout: list[Place] = []
     start = 0
     for name, tensor in tensors.items():
         dtype = _FORMAT_NAMES[str(tensor.dtype).removeprefix("torch.")]
-        found.append(Place(name, dtype, tuple(tensor.shape), Path(), start, tensor.nbytes))
+        layout.append(Place(name, dtype, tuple(tensor.shape), Path(), start, tensor.nbytes))
         start += tensor.nbytes
-    return found
+    return layout
 
 
 def places(file: Path) -> list[Place]:
@@ -109,20 +109,20 @@ def places(file: Path) -> list[Place]:
         header = _decode(stream.read(header_size), dict[str, msgspec.Raw], file, "its header")
     header.pop("__metadata__", None)
     begin = 8 + header_size
-    found = [_place(name, entry, file, begin) for name, entry in header.items()]
-    found.sort(key=lambda place: (place.start, place.size))
+    tensors = [_place(name, entry, file, begin) for name, entry in header.items()]
+    tensors.sort(key=lambda place: (place.start, place.size))
     end = begin
-    for place in found:
+    for place in tensors:
         if place.start != end:
             raise _damaged(file, f"tensor {place.name!r} begins at byte {place.start}, expected {end}")
         end += place.size
     if end != size:
         raise _damaged(file, f"its tensors end at byte {end}, but it has {size} bytes")
-    return found
+    return tensors
 
 
 def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Return tensor name -> its place, for the matching files in a folder. It raises what `places` does."""
+    """Return tensor name -> its place, for the matching files in a folder. Raise as `places` does."""
     return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
 
 
@@ -139,7 +139,7 @@ def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
 
 
 def _place(name: str, description: msgspec.Raw, file: Path, begin: int) -> Place:
-    """Return the place of a tensor, whose offsets count from `begin`."""
+    """Return the place of a tensor from its description, in which offsets count from byte `begin`."""
     entry = _decode(description, _HeaderEntry, file, f"the header of tensor {name!r}")
     start, end = entry.data_offsets
     if entry.dtype not in _DTYPES:
@@ -166,7 +166,7 @@ def _damaged(file: Path, why: str) -> WeightsError:
 
 
 def save_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors to a file, with torch. An OSError names the file, which safetensors' does not."""
+    """Write tensors to a file, with torch. An OSError names the file; safetensors' own error does not."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -43,9 +43,9 @@ __all__ = [
 T = TypeVar("T")
 
 _SHORT = 2**14
-"""Tokenising a text of this many characters takes about 20 ms."""
+"""Number of characters that tokenise in about 20 ms. Longer texts are tokenised in a thread."""
 _NEAR = 256
-"""Characters before a text in which a special token may matter for its first token."""
+"""Number of characters before a text in which a special token may change the text's first token."""
 _LEAST = 2**20
 _MOST = 2**22
 """Bounds, with `_LEAST`, of `Tokenizer.most_characters` where only the model limits the text. Tokenising
@@ -54,12 +54,12 @@ _text_thread: RunVar[anyio.CapacityLimiter] = RunVar("stretto_text_thread")
 
 _DIRECTIVES = "aAbBcdeFGHIjklmMpSuUVwWxXyYZ"
 CLOCK = "strftime_now"
-"""The function that gives chat templates the date, and the key of `dataset.template` with another one."""
+"""The function by which chat templates read the date; as a key of `dataset.template`, it sets the date."""
 
 
 def load_tokenizer(model: str | None, rows: DatasetConfig | None = None) -> Tokenizer:
     """Load the tokenizer of a model folder or hub id; without a model, every byte is a token. `rows`: the
-    section `dataset`, with arguments of the chat template. Raise ConfigError if none can be loaded."""
+    section `dataset`, with arguments of the chat template. Raise ConfigError if loading fails."""
     return ByteTokenizer() if model is None else ModelTokenizer.load(model, rows)
 
 
@@ -74,7 +74,7 @@ def apply_chat_template(
 ) -> str:
     """Return chat messages as text; see `Tokenizer.render`. Raise ConfigError if the template is missing or
     refuses them. `owner` has the template: a tokenizer or a processor of transformers. `messages` have the
-    form that it wants; `arguments`: what else it gets."""
+    form that the template reads; `arguments`: other variables for the template."""
     from jinja2 import TemplateError
 
     if owner.chat_template is None:
@@ -108,7 +108,7 @@ def _with_no_content(
     opens: bool,
     arguments: Mapping[str, Any],
 ) -> str:
-    """Render messages without content: templates that test it for none miss the key, which the call drops."""
+    """Render messages with content None: `apply_chat_template` drops this key, which templates may test."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     [text], _ = render_jinja_template(
@@ -122,15 +122,15 @@ def _with_no_content(
 
 
 def pinned(template: Any, arguments: Mapping[str, Any]) -> Any:
-    """Return a chat template (a text, texts by name, or None) whose clock, if any, stands at the date in
-    `arguments`, so that prompts stay the same from day to day: a macro takes the place of the clock."""
+    """Return a chat template (a text, texts by name, or None) whose clock always returns the date in
+    `arguments`, so that prompts are the same on all days: a macro replaces the clock."""
     if isinstance(template, dict):
-        return {name: pinned(each, arguments) for name, each in cast("dict[str, Any]", template).items()}
+        return {name: pinned(item, arguments) for name, item in cast("dict[str, Any]", template).items()}
     if not isinstance(template, str) or arguments.get(CLOCK) is None:
         return template
     day = date.fromisoformat(str(arguments[CLOCK]))
-    directives = [f"%{flag}{each}" for flag in ("", "-") for each in _DIRECTIVES]
-    written = "".join(f"|replace('{each}',{day.strftime(each)!r})" for each in directives)
+    directives = [f"%{flag}{item}" for flag in ("", "-") for item in _DIRECTIVES]
+    written = "".join(f"|replace('{item}',{day.strftime(item)!r})" for item in directives)
     return f"{{%- macro {CLOCK}(format) -%}}{{{{ format{written} }}}}{{%- endmacro %}}\n{template}"
 
 
@@ -175,7 +175,7 @@ def characters_of(content: Any) -> int:
 
 
 def body_of(tokens: NDArray[np.int32], finish: Finish, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return the tokens of an answer without the one that ended its turn."""
+    """Return the tokens of an answer without the token that ended the turn."""
     ended = finish == "stop" and len(tokens) and tokenizer.ends_turn(int(tokens[-1]))
     return tokens[:-1] if ended else tokens
 
@@ -189,7 +189,7 @@ def answer_text(
     special: bool = False,
     whole: bool = False,
 ) -> str:
-    """Return the text of an answer as it follows its prompt, without the token that ended its turn. Where the
+    """Return the text of an answer that follows its prompt, without the token that ended the turn. If the
     prompt opens a turn, `ChatForm.lead` and `ChatForm.tail` are left out too, unless `whole`.
 
     `prompt`: (P,) ids. `answer`: (A,) ids. `special`: keep special tokens.
@@ -209,7 +209,7 @@ def answer_text(
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:
-    """Return the result of work on a text of this many characters. A thread does it if the text is long, one
+    """Return the result of `work` on a text of this many characters. For a long text it runs in a thread, one
     text at a time, so that the event loop continues."""
     if characters <= _SHORT:
         return work()
@@ -258,11 +258,11 @@ class ByteTokenizer:
         return ""
 
     def ends_turn(self, token: int) -> bool:
-        """Return False: no byte is an end."""
+        """Return False: no byte ends a turn."""
         return False
 
     def most_characters(self, tokens: int | None) -> int:
-        """Return the number of tokens, because each character has at least one."""
+        """Return the number of tokens, because each character has at least one token."""
         return _MOST if tokens is None else tokens
 
     def decode(
@@ -274,22 +274,22 @@ class ByteTokenizer:
 
 
 def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
-    """Return the ids of a text that continues others, without a space of its own."""
-    for near in ("\n", "a"):  # one of them does not merge with the text
+    """Return the ids of a text that continues another text, so that no space is put before it."""
+    for near in ("\n", "a"):  # at least one of these does not merge with the text
         ids, known = encode(near + text).ids, encode(near).ids
         if ids[: len(known)] == known:
             return ids[len(known) :]
-    for near in ("\n", "a", ".", "0"):  # its own tokens may change, if the text's begin behind it
-        found = encode(near + text)
-        starts = [start for start, _ in found.offsets]
+    for near in ("\n", "a", ".", "0"):  # here `near` may have other tokens, if a token begins after it
+        encoding = encode(near + text)
+        starts = [start for start, _ in encoding.offsets]
         if len(near) in starts:
-            return found.ids[starts.index(len(near)) :]
+            return encoding.ids[starts.index(len(near)) :]
     return encode(text).ids
 
 
 def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
-    """Let no text become a special token that is also a piece of the vocabulary: these models find whole
-    pieces in a text before looking for added tokens."""
+    """Rename special tokens in the vocabulary, in place, so that no text becomes one: these models find
+    vocabulary pieces in a text before they look for added tokens."""
     model = tokenizer["model"]
     hidden = {*special} - {model.get("unk_token")}
     pieces: Any = model["vocab"]
@@ -310,9 +310,9 @@ TOKENIZER_FILES = (
     *("chat_template.jinja", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
 )
 _NO_TEXT = "\ufdd0"
-"""Begins what no text has: it is no character of Unicode."""
+"""Begins names that no text contains, because it is no character of Unicode."""
 _OF_IMAGES = re.compile("image|vision|video|audio", re.IGNORECASE)
-"""In the names of special tokens that stand for images."""
+"""Finds the names of special tokens that stand for images."""
 
 
 class ModelTokenizer:
@@ -342,7 +342,7 @@ class ModelTokenizer:
         self.rows = rows
         self._arguments = {name: value for name, value in template.items() if name != CLOCK}
         self._writer.chat_template = pinned(self._writer.chat_template, template)
-        # What transformers sets at each call: `_ids` leaves out its checks, slower than a short prompt.
+        # Set once what transformers sets at each call: its checks take longer than a short prompt.
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -401,17 +401,17 @@ class ModelTokenizer:
         return self._plain_backend.encode(text, add_special_tokens=False)
 
     def _ids_behind(self, before: str, text: str) -> list[int]:
-        """Return the ids of a text behind another one. Only the part from that one's last added token on
-        matters: it may take a space from the text, or give it one."""
+        """Return the ids of a text that follows `before`. Only the part of `before` from its last added token
+        on matters: that token may remove or add a space at the start of the text."""
         if not (self._adds_space or self._strips):
             return self._ids(text)
-        last = max((found.start() for found in self._finds(before[-_NEAR:])), default=None)
+        last = max((match.start() for match in self._finds(before[-_NEAR:])), default=None)
         near = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
         ids, known = self._ids(near + text), self._ids(near)
         return ids[len(known) :] if ids[: len(known)] == known else _behind_text(text, self._encode)
 
     def _text_behind(self, before: str, text: str) -> list[int]:
-        """Return the ids of a text behind another one, where special tokens in it are text."""
+        """Return the ids of a text that follows `before`; special tokens in the text are text."""
         name = max(filter(before.endswith, self._added), key=len, default="") if before else self._boundary
         text = text.lstrip() if before and name and self._added_tokens[name].rstrip else text
         if not self._adds_space or self._begins_behind(name):
@@ -427,22 +427,22 @@ class ModelTokenizer:
 
     @cached_property
     def _strips(self) -> bool:
-        """Whether an added token takes white space from the text beside it."""
+        """Whether an added token removes white space from the text beside it."""
         return any(each.rstrip or each.lstrip for each in self._added_tokens.values())
 
     @cached_property
     def _boundary(self) -> str:
-        """A special token that leaves the text behind it as it is; empty if there is none."""
+        """A special token that does not change the text after it; empty if there is none."""
         return next((name for name, each in self._special.items() if not each.rstrip), "")
 
     @cached_property
     def _adds_space(self) -> bool:
-        """Whether the tokenizer puts a space before a text that begins, as SentencePiece does."""
+        """Whether the tokenizer puts a space before the start of a text, as SentencePiece does."""
         bare = self._ids("a")
         return self._ids("\na")[-len(bare) :] != bare
 
     def _begins_behind(self, token: str) -> bool:
-        """Whether it takes the text behind a token for one that begins: some do behind special tokens."""
+        """Whether the tokenizer treats the text after this token as the start of a text, as some do."""
         if token not in self._begins:
             added = self._added.get(token)
             self._begins[token] = added is not None and self._ids(f"{token}a") == [added, *self._ids("a")]
@@ -462,7 +462,7 @@ class ModelTokenizer:
 
     @cached_property
     def _plain_backend(self) -> Any:
-        """The tokenizer for which the text of a special token is text."""
+        """A copy of the tokenizer that encodes the text of a special token as text."""
         written = json.loads(self._backend.to_str())
         if written["model"]["type"] in ("Unigram", "WordLevel"):
             _hide(written, self._special)
@@ -472,7 +472,7 @@ class ModelTokenizer:
 
     @cached_property
     def _special_texts(self) -> re.Pattern[str] | None:
-        """What finds the special tokens in a text; the places of images are none."""
+        """Pattern of the special tokens in a text, without those that are places of images."""
         return any_of(text for text in self._special if not self._has_images or not _OF_IMAGES.search(text))
 
     @property
@@ -483,16 +483,16 @@ class ModelTokenizer:
     @cached_property
     def _form(self) -> ChatForm:
         tokenizer, end = self._tokenizer, self._tokenizer.eos_token_id
-        own, folder = frozenset([] if end is None else [end]), folder_of_model(self._model)
-        model = own if folder is None else end_tokens_in(folder) or own
+        eos, folder = frozenset([] if end is None else [end]), folder_of_model(self._model)
+        stops = eos if folder is None else end_tokens_in(folder) or eos
         if self._writer.chat_template is None:
             closing = tokenizer.eos_token or ""
-            return ChatForm(end_ids=own | model, ends=tuple(map(self._text_of, own | model)), closing=closing)
+            return ChatForm(end_ids=eos | stops, ends=tuple(map(self._text_of, eos | stops)), closing=closing)
         return form_of(
             self._render,
             added=self._added,
-            own_ends=own,
-            model_ends=model,
+            own_ends=eos,
+            model_ends=stops,
             special=self._any_special,
             text_of=self._text_of,
             in_parts=self._has_images,
@@ -504,8 +504,8 @@ class ModelTokenizer:
     def special_in(self, text: str) -> str:
         """See `Tokenizer`."""
         special = self._special_texts
-        found = None if special is None else special.search(text)
-        return found[0] if found else ""
+        match = None if special is None else special.search(text)
+        return match[0] if match else ""
 
     def ends_turn(self, token: int) -> bool:
         """See `Tokenizer`."""
@@ -545,7 +545,7 @@ class ModelTokenizer:
 
     @cached_property
     def _word(self) -> tuple[list[int], str]:
-        """A token of some text, and this text; or nothing. Decoders drop a space before the first token."""
+        """A token and its text, to decode before others: decoders drop a space before the first token."""
         added = self._added.values()
         for token in sorted({*self._tokenizer.get_vocab().values()}.difference(added)):
             text = self._tokenizer.decode([token])

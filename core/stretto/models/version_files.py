@@ -6,8 +6,8 @@ tensor, which is written last.
 Tensors that training does not change are in files `frozen-00000.safetensors`: written once, and hard links in
 the folder of every later version. A subscriber receives and hashes them once (`FrozenFiles`).
 
-A publisher may write deltas in files `model-00000.delta` and so on (`stretto.models.deltas`), and whole files
-for one version in many only, with which subscribers begin (`stretto.models.version_receiver`).
+A publisher may write deltas in files `model-00000.delta` and so on (`stretto.models.deltas`). It then writes
+whole files only for some versions, with which subscribers begin (`stretto.models.version_receiver`).
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
 
 class RunFolders:
-    """The folders of versions that a run's processes have on a machine, each its own, below `folder`: by
-    default shared memory, else `otherwise`, else the machine's folder for temporary files."""
+    """The folders in which a run's processes on a machine keep versions, one for each process. All are in
+    `folder`; by default shared memory, else `otherwise`, else the machine's folder for temporary files."""
 
     def __init__(self, context: Context, folder: str | None, otherwise: Path | None = None) -> None:
         self._prefix = f"stretto-{context.run}-"
@@ -80,9 +80,9 @@ class RunFolders:
 
     def own(self, purpose: str = "") -> Path:
         """Make a folder for this process, which only this user can enter. Its name contains the process id,
-        so that an ending process does not remove its successor's. Folders that earlier processes of this
-        worker left are removed: call first without a `purpose`, the name of one of several. Raise
-        WeightsError if that fails."""
+        so that an ending process does not remove its successor's folder. Remove the folders of earlier
+        processes of this worker: call first without `purpose`, which tells apart several folders. Raise
+        WeightsError if the folder cannot be made."""
         own_prefix = f"{self._prefix}{self._worker}-{purpose and f'{purpose}-'}"
         self._remove(own_prefix)
         try:
@@ -110,9 +110,9 @@ class Manifest(msgspec.Struct, frozen=True):
     frozen: tuple[str, ...] = ()
     """Names of the files that later versions have too."""
     whole: bool = True
-    """Whether the folder has the files; else it has their deltas only."""
+    """Whether the folder has the whole files; else it has only their deltas."""
     base: str = ""
-    """Digest of the version that the deltas begin with; empty if there are none."""
+    """Digest of the version to which the deltas apply; empty if there are no deltas."""
     base_version: int = -1
     followed: bool = False
     """Whether later versions may be deltas."""
@@ -124,9 +124,9 @@ class Manifest(msgspec.Struct, frozen=True):
         return cls(version, digest, files, tuple(frozen))
 
     def write(self, folder: Path) -> None:
-        """Complete a folder that already has its files."""
+        """Write `manifest.json` into a folder that already has its files."""
         file = folder / "manifest.json"
-        file.unlink(missing_ok=True)  # that of the version before may have a second name
+        file.unlink(missing_ok=True)  # the previous version's manifest may have hard links elsewhere
         file.write_bytes(msgspec.json.encode(self))
 
     @property
@@ -146,13 +146,13 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class AskOutline(msgspec.Struct, frozen=True, array_like=True, tag="outline"):
-    """Ask which files a version has. The answer is an `Outline`."""
+    """The question which files a version has. The answer is an `Outline`."""
 
     version: int
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True):
-    """What a sender says of a version; the receiver checks against it."""
+    """A sender's description of a version; the receiver checks the files against it."""
 
     manifest: bytes
     """JSON of the `Manifest`."""
@@ -182,21 +182,21 @@ class StoredVersion:
 
     @property
     def fetched_bytes(self) -> int:
-        """Size of what a receiver fetches that has the version before, and the frozen tensors."""
+        """Bytes to fetch for a receiver that has the previous version and the frozen tensors."""
         needed = {*(self.manifest.deltas.values() or self.manifest.files)} - {*self.manifest.frozen}
         return sum(size for path, size in self.sizes.items() if path.name in needed)
 
 
 class FolderPublisher:
     """A publisher (see `stretto.weights.Publisher`) that keeps the newest versions, each in its own folder
-    below `root`, which it owns. Transports that send versions from there extend it.
+    below `root`, which the publisher owns. Transports that send versions from there extend this class.
 
     Args:
-        keep: number of newest versions to keep, besides older ones that are needed.
-        shard_gb: largest file in GiB. Publishing holds at most this much in memory besides the model; with
-            deltas it holds one version.
-        address: where subscribers ask for a version. Default: the note has the path of the version's folder.
-        deltas: write deltas, if most values have 16 bits: of float32 values nearly every one changes.
+        keep: number of newest versions to keep, besides older versions that are needed.
+        shard_gb: largest file in GiB. Publishing needs at most this much memory besides the model; with
+            deltas, the memory of one version.
+        address: where subscribers ask for a version. Default: the path of the version's folder.
+        deltas: write deltas if most values have 16 bits: nearly all float32 values change in a step.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class FolderPublisher:
         self._shard_bytes = int(shard_gb * 2**30)
         self._makes_deltas = deltas
         self._newest: _InMemory | None = None
-        """The version with which the next deltas begin; None if there are no deltas."""
+        """The version to which the next deltas apply; None if there are no deltas."""
         self._versions: dict[int, StoredVersion] = {}
         self._frozen: dict[str, dict[str, str]] = {}
         """The files of frozen tensors: name -> tensor name -> its hash."""
@@ -229,7 +229,7 @@ class FolderPublisher:
     def publish(
         self, version: int, tensors: Iterable[tuple[str, Tensor]], needed: Collection[int] = ()
     ) -> WeightsNote:
-        """Write a version, rename its temporary folder, and remove the oldest versions that are not `needed`.
+        """Write a version to a temporary folder, rename it, and remove old versions that are not `needed`.
         Raise WeightsError if it cannot be written, or `root` is not private."""
         final = self._root / folder_name(version)
         temporary = self._root / f".v{version:08d}-{os.getpid()}"
@@ -254,7 +254,7 @@ class FolderPublisher:
 
     def find(self, version: int) -> StoredVersion:
         """Find a version; it may be removed before its files are opened. Any thread may call this. Raise
-        WeightsError if it is not here."""
+        WeightsError if the version is not stored."""
         entry = self._versions.get(version)
         if entry is None:
             newest = max(self._versions, default="none")
@@ -263,7 +263,7 @@ class FolderPublisher:
         return entry
 
     def copy(self, version: int, folder: Path) -> None:
-        """Copy a version to a new folder. Raise WeightsError if it is not here, OSError if that fails."""
+        """Copy a version to a new folder. Raise WeightsError if it is not stored, OSError if this fails."""
         stored = self.find(version)
         *links, last = _chain(self._versions, stored)
         if not last.manifest.whole:
@@ -279,17 +279,17 @@ class FolderPublisher:
 
     def _in_use(self, versions: Mapping[int, StoredVersion], needed: Collection[int]) -> set[int]:
         kept = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
-        return {link.manifest.version for each in kept for link in _chain(versions, versions[each])}
+        return {link.manifest.version for number in kept for link in _chain(versions, versions[number])}
 
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         shards = _shards(tensors, self._shard_bytes)
         first = next(shards, {})
-        every = chain([first], shards) if first else shards
+        all_shards = chain([first], shards) if first else shards
         if self._makes_deltas and _has_16_bits(first):
-            manifest = self._write_followed(folder, version, every)
+            manifest = self._write_followed(folder, version, all_shards)
         else:
             self._newest = None
-            files = self._write_files(folder, "model", every)
+            files = self._write_files(folder, "model", all_shards)
             manifest = Manifest.of(version, files | self._frozen, self._frozen)
         if manifest.whole:
             for name in self._frozen:
@@ -298,14 +298,14 @@ class FolderPublisher:
         return manifest
 
     def _write_followed(self, folder: Path, version: int, shards: Iterator[dict[str, Tensor]]) -> Manifest:
-        """Write what has changed; the files too, or alone, if the way from the last ones has become long."""
-        base, self._newest = self._newest, None  # half of it is overwritten if this fails
+        """Write deltas if the previous version has the same files, and whole files if needed (`_is_long`)."""
+        base, self._newest = self._newest, None  # a failure leaves it half overwritten
         if base is not None and base.version >= version:
             base = None  # the steps since then were lost
         names = set(base.files) if base is not None else set()
         newest = _InMemory(version)
         hashes: dict[str, dict[str, str]] = {}
-        with ThreadPoolExecutor(1) as beside:  # to hash takes as long as to compare, and both leave the lock
+        with ThreadPoolExecutor(1) as beside:  # hashing and comparing take equally long and release the lock
             for index, shard in enumerate(shards):
                 name = f"model-{index:05d}.safetensors"
                 hashing = beside.submit(_hashes_of, shard)
@@ -326,7 +326,7 @@ class FolderPublisher:
         return msgspec.structs.replace(manifest, followed=True, whole=is_whole)
 
     def _is_long(self, base: _InMemory, size: int, whole: int) -> bool:
-        """Return whether one more delta of this size makes the way from the last whole files long."""
+        """Return whether one more delta of `size` bytes makes the deltas since the whole files too large."""
         stored = self._versions.get(base.version)
         if stored is None or stored.manifest.digest != base.digest:
             return True
@@ -342,20 +342,20 @@ class FolderPublisher:
             name = f"{stem}-{index:05d}.safetensors"
             save_tensors(shard, folder / name)
             files[name] = _hashes_of(shard)
-            shard.clear()  # free it before the next one is gathered
+            shard.clear()  # free the tensors before the next shard is gathered
         return files
 
 
 class _InMemory:
-    """The files of a version in memory, without the frozen ones. Its successor overwrites them."""
+    """The files of a version in memory, without frozen files. The next version overwrites them."""
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.digest = ""
         self.files: dict[str, tuple[list[Place], FileBytes]] = {}
-        """Name -> the places of its tensors, and their bytes."""
+        """File name -> the places of its tensors, and their bytes."""
         self.deltas: dict[str, bytes] = {}
-        """Name of each file of which the version before had a similar one -> its delta."""
+        """Name of each file that has the layout of the previous version's file -> its delta."""
 
     def put(self, name: str, shard: Mapping[str, Tensor], base: _InMemory | None) -> None:
         import torch
@@ -393,7 +393,7 @@ def _has_16_bits(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list[StoredVersion]:
-    """Return a version, the one that its delta begins with, and so on, as far as they are here."""
+    """Return a version, the version to which its deltas apply, and so on, to whole files or a missing one."""
     links = [stored]
     while not links[-1].manifest.whole:
         before = versions.get(links[-1].manifest.base_version)
@@ -404,12 +404,12 @@ def _chain(versions: Mapping[int, StoredVersion], stored: StoredVersion) -> list
 
 
 def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
-    """Change the files of `manifest.base` in a folder by the deltas in another one to those of the manifest's
-    version. Raise OSError if a file cannot be read or written, WeightsError if one is damaged, ValueError if
-    a delta is, or is of another file: some files may have changed."""
+    """Apply the deltas in the folder `deltas` to the files in `folder`, which are those of `manifest.base`.
+    Raise OSError if a file cannot be read or written, WeightsError if a file is damaged, ValueError if a
+    delta is damaged or for another file. After an error, some files may have changed."""
     for name, delta in manifest.deltas.items():
         file = folder / name
-        if file.stat().st_nlink > 1:  # an engine keeps the version before, for a restart of its server
+        if file.stat().st_nlink > 1:  # an engine keeps the previous version, for a restart of its server
             copy = file.with_suffix(".copy")
             shutil.copyfile(file, copy)
             copy.replace(file)
@@ -419,7 +419,7 @@ def bring_up_to_date(folder: Path, manifest: Manifest, deltas: Path) -> None:
 
 
 class FolderUpdate:
-    """One checked version. `temporary`: `close` removes the folder."""
+    """A checked version in a folder. `temporary`: `close` removes the folder."""
 
     def __init__(self, note: WeightsNote, folder: Path, manifest: Manifest, *, temporary: bool) -> None:
         self.note = note
@@ -452,8 +452,8 @@ class FolderUpdate:
 
 
 class FrozenFiles:
-    """The files of frozen tensors that one subscriber has checked, and neither hashes nor receives again.
-    `folder`: where it keeps received files; None if it reads the publisher's."""
+    """The files of frozen tensors that a subscriber has checked, so it does not receive or hash them again.
+    `folder`: where the subscriber keeps received files; None if it reads the publisher's files."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
@@ -465,7 +465,7 @@ class FrozenFiles:
         return self._checked.get(_identity(path))
 
     def find(self, name: str) -> tuple[Path, Mapping[str, str]] | None:
-        """Return the path of a file that is kept under this name, and its hashes; or None."""
+        """Return the path and the hashes of the file that is kept under this name; None if none is."""
         if self._folder is None or not (path := self._folder / name).exists():
             return None
         hashes = self.hashes(path)
@@ -484,7 +484,7 @@ class FrozenFiles:
 
 
 def _identity(path: Path) -> tuple[int, ...]:
-    """Return numbers that distinguish the file from every other, and change when it is written."""
+    """Return numbers that distinguish the file from all others and that change when it is written."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -495,8 +495,8 @@ def folder_name(version: int) -> str:
 
 
 def expect_private(folder: Path) -> None:
-    """Check that a folder is this user's own and nobody else can enter it. Raise OSError if it does not
-    exist, WeightsError if it is another user's, has a mode beyond 700, or is a link."""
+    """Check that a folder belongs to this user and nobody else can enter it. Raise OSError if it does not
+    exist, WeightsError if it belongs to another user, has a mode beyond 700, or is a link."""
     status, user = folder.lstat(), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
@@ -526,9 +526,9 @@ def lay_out(
         for name in manifest.deltas.values():
             del sizes[name]
         for name in manifest.frozen:
-            kept = frozen.find(name) if frozen is not None else None
-            if kept is not None and kept[1] == manifest.files[name]:
-                (folder / name).hardlink_to(kept[0])
+            stored = frozen.find(name) if frozen is not None else None
+            if stored is not None and stored[1] == manifest.files[name]:
+                (folder / name).hardlink_to(stored[0])
                 del sizes[name]
         free = shutil.disk_usage(folder).free
     except OSError as error:
@@ -558,9 +558,9 @@ def read_outline(outline: Outline, note: WeightsNote) -> tuple[Manifest, dict[st
 def open_version(
     note: WeightsNote, folder: Path, *, temporary: bool = False, frozen: FrozenFiles | None = None
 ) -> FolderUpdate:
-    """Open a version's folder and check every tensor against the announcement, except those in `frozen`, to
-    which the version's are added. `temporary`: closing the update removes the folder. Raise WeightsError if
-    the folder is missing, damaged or of another version; it names tensors that differ."""
+    """Open a version's folder and check every tensor against the announcement, except those in `frozen`; add
+    the version's frozen files to it. `temporary`: closing the update removes the folder. Raise WeightsError
+    if the folder is missing, damaged or of another version; the error names tensors that differ."""
     label = f"version {note.version} at {note.address}"
     try:
         manifest = _read_manifest((folder / "manifest.json").read_bytes(), note)

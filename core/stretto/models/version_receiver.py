@@ -1,4 +1,4 @@
-"""Receive versions into the files of a folder: whole, or as what has changed since a version that is here.
+"""Receive versions into the files of a folder: whole files, or deltas to a version that is already there.
 
 A weight transport with files at both ends adds only the source of the bytes.
 """
@@ -34,22 +34,22 @@ __all__ = ["Source", "VersionReceiver"]
 
 
 class Source(Protocol):
-    """Where a subscriber gets versions."""
+    """The place from which a subscriber fetches versions."""
 
     async def outline(self, note: WeightsNote) -> Outline:
-        """Return the outline of a version. Raise WeightsError if the version is gone, or cannot be had."""
+        """Return the outline of a version. Raise WeightsError if the version is gone or unreachable."""
         ...
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
-        """Fill files of a version, given with their sizes in bytes, under the names of the outline. The
-        next call with the same files may continue an interrupted one. Raise WeightsError if the version is
+        """Fill files of a version. `files`: path with the outline's name -> size in bytes. The next call
+        with the same files may continue an interrupted call. Raise WeightsError if the version is
         gone."""
         ...
 
 
 class VersionReceiver:
     """Receives versions into folders below `root`, which it owns. While the publisher makes deltas, the
-    newest version stays here, and the next ones change its files."""
+    newest version stays in its folder, and the next versions change its files."""
 
     def __init__(self, root: Path, source: Source) -> None:
         self._root = root
@@ -58,10 +58,10 @@ class VersionReceiver:
         self._here: tuple[Manifest, Path] | None = None
         """The newest version and its folder, if the next one may be a delta."""
         self._begun: tuple[WeightsNote, Path, dict[Path, int]] | None = None
-        """The version whose whole files are on their way, its folder, and those that are not here yet."""
+        """The version whose whole files are being received, its folder, and the files still missing."""
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Receive a version, and compare every hash. Raise WeightsError if it is gone, damaged or another."""
+        """Receive a version and check every hash. Raise WeightsError if it is gone, damaged or wrong."""
         links = await self._links(note)
         takes_deltas = len(links) > 1 or self.begins_here(links[-1][0])
         try:
@@ -69,15 +69,15 @@ class VersionReceiver:
         except WeightsError:
             is_damaged = self._here is None and self._begun is None
             if not (takes_deltas and is_damaged):
-                raise  # what has come is good: the next call asks for the rest
+                raise  # the received part is good: the next call asks for the rest
             return await self._receive(note, await self._links(note))
 
     def begins_here(self, manifest: Manifest) -> bool:
-        """Return whether the deltas of a version begin with what is here, or the version itself is here."""
+        """Return whether the received version is this one, or the one to which its deltas apply."""
         return self._here is not None and self._here[0].digest in (manifest.base, manifest.digest)
 
     def drop(self) -> None:
-        """Remove what is here, and what has come of a version that is on its way."""
+        """Remove the received version, and the received part of a version that is not complete."""
         for folder in self._root.glob("v*"):
             shutil.rmtree(folder, ignore_errors=True)
         self._here = self._begun = None
@@ -102,14 +102,14 @@ class VersionReceiver:
             shutil.rmtree(deltas, ignore_errors=True)
 
     def _deltas(self, note: WeightsNote) -> Path:
-        """Make a folder for deltas, with a new name: the source must not continue an interrupted fetch."""
+        """Make a folder for deltas. Its name is new, so that the source does not continue an old fetch."""
         try:
             return Path(tempfile.mkdtemp(prefix="deltas-", dir=self._root))
         except OSError as error:
             raise WeightsError(f"{self._root} cannot be written: {error}", version=note.version) from error
 
     async def _links(self, note: WeightsNote) -> list[tuple[Manifest, Outline]]:
-        """Return the version and those before it, to one with whole files, or that continues what is here."""
+        """Return the version and earlier ones, back to one with whole files or with deltas to `_here`."""
         outline = await self._source.outline(note)
         links = [(read_outline(outline, note)[0], outline)]
         while not (links[-1][0].whole or self.begins_here(links[-1][0])):
@@ -119,9 +119,9 @@ class VersionReceiver:
                     f"version {manifest.version} begins with version {manifest.base_version}",
                     version=note.version,
                 )
-            before = msgspec.structs.replace(note, version=manifest.base_version, digest=manifest.base)
-            outline = await self._source.outline(before)
-            links.append((read_outline(outline, before)[0], outline))
+            base = msgspec.structs.replace(note, version=manifest.base_version, digest=manifest.base)
+            outline = await self._source.outline(base)
+            links.append((read_outline(outline, base)[0], outline))
         return links
 
     async def _fetch_whole(self, note: WeightsNote, outline: Outline) -> Path:
@@ -137,36 +137,36 @@ class VersionReceiver:
 
     async def _fetch_deltas(self, note: WeightsNote, outline: Outline, folder: Path) -> None:
         manifest, sizes = read_outline(outline, note)
-        own = folder / f"{note.version}"
+        place = folder / f"{note.version}"
         try:
-            own.mkdir(mode=0o700)
+            place.mkdir(mode=0o700)
         except OSError as error:
-            raise WeightsError(f"{own} cannot be written: {error}", version=note.version) from error
-        await self._source.fetch(note, {own / name: sizes[name] for name in manifest.deltas.values()})
+            raise WeightsError(f"{place} cannot be written: {error}", version=note.version) from error
+        await self._source.fetch(note, {place / name: sizes[name] for name in manifest.deltas.values()})
 
     def _complete(
         self, note: WeightsNote, newest: Manifest, folder: Path, links: Sequence[Manifest], deltas: Path
     ) -> FolderUpdate:
-        """Bring the files in a folder up to date, and check them. Runs in a thread, always to its end."""
+        """Apply the deltas to the files in a folder and check them. Runs in a thread, always to its end."""
         self._here = self._begun = None
-        own = self._root / folder_name(note.version)
+        final = self._root / folder_name(note.version)
         try:
             for manifest in links:
                 bring_up_to_date(folder, manifest, deltas / f"{manifest.version}")
-            if folder != own:
-                shutil.rmtree(own, ignore_errors=True)
-                folder.rename(own)
-            newest.write(own)
-            update = open_version(note, own, temporary=not newest.followed, frozen=self._frozen)
+            if folder != final:
+                shutil.rmtree(final, ignore_errors=True)
+                folder.rename(final)
+            newest.write(final)
+            update = open_version(note, final, temporary=not newest.followed, frozen=self._frozen)
         except (OSError, ValueError, WeightsError) as error:
             shutil.rmtree(folder, ignore_errors=True)
-            shutil.rmtree(own, ignore_errors=True)
+            shutil.rmtree(final, ignore_errors=True)
             raise WeightsError(str(error), version=note.version) from error
         if newest.followed:
-            self._here = newest, own
+            self._here = newest, final
         return update
 
 
 def _note_of(manifest: Manifest, note: WeightsNote) -> WeightsNote:
-    """Return the announcement of the announced version, or of one before it, as far as a source needs it."""
+    """Return an announcement of the manifest's version, with the facts that a source needs."""
     return msgspec.structs.replace(note, version=manifest.version, digest=manifest.digest, canary="")

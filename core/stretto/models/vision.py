@@ -1,4 +1,4 @@
-"""The processor of a vision-language model: what the model reads of a prompt with images.
+"""The processor of a vision-language model: it turns a prompt with images into the model's arguments.
 
 The model's own processor decides how many tokens represent an image, and which arrays the model reads. It
 always uses its Pillow and NumPy backend, so that rollout workers, which make the ids, agree with engines and
@@ -71,7 +71,7 @@ def image_token_of(config: Mapping[str, Any]) -> int | None:
     return token if isinstance(token, int) else None
 
 
-# Prefixes of tensors' names in older checkpoints of vision-language models, and in checkpoints of today.
+# Older prefix of tensor names in checkpoints of vision-language models -> today's prefix.
 _OLDER_PREFIXES = {
     "language_model.model.": "model.language_model.",
     "language_model.lm_head.": "lm_head.",
@@ -96,13 +96,13 @@ def newest_name(name: str) -> str:
 
 
 def keep_torch_out() -> None:
-    """Import transformers as if torch were not installed: its image processors import torch if they can. Do
-    this before anything else imports transformers, which looks for torch only once. Its parts that need torch
-    are then missing in this process."""
+    """Import transformers as if torch were not installed: its image processors import torch if they can. Call
+    this before transformers is imported elsewhere, because it looks for torch only once. The parts of
+    transformers that need torch are then missing in this process."""
     if "torch" in sys.modules:
         return
     modules, advice = cast("dict[str, Any]", sys.modules), os.environ.get(_ADVICE)
-    modules["torch"], os.environ[_ADVICE] = None, "1"  # it would warn the user that torch was not found
+    modules["torch"], os.environ[_ADVICE] = None, "1"  # no warning to the user that torch was not found
     try:
         importlib.import_module("transformers.models.auto.processing_auto")
     finally:
@@ -119,7 +119,7 @@ class VisionPrompt:
     """(P,) ids of the prompt. The number of image tokens equals the number of image features in the model."""
     media: Mapping[str, NDArray[Any]]
     """Arguments of the model, such as `pixel_values`; first dimension: images or patches. Empty without
-    any."""
+    images."""
 
 
 class Vision:
@@ -149,7 +149,7 @@ class Vision:
         return self.see(self.place * len(images), images)
 
     def shown(self, image: Image) -> VisionPrompt:
-        """Return a prompt with an image and no text, as the chat template writes it, if there is one: SGLang
+        """Return a prompt with an image and no text, in the chat template's form if there is one: SGLang
         finds an image only between the template's tokens."""
         if self._processor.chat_template is None:
             return self.alone(image)
@@ -161,20 +161,20 @@ class Vision:
 
     def media_of(self, files: Sequence[bytes], tokens: int) -> Mapping[str, NDArray[Any]]:
         """Return the arrays of images given as files; see `VisionPrompt`. Raise ConfigError if one cannot be
-        read, or they have not the prompt's number of image tokens."""
-        seen = self.alone(*map(decode, files))
-        found = self.count(seen.ids)
-        if found != tokens:
+        read, or if the images do not have `tokens` image tokens."""
+        prompt = self.alone(*map(decode, files))
+        count = self.count(prompt.ids)
+        if count != tokens:
             raise ConfigError(
                 f"a prompt has {tokens} image tokens (id {self.image_token}), and its {len(files)} images "
-                f"have {found}; do all machines have the same model folder and transformers?"
+                f"have {count}; do all machines have the same model folder and transformers?"
             )
-        return seen.media
+        return prompt.media
 
     @property
     def place(self) -> str:
         """The text that the processor replaces by the tokens of an image."""
-        # In some processors one token of the text represents the whole image; in the ids, other tokens do.
+        # In some processors one token of the text represents the whole image; in the ids, others do.
         return getattr(self._processor, "boi_token", None) or self._processor.image_token
 
     def of(self, row: Row) -> RowTokenizer:
@@ -188,9 +188,9 @@ class Vision:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> VisionPrompt:
-        """Process a prompt with its images. Each has a placeholder: in text the model's own, in chat messages
-        a part `{"type": "image"}` or `<image>` in a text. Raise ConfigError if the numbers differ, the images
-        do not suit the model, or it lacks a chat template for messages."""
+        """Process a prompt with its images. Each image has a placeholder: in a text the model's own, in chat
+        messages a part `{"type": "image"}` or `<image>` in a text. Raise ConfigError if the numbers differ,
+        the images do not suit the model, or the model lacks a chat template for messages."""
         plain = isinstance(prompt, str)
         text = prompt if plain else self.render(prompt, tools=tools, with_images=bool(images))
         return self._process(text, images, plain=plain)
@@ -222,7 +222,7 @@ class Vision:
             for turn in messages
         ]
         text = self.tokenizer.render(turns, tools=tools, add_generation_prompt=add_generation_prompt)
-        return plain_text(text, mark=_ZERO_WIDTH)  # the processor would read the text as the token
+        return plain_text(text, mark=_ZERO_WIDTH)  # else the processor reads a special token
 
     def _process(self, text: str, images: Sequence[Image], *, plain: bool) -> VisionPrompt:
         try:
@@ -295,7 +295,7 @@ class RowTokenizer:
 
     @property
     def rows(self) -> DatasetConfig | None:
-        """The section of the rows."""
+        """The section `dataset` of the run."""
         return self._vision.tokenizer.rows
 
     def decode(
@@ -307,8 +307,8 @@ class RowTokenizer:
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
     """Return chat messages with images at their places: `<image>` in a text or a part `{"type": "image"}`
-    becomes `{"type": "image", "sha256": digest}`. Raise ConfigError unless there is a place for each
-    image."""
+    becomes `{"type": "image", "sha256": digest}`. Raise ConfigError if the numbers of places and
+    images differ."""
     placed: list[Message] = []
     places = 0
     for message in messages:
@@ -347,7 +347,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _parts(content: Any, *, with_images: bool) -> Any:
-    """Return a content as parts: the only form that all templates of vision-language models read."""
+    """Return a text content as parts, the only form that all templates of vision-language models read."""
     if not isinstance(content, str):
         return content
     texts = content.split("<image>") if with_images else [content]
@@ -358,8 +358,8 @@ def _parts(content: Any, *, with_images: bool) -> Any:
 
 
 def _load_processor(model: str) -> Any:
-    """Load the model's processor with Pillow's image processor. AutoProcessor would choose torchvision's
-    where installed, and needs it for videos, which rows do not have."""
+    """Load the model's processor with Pillow's image processor. AutoProcessor would choose torchvision
+    if it is installed, and needs torchvision for videos, which rows do not have."""
     from transformers import AutoConfig, AutoImageProcessor, PreTrainedTokenizerFast
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 

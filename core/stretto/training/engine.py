@@ -443,7 +443,7 @@ class HFTraining:
     def _with_blank_image(self, micro: Batch) -> Batch:
         """Return the micro-batch for the model. If the model reads images and there are several parts, add a
         blank image, with an unused output, to a micro-batch without images. Without it, ranks with images
-        would wait for this rank forever. Raise EngineError if the batch has images and the model reads none."""
+        would wait for this rank forever. Raise EngineError if there are images that the model cannot read."""
         if any(micro.media):
             if not self._reads_images:
                 raise EngineError(f"the batch carries images, and model {self._initial!r} reads none")
@@ -454,7 +454,7 @@ class HFTraining:
         return Batch.concat([plain, self._blank])
 
     def _rows(self, work: list[_Work], max_count: int) -> list[ModelInputs]:
-        """Return the rows of each micro-batch, then blank rows up to `max_count`, the maximum of all parts."""
+        """Return the rows of each micro-batch, then blank rows up to `max_count`, the maximum over parts."""
         rows = [item.rows for item in work]
         if max_count > len(work):
             blank = Batch([2], {"tokens": torch.zeros(2, dtype=torch.long)}, {})
