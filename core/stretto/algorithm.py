@@ -73,7 +73,7 @@ their tokens; `sequence_sum`: mean over sequences of the sum over their tokens."
 # statistics. The engine averages each statistic over the trained tokens; of a statistic whose name ends in
 # `_max` it takes the maximum.
 LossFunction = Callable[["Tensor", "Batch"], "tuple[Tensor, Mapping[str, Tensor]]"]
-# Statistics of the batch of an optimizer step, before the step, and the factor of the step before (1 before
+# Statistics of the batch of an optimizer step, before the step, and the factor of the previous step (1 for
 # the first step) -> factor of the step's learning rate, >= 0.
 LearningRateScale = Callable[[Mapping[str, float], float], float]
 # The batch -> the columns that the call writes.
@@ -121,12 +121,12 @@ class Loss:
     """Weight of an entropy bonus: at each trained token, the engine subtracts this weight times the entropy,
     in nats, of the distribution that the token was drawn from. Only for a `policy` head."""
     whole_vocabulary: bool = False
-    """Whether the function reads the column `WHOLE`. The batch has it if the sampler did not draw from the
-    whole vocabulary: then the function's first argument has the logprobs of what it drew from, and `WHOLE`
-    those over the whole vocabulary, with gradient."""
+    """Whether the function reads the column `WHOLE`. The batch has this column if the sampler did not draw
+    from softmax(logits / temperature). The function's first argument then has the logprobs of the sampler's
+    distribution, and `WHOLE` has the logprobs over the whole vocabulary, with gradient."""
     summarise: Callable[[Mapping[str, float]], Mapping[str, float]] = dict
-    """Makes the step's statistics of the means of the function's statistics over the trained tokens: for what
-    is no mean over tokens itself."""
+    """Converts the means of the function's statistics over the trained tokens to the step's statistics, for a
+    value that is not itself such a mean."""
     lr_scale: LearningRateScale | None = None
     """Gets the step's statistics, and returns the factor of the learning rate of an optimizer step. The
     engine keeps the factor from step to step and in checkpoints. None leaves the learning rate unchanged."""
@@ -189,8 +189,8 @@ def train(model: str, loss: Loss, *, reads: Sequence[str], minibatches: int = 1,
 
 
 EQUAL = 8 * 2.0**-24
-"""Rewards that differ by at most this share of the largest one are equal: parts of a reward that are added up
-in another order differ by less, and so does a value that was a float32 on its way."""
+"""Rewards that differ by at most this share of the largest reward are equal. Rounding errors are smaller: of
+sums in another order, and of a value that was converted to float32."""
 
 
 def are_equal(rewards: Sequence[float]) -> bool:

@@ -1,4 +1,4 @@
-"""The version of the API that plugins and programs are written for, and how a name leaves it.
+"""The version of the API that plugins and programs are written for, and the deprecation of names.
 
 The API is every name that plugins may use: `__all__` of the public modules, and the hooks.
 `tests/contracts/public_api.txt` lists it with all signatures, so that a review sees each change.
@@ -29,13 +29,13 @@ _T = TypeVar("_T", bound="type[Any] | Callable[..., Any]")
 
 
 def replaced_by(replacement: str, *, since: str) -> Callable[[_T], _T]:
-    """Deprecate a function or a class: who calls it gets a DeprecationWarning at the place of the call.
+    """Deprecate a function or a class: a call gives a DeprecationWarning for the caller's line.
 
         @replaced_by("stretto.reward.score_of", since="1.3")
         def old_name(): ...
 
     Args:
-        replacement: full name of what to use instead.
+        replacement: full name of the function or class to use instead.
         since: API version in which the name was deprecated.
     """
 
@@ -47,15 +47,15 @@ def replaced_by(replacement: str, *, since: str) -> Callable[[_T], _T]:
 
 
 def mismatch(made_for: str) -> str:
-    """Return why a plugin that was made for another version of the API may not work here; empty if it should.
+    """Return why a plugin that was made for another version of the API may not work here; else empty.
     Raise ValueError if the text is no API version."""
-    wanted, own = _parts(made_for), _parts(API_VERSION)
-    if wanted[0] < own[0]:
+    wanted, current = _parts(made_for), _parts(API_VERSION)
+    if wanted[0] < current[0]:
         return (
             f"was made for API {made_for}, and this stretto has {API_VERSION}: names may be gone; look for a "
             "newer version of the plugin"
         )
-    if wanted > own:
+    if wanted > current:
         return (
             f"was made for API {made_for}, and this stretto has {API_VERSION}: names may be missing; "
             "pip install -U stretto"

@@ -1,5 +1,5 @@
-"""NumPy arrays inside bus messages: raw little-endian bytes with dtype and shape, read without a copy. And
-the ids from which a sampler drew each token, as two arrays."""
+"""NumPy arrays inside bus messages: raw little-endian bytes with dtype and shape, read without a copy.
+Also the ids from which a sampler drew each token, as two arrays."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
             TypeError: for a dtype that is not boolean, integer or floating point.
         """
         array = np.asarray(values, dtype=dtype)
-        own = array.dtype
-        if own.kind not in _KINDS:
-            raise TypeError(f"cannot send an array of dtype {own}; expected numbers or booleans")
-        if not own.isnative or sys.byteorder != "little":
-            array = array.astype(own.newbyteorder("<"), copy=False)
+        original = array.dtype
+        if original.kind not in _KINDS:
+            raise TypeError(f"cannot send an array of dtype {original}; expected numbers or booleans")
+        if not original.isnative or sys.byteorder != "little":
+            array = array.astype(original.newbyteorder("<"), copy=False)
         return cls(array.dtype.str, array.shape, memoryview(array.tobytes()))
 
     def numpy(self) -> NDArray[Any]:
@@ -76,34 +76,34 @@ class Array(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """For each of n tokens, the ids from which it was drawn; none for a token that was not sampled, or that
-    was drawn from the whole vocabulary.
+    """For each of n tokens, the ids from which it was drawn; no ids for a token that was not sampled, or
+    that was drawn from the whole vocabulary.
 
-    Under top_p, top_k or min_p a token is drawn from a part of the vocabulary, and its probability is that
-    within this part. A trainer has to renormalise over the same ids: the ratio of its probabilities to the
-    sampler's otherwise misses the kept mass (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Keep Sampling
-    Mask").
+    Under top_p, top_k or min_p a token is drawn from a part of the vocabulary, and its probability is
+    normalised over this part. A trainer has to renormalise over the same ids: otherwise the ratio of its
+    probabilities to the sampler's misses the kept mass (DeepSeek-V3.2, arXiv 2512.02556, section 3.1, "Keep
+    Sampling Mask").
     """
 
     counts: NDArray[np.uint16]
     """(n,) number of ids of each token."""
     ids: NDArray[np.int32]
-    """(sum of counts,) the ids, those of the first token first, ascending for each token."""
+    """(sum of counts,) the ids of all tokens, token after token; the ids of each token ascend."""
 
     @classmethod
     def of(cls, ids: Sequence[NDArray[np.int32]]) -> KeptTokens:
-        """Join the ids of some tokens, which ascend for each."""
-        counts = np.array([len(each) for each in ids], np.uint16)
+        """Join the ids of several tokens. The ids of each token must ascend."""
+        counts = np.array([len(token_ids) for token_ids in ids], np.uint16)
         return cls(counts, np.concatenate([np.empty(0, np.int32), *ids]))
 
     @classmethod
     def read(cls, counts: Array | None, ids: Array | None) -> KeptTokens | None:
-        """Return what a message has in these two fields; None if it has none."""
+        """Return the kept tokens in these two fields of a message; None if the fields are empty."""
         return None if counts is None or ids is None else cls(counts.numpy(), ids.numpy())
 
     @classmethod
     def none(cls, length: int) -> KeptTokens:
-        """Return what `length` tokens have that were not sampled."""
+        """Return the kept tokens of `length` tokens that were not sampled: no ids."""
         return cls(np.zeros(length, np.uint16), np.empty(0, np.int32))
 
     @classmethod
@@ -117,30 +117,30 @@ class KeptTokens:
         return len(self.counts)
 
     def part(self, start: int, stop: int | None = None) -> KeptTokens:
-        """Return what the tokens from `start` to `stop` have."""
-        before, own = self.counts[:start], self.counts[start:stop]
-        first = int(before.sum(dtype=np.int64))
-        return KeptTokens(own, self.ids[first : first + int(own.sum(dtype=np.int64))])
+        """Return the kept tokens of the tokens from `start` to `stop`."""
+        earlier, counts = self.counts[:start], self.counts[start:stop]
+        first = int(earlier.sum(dtype=np.int64))
+        return KeptTokens(counts, self.ids[first : first + int(counts.sum(dtype=np.int64))])
 
     def at(self, places: NDArray[np.int64]) -> KeptTokens:
-        """Return what the tokens at these places have, which ascend."""
+        """Return the kept tokens of the tokens at these ascending indices."""
         chosen = np.zeros(len(self), np.bool_)
         chosen[places] = True
         return KeptTokens(self.counts[chosen], self.ids[np.repeat(chosen, self.counts)])
 
     def fault(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> str:
-        """Return what is wrong with this as the kept tokens of an answer's tokens, (n,); empty if nothing.
+        """Return why these cannot be the kept tokens of an answer's tokens, (n,); empty if they can.
 
         Args:
-            sampled: (n,) the tokens that the policy sampled. Each must be one of its own kept ids, and the
-                others must have none.
+            sampled: (n,) the tokens that the policy sampled. Each must be one of its own kept ids; other
+                tokens must have no kept ids.
         """
         if self.counts.shape != tokens.shape or self.ids.shape != (int(self.counts.sum(dtype=np.int64)),):
             return f"{len(self.ids)} ids for {len(self.counts)} of {len(tokens)} tokens"
         if not np.array_equal(self.counts > 0, sampled):
             return "not each sampled token has kept tokens"
         owner = np.repeat(np.arange(len(tokens)), self.counts)
-        own = np.bincount(owner[self.ids == tokens[owner]], minlength=len(tokens))
-        if not (own[sampled] == 1).all():
+        matches = np.bincount(owner[self.ids == tokens[owner]], minlength=len(tokens))
+        if not (matches[sampled] == 1).all():
             return "a sampled token is not one of its kept tokens"
         return ""

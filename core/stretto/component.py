@@ -76,9 +76,9 @@ ConfigT = TypeVar("ConfigT", bound=msgspec.Struct)
 
 
 class ComponentParts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Components that a component is made of, each under its own name: the type of the key `parts` of a
-    section. The parts are of the kind of the section, and each is written like such a section. The factory of
-    the component gets the objects of its parts as third argument, by name."""
+    """The type of a section's key `parts`: components that a component is made of, each under its own name.
+    Each part has the kind of the section and is written like such a section. The component's factory gets the
+    objects of the parts, by name, as its third argument."""
 
 
 class Context(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     """The run's seed."""
     model: str | None = None
     """Local folder or hub id of the initial model; None when the engines need none. A training engine
-    receives that of the model that it holds."""
+    receives the source of its own model."""
     head: Head = "policy"
     """For a training engine: the output of its model for each token."""
     trainable: bool = True
@@ -102,7 +102,7 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""
     """For a training engine in a group of several processes: how the processes find each other. Either the
     path of a file that all of them see, or `tcp://HOST:PORT`, where rank 0 listens. Each start of the group
-    has another one. The engines in one process share its process group."""
+    has a new value. The engines in one process share its process group."""
     folder: str = ""
     """The run's folder; empty in a process that has no access to it."""
     sandbox: SandboxMode = "bubblewrap"
@@ -110,8 +110,8 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     worker: str = "kernel"
     """Id of the worker that the component lives in, or `kernel`."""
     samples_in_flight: int = 0
-    """For an inference engine: how many samples of training it may have at the same time, its part of what
-    `queue.max_staleness` admits; 0 if none."""
+    """For an inference engine: maximum number of training samples that it has at once, its share of the
+    samples that `queue.max_staleness` admits; 0 if it serves no training."""
 
     def path(self, *parts: str) -> Path:
         """Return a path inside the run's folder."""
@@ -167,7 +167,7 @@ class Component(Generic[ConfigT]):
     represent the images of a row. Used for inference engines only."""
     api: str | None = None
     """Version of stretto's API that the component was made for, such as `"1.0"` (see `stretto.api`).
-    `stretto doctor` warns if this stretto has one that may not fit. None: the component does not say."""
+    `stretto doctor` warns if this version may not fit that of stretto. None: not known."""
     reward_columns: tuple[str, ...] | None = None
     """For a workflow: the columns that it passes to the reward in addition to those of the row, such as
     `completion_tokens` if it passes whole answers to `Session.score`. If this names no other column, `stretto

@@ -68,7 +68,7 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     when its group fails, when its worker dies and, with `on_late: drop`, when it is late."""
     min_members: PositiveInt | Literal["all"] | None = None
     """Number of samples that a group must have when others have failed; with fewer, the whole group fails.
-    `all` lets no group be trained of which a sample has failed. Default: half of the group, at least 2."""
+    `all`: a group in which a sample has failed is not trained. Default: half of the group, at least 2."""
     max_filtered: PositiveInt | None = None
     """Maximum number of consecutive groups that the algorithm filters; the run then stops. Rows that the
     dataset leaves out, such as by `max_prompt_tokens`, do not count. Default: 16 × `batch_size`."""
@@ -76,10 +76,10 @@ class QueueConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Maximum number of consecutive groups that fail; the run then stops. Default: 2 × `batch_size`."""
 
     def least_members(self, samples: int) -> int:
-        """Return how many samples a group must have of which others have failed.
+        """Return the minimum number of samples of a group in which other samples have failed.
 
         Args:
-            samples: number of samples that the group was to have.
+            samples: number of samples of a complete group.
         """
         if self.min_members == "all":
             return samples
@@ -98,10 +98,10 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     every: NonNegativeInt = 0
     """Number of versions between two evaluations. 0 evaluates the first and the last version only."""
     own_engine: bool | None = None
-    """Give evaluations an inference worker of their own, with a second copy of the model. On processors it
-    computes with low priority, so training loses little. Null: yes if the run has one engine, of a kind that
-    starts in a moment, on processors of the local launcher, and memory has room. `stretto check` says what
-    the run does. Without one, `wait/evaluation_s` in `metrics.jsonl` says how long training waits."""
+    """Give evaluations an inference worker of their own, with a second copy of the model. On CPUs it
+    computes with low priority, so training loses little. null: yes if the run has one engine, if that kind of
+    engine starts quickly, on CPUs with the local launcher, and if memory suffices. `stretto check` says what
+    the run does. Without it, `wait/evaluation_s` in `metrics.jsonl` is the time that training waits."""
     rows: PositiveInt | None = None
     """Number of rows to use, from the first row on; default all rows."""
     samples: PositiveInt = 1
@@ -171,8 +171,8 @@ class TlsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """TLS of the connections to your own NATS server. docs/nats.md has the commands that make such files."""
 
     ca: LocalPath | None = None
-    """Certificates of the authorities that may have signed the server's certificate; default those of the
-    system."""
+    """Certificates of the authorities that may have signed the server's certificate; default: the
+    system's."""
     certificate: LocalPath | None = None
     """Certificate that every process of the run shows to the server, if the server asks for one."""
     key: LocalPath | None = None
@@ -234,17 +234,17 @@ class BusConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         ]
         | None
     ) = None
-    """Name or address by which other machines reach the bundled server. Default: that of `listen`, or for
-    `0.0.0.0` the machine's name if it stands for an address other than loopback, else the address of the
-    machine's default route."""
+    """Name or address by which other machines reach the bundled server. Default: the address in
+    `listen`; for `0.0.0.0` the machine's name if it resolves to an address other than loopback, else the
+    address of the machine's default route."""
     insecure: bool = False
     """Use no TLS for `listen`, and do not warn of a `url` without TLS on another machine. Whoever can read
     the network then reads the run's credentials, and with them can do everything that its workers can."""
     grace_s: PositiveFloat = 10.0
-    """Seconds that workers and the bundled server keep running after the kernel process is gone. It holds for
-    the workers that see the run's folder on the kernel's machine; the others leave after `outage_s`."""
+    """Seconds that workers and the bundled server keep running after the kernel process is gone. This applies
+    to workers on the kernel's machine that see the run's folder; other workers leave after `outage_s`."""
     outage_s: PositiveFloat = 300.0
-    """Seconds for which the run waits for a NATS server that is gone or stands still. Afterwards the run
+    """Seconds for which the run waits for a NATS server that is gone or does not answer. Afterwards the run
     ends, and can be resumed. A worker on another machine leaves after this many seconds without the
     kernel."""
     max_payload_mb: Annotated[int, msgspec.Meta(ge=1, le=_MOST_PAYLOAD_MB)] = 8
@@ -294,7 +294,7 @@ class MetricsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The bounds of a number that stretto changes while the run goes on."""
+    """The bounds of a number that stretto changes during the run."""
 
     min: PositiveInt
     """The smallest value."""
@@ -314,7 +314,7 @@ class RolloutConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=
     concurrency: PositiveInt | Bounds = 64
     """Number of training tickets that each worker runs at once. Each worker also runs up to this many
     evaluation tickets at once. `{min: 8, max: 64}` is for conversations of many turns: the number begins at
-    `min`, grows while it is reached, and falls while engines compute texts again that they had no room to
+    `min`, grows while it is reached, and falls while engines recompute texts that their caches could not
     keep. With `inference.deterministic` it is `max`."""
 
     @property
@@ -335,9 +335,9 @@ class VerifierConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     """Maximum number of tool processes of each worker. One starts with the worker; the others start when
     calls wait."""
     pause_s: NonNegativeFloat = 300.0
-    """How long the calls of the reward or the environment pause, in seconds, after 10 of them in a row failed
-    because a service did not answer or a call took too long. Meanwhile one call at a time tries again. Then
-    the calls fail. 0: they never pause."""
+    """How long the calls of the reward or the environment pause, in seconds, after 10 calls in a row failed
+    because a service did not answer or a call took too long. During the pause one call at a time is repeated;
+    after it, the calls fail. 0: calls never pause."""
 
 
 class Groups(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -448,7 +448,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Trackers that receive the metrics, besides the files in the run's folder."""
 
     def samplings(self) -> Iterator[tuple[str, Sampling]]:
-        """Yield the run's ways to sample, each with its dotted key. A variant's are those of its own run."""
+        """Yield the run's sampling sections, each with its dotted key. A variant has its own `RunConfig`."""
         yield "sampling", self.sampling
         if self.evaluation is not None and self.evaluation.sampling is not None:
             yield "evaluation.sampling", self.evaluation.sampling
@@ -459,6 +459,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return (settings and settings.path) or self.model
 
     def keeps_row(self, row: int) -> bool:
-        """Whether to keep the samples of a held-out row."""
+        """Return whether to keep the samples of a held-out row."""
         evaluation = self.evaluation
         return evaluation is not None and (evaluation.keep_answers or self.samples.keeps(row))

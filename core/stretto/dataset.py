@@ -34,7 +34,7 @@ Message = Mapping[str, Any]
 
 class OwnTurn(dict[str, Any]):
     """A message whose special tokens are tokens: the policy sampled it, or `dataset.special_tokens` says so.
-    In every other message they are text, because whoever writes it could else begin turns of his own."""
+    In every other message they are text, because the author of the message could otherwise begin turns."""
 
 
 class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -53,15 +53,15 @@ class DatasetConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     it, also in evaluations. `strftime_now` is the date that a template writes; default: the day on which the
     run starts."""
     special_tokens: Literal["text", "tokens"] | None = None
-    """What the text of a special token, such as `<|im_end|>`, is in the messages of a row: `text` as any
-    other, or the token. Default: text, and rows that train an answer with such a text are refused. Prompts
-    that are text, not messages, keep their special tokens. For evaluations, too."""
+    """How to encode the text of a special token, such as `<|im_end|>`, in the messages of a row: `text`, as
+    any other text, or `tokens`, as the special token. Default: as text, but rows that train an answer with
+    such a text are refused. Prompts of plain text keep their special tokens. Also applies to evaluations."""
     shuffle: bool = True
     """Visit the rows of every epoch in a random order, drawn with the run's seed."""
 
 
 class Dataset(Protocol):
-    """Must give the same rows in every process, each time it is made. The kernel and the rollout workers make
+    """A dataset. It must return the same rows in every process. The kernel and the rollout workers make
     it."""
 
     def __len__(self) -> int: ...
@@ -77,7 +77,7 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A text that changes whenever a row changes. Workers compare their own with the kernel's."""
+        """A text that changes whenever a row changes. Workers compare their text with the kernel's."""
         ...
 
 
@@ -85,7 +85,7 @@ class Dataset(Protocol):
 
 
 class TicketEnd(msgspec.Struct, frozen=True):
-    """What became of a training ticket."""
+    """The outcome of a training ticket."""
 
     ticket: int
     row: int
@@ -98,7 +98,7 @@ class TicketEnd(msgspec.Struct, frozen=True):
 
 
 class Curriculum(Protocol):
-    """Chooses the row of every training ticket, by what became of earlier tickets. It does no I/O.
+    """Chooses the row of every training ticket by the outcomes of earlier tickets. It does no I/O.
 
     The kernel writes each choice to the journal before it issues the ticket. A resumed run restores the state
     of a checkpoint and reports the recorded draws with `drawn`, without asking `choose`. So random numbers
@@ -107,7 +107,7 @@ class Curriculum(Protocol):
     """
 
     def choose(self, ticket: int, version: int) -> int:
-        """Return the row of a new ticket. It changes nothing: `drawn` follows.
+        """Return the row of a new ticket. Does not change the state: the next call of `drawn` does.
 
         Args:
             version: number of train steps that are complete.
@@ -115,18 +115,18 @@ class Curriculum(Protocol):
         ...
 
     def drawn(self, ticket: int, row: int, version: int) -> None:
-        """A ticket gets this row: the one chosen, the one that the journal records, or the row of an expired
-        ticket that is drawn again. Called once for each ticket, in the order of tickets."""
+        """Record that a ticket gets this row: the chosen row, the row in the journal, or the row of an
+        expired ticket that is drawn again. Called once for each ticket, in the order of tickets."""
         ...
 
     def ended(self, end: TicketEnd) -> None:
-        """A ticket has ended. Called once for each ticket, before the next choice at a later version than
-        that of its draw."""
+        """Record that a ticket has ended. Called once for each ticket, before the next choice at a version
+        later than that of the ticket's draw."""
         ...
 
     def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
-        """Return why a finished group is not trained, in a few words; empty if it is. The answer depends on
-        the arguments alone. The ledger counts the ticket as filtered."""
+        """Return why a finished group is not trained, in a few words; empty if it is trained. The result
+        depends on the arguments alone. The ledger counts the ticket as filtered."""
         ...
 
     def figures(self) -> dict[str, float]:
@@ -138,7 +138,7 @@ class Curriculum(Protocol):
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state that `state` returned. The dataset may have fewer rows than it had then."""
+        """Restore the state that `state` returned. The dataset may have fewer rows than it had then."""
         ...
 
 

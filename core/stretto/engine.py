@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 FEW_SLOTS, MOST_SLOTS = 32, 128
-"""Slots of an engine whose run file has no number: at least, and at most."""
+"""Bounds of the number of slots of an engine if the run file does not set the number."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +72,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Values added to the logits of these token ids, before all other options. -100 practically forbids a
     token."""
     max_kept: Annotated[int, msgspec.Meta(ge=1, le=65535)] = 1024
-    """In training with top_p, top_k or min_p: the largest number of tokens that one token is drawn from. The
-    engine applies it as a `top_k`, and sends these tokens with each token it draws."""
+    """In training with top_p, top_k or min_p: the maximum number of candidates from which a token is drawn.
+    The engine applies it as a `top_k`, and sends the candidates with each token that it draws."""
     max_tokens: PositiveInt = 256
     """Maximum length of an answer, in tokens."""
     stop: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
@@ -97,7 +97,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """The options that say from what tokens are drawn, besides the temperature."""
+        """The options that define the distribution of sampled tokens, besides the temperature."""
         return self.top_p, self.top_k, self.min_p, self.logit_bias, self.max_kept
 
     def in_training(self) -> Sampling:
@@ -135,12 +135,12 @@ def default_canary_bound(dtype: str | None) -> float:
 
 
 class HostMemory(NamedTuple):
-    """What one process of an engine takes of its machine's memory."""
+    """The host memory that one process of an engine needs."""
 
     size: int
     """Bytes, at most."""
     parts: str = ""
-    """The choices that it depends on, for people."""
+    """The settings on which the size depends, as text for users."""
 
 
 class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,15 +155,15 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     cache. `recompute` computes the KV cache again with the new weights, so that every logprob is exactly that
     of its version."""
     may_be_doubled: ClassVar[bool] = False
-    """Whether evaluations may get an engine of their own without being asked: it starts in a moment, and on
-    processors it takes little besides the memory for a second copy of the model."""
+    """Whether evaluations may get an engine of their own by default: it starts quickly, and on CPUs it needs
+    little besides the memory for a second copy of the model."""
     sends_kept_tokens: ClassVar[bool] = False
     """Whether the engine sends `Chunk.kept`, and reports logprobs of the distribution that it really draws
     from, also under `logit_bias`."""
     deterministic: bool = False
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed. The
-    first start of an engine tests what the processor needs for it, up to some minutes; the result is kept in
-    `~/.cache/stretto/deterministic`, for this model, processor, number of slots and other values."""
+    first start of an engine tests what the processor needs for this, which takes up to some minutes. The
+    result is kept in `~/.cache/stretto/deterministic`, for this model, processor, slots and other values."""
     canary: CanaryConfig | None = CanaryConfig()
     """The fixed text that trainer and engine score at every weight swap; null for none."""
 
@@ -175,10 +175,10 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
         return self.canary.bound or default_canary_bound(getattr(self, "dtype", None))
 
     def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
-        """Return what one process takes for weights and cache; None if that is not known before the start.
+        """Return the memory that one process needs for weights and cache; None if not known before the start.
 
         Args:
-            model: the run's.
+            model: the run's model.
             samples_in_flight: see `Context`.
         """
         del model, samples_in_flight
@@ -212,9 +212,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Seconds after which the engine ends the unfinished samples with `error`."""
     images: tuple[Digest, ...] = ()
     """SHA-256 of the file of each image, in the order of their places in the prompt. The prompt has the
-    tokens that the model's processor makes of each."""
+    tokens that the model's processor makes of each image."""
     wants_kept: bool = False
-    """Whether each token is to come with the tokens that it was drawn from."""
+    """Whether the engine sends with each token the candidates from which it was drawn (`Chunk.kept`)."""
 
 
 Finish = Literal["", "stop", "length", "abort", "error"]
@@ -238,7 +238,7 @@ class Chunk:
     error: str = ""
     """The reason when `finish` is `error`; otherwise empty."""
     kept: KeptTokens | None = None
-    """The tokens from which each token was drawn, if the request wants them."""
+    """The candidates from which each token was drawn, if the request wants them."""
 
 
 Emit = Callable[[list[Chunk]], None]
@@ -383,7 +383,7 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
     reads_drawn: ClassVar[bool] = False
-    """Whether the engine computes logprobs from what `Batch.drawn` says that tokens were drawn from."""
+    """Whether the engine computes logprobs under the sampler's distribution, `Batch.drawn`."""
 
     @property
     def data_parallel(self) -> int:
@@ -398,11 +398,11 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
         return 1
 
     def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
-        """Return what one process takes besides activations; None if that is not known before the start.
+        """Return the memory that one process needs besides activations; None if not known before the start.
 
         Args:
             trained: number of parameters of the group's models that are trained.
-            frozen: number of those of its other models.
+            frozen: number of parameters of the group's other models.
         """
         del trained, frozen
         return None
@@ -455,9 +455,9 @@ class TrainingEngine(Protocol):
             copy_bytes: largest copy of the state that this rank may make.
 
         Returns:
-            None when everything is written; or a function that writes what is left, from a copy. The worker
-            calls it once, in another thread, while the engine goes on. It raises as `save` does, and may not
-            communicate with other ranks.
+            None when everything is written; or a function that writes the rest, from a copy. The worker calls
+            it once, in another thread, while the engine continues. The function raises as `save` does, and
+            may not communicate with other ranks.
 
         Raises:
             OSError: if the state cannot be written; the caller removes the folder.
@@ -471,8 +471,8 @@ class TrainingEngine(Protocol):
 
 @runtime_checkable
 class PartlyFrozenEngine(TrainingEngine, Protocol):
-    """A training engine that says which of its tensors no step changes. They are published once, and not with
-    every version."""
+    """A training engine that separates frozen tensors, which no step changes. They are published once, not
+    with every version."""
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the tensors of `weights` that a step may change."""
@@ -488,7 +488,7 @@ def slots_for(samples_in_flight: int, *, deterministic: bool) -> int:
 
     Args:
         samples_in_flight: see `Context`.
-        deterministic: whether the same run gives the same bits. Then the number is always the same.
+        deterministic: whether answers must be bitwise identical. The number is then constant.
     """
     if deterministic or not samples_in_flight:
         return FEW_SLOTS

@@ -93,7 +93,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def columns_of_turn(conversation: Conversation, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an environment gets by name besides the columns of the row, after an answer."""
+    """Return the arguments of an environment after an answer, without the columns of the row."""
     return {
         "completion": conversation.answers[-1].text,
         "messages": conversation.history,
@@ -106,7 +106,7 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
     """Convert the return value of an environment to feedback.
 
     Args:
-        returned: the value; its images are files already.
+        returned: the value. Its images have been converted to files.
 
     Raises:
         ValueError: if the value is not valid for an environment.

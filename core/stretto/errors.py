@@ -19,7 +19,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     │   └── ServerLost       (stretto.serving.server) an engine's server did not answer, or broke off
     ├── RequestError         a request that an inference engine cannot serve
     ├── RewardError          a reward or an environment that raised, took too long, or gave an invalid value
-    ├── PolicyError          a sample that failed by what its own answer did
+    ├── PolicyError          a sample that failed because of its own answer
     ├── MembersError         a group of which too few samples are left
     ├── WeightsError         weights that are missing, damaged or not the announced ones: `version`
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
@@ -180,8 +180,8 @@ class RewardError(StrettoError):
     """A reward or an environment raised an exception, took too long, or gave an invalid value.
 
     Args:
-        kind: `environment`, or `infrastructure` if its process was lost or a service did not answer, so that
-            the user's code need not be at fault.
+        kind: `environment`, or `infrastructure` if its process was lost or a service did not answer: then the
+            user's code may be correct.
         site: the exception that user code raised, with its file and line; empty if there was none.
     """
 
@@ -194,12 +194,12 @@ class RewardError(StrettoError):
 
 
 class PolicyError(StrettoError):
-    """The answer of the policy is at fault: it did what ends the sample. Rewards, environments and workflows
-    raise it. The sample is not tried again, and its reward is `workflow.failure_reward`."""
+    """The answer of the policy is at fault, and the sample ends. Rewards, environments and workflows raise
+    this error. The sample is not tried again, and its reward is `workflow.failure_reward`."""
 
 
 class MembersError(StrettoError):
-    """So many samples of a group have failed that the others are no group (`queue.min_members`)."""
+    """Too many samples of a group have failed: fewer than `queue.min_members` are left."""
 
 
 class WeightsError(StrettoError):
@@ -231,8 +231,8 @@ class RunError(StrettoError):
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `"; did you mean 'grpo'?"` with the known word nearest to `word`, or an empty string. Case and
-    `-` for `_` make no difference."""
+    """Return `"; did you mean 'grpo'?"` with the known word nearest to `word`, or an empty string. Upper
+    case and `-` in place of `_` make no difference."""
     word = word.lower().replace("-", "_")
 
     def likeness(candidate: str) -> float:
@@ -269,12 +269,12 @@ def location_of(error: BaseException, files: str = "") -> str:
     """Return `FILE:LINE` of an error, as `place_of` does; empty if all of its traceback is stretto's core."""
     libraries = tuple(sysconfig.get_paths().values())
     foreign = foreign_frames(error)
-    own = [
+    user_frames = [
         frame
         for frame in foreign
         if (files and frame.filename.startswith(files)) or not frame.filename.startswith(libraries)
     ]
-    return "".join(f"{frame.filename}:{frame.lineno}" for frame in (own or foreign)[-1:])
+    return "".join(f"{frame.filename}:{frame.lineno}" for frame in (user_frames or foreign)[-1:])
 
 
 def printable(text: str) -> str:
@@ -305,8 +305,8 @@ def column_error(row: Mapping[str, Any], column: str, message: str) -> ConfigErr
 
 @contextmanager
 def one_error() -> Generator[None]:
-    """Raise the first error of a task group in the block, not the exception group. For tasks that share one
-    job."""
+    """Raise the first error of a task group in the block instead of the exception group. For tasks that are
+    parts of one job."""
     try:
         yield
     except ExceptionGroup as group:
@@ -315,8 +315,8 @@ def one_error() -> Generator[None]:
 
 @asynccontextmanager
 async def one_job() -> AsyncGenerator[TaskGroup]:
-    """Yield a task group for the parts of one job. Raise the first error as itself, and the cancellation also
-    if it came when the block had just ended: anyio then ends a group as if its cancelled tasks were done."""
+    """Yield a task group for the parts of one job. Raise the first error, not a group of errors. Also raise a
+    cancellation that came when the block had just ended: anyio alone ends the group as if all were done."""
     with one_error():
         async with anyio.create_task_group() as tasks:
             yield tasks

@@ -52,7 +52,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of compute threads of each process. More threads than cores make a run many times slower."""
     gpus: NonNegativeInt = 0
     """Number of GPUs of each process. The launcher passes them in CUDA_VISIBLE_DEVICES, so a process sees no
-    other ones, and none with 0."""
+    other GPUs; with 0 it sees none."""
     share: Share = 1.0
     """Share of the memory of each GPU that a process may use. Roles whose shares add up to at most 1 can
     share one GPU."""
@@ -71,8 +71,8 @@ class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     once more. The count starts again after the worker has run for 10 minutes, for trainers also after a new
     step."""
     drain_s: PositiveFloat = 60.0
-    """Seconds that a worker that is asked to leave has to finish its work. Other workers get what is not
-    finished then."""
+    """Seconds in which a worker that is asked to leave must finish its work. Other workers get the work that
+    is not finished."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,13 +156,13 @@ class AdoptingLauncher(Protocol):
     """A launcher whose workers outlive the kernel, so that the next kernel of the run can take them over."""
 
     def record(self, worker: str) -> str:
-        """Return how a later launcher finds the process of a worker that this one has started or adopted. The
-        run's folder keeps the text."""
+        """Return a text with which a later launcher finds the process of a worker that this launcher has
+        started or adopted. The run's folder keeps the text."""
         ...
 
     async def adopt(self, job: Job, record: str) -> Handle | None:
-        """Take over the worker that a former launcher has started for this job, as if this one had. Return
-        None if its process is gone."""
+        """Take over the worker that an earlier launcher has started for this job. Return None if the worker's
+        process is gone."""
         ...
 
 
@@ -192,16 +192,16 @@ class Forks(Protocol):
     from which they are forked in a few milliseconds."""
 
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether it can start a command: the command is `python -m MODULE ...`, and the environment is that
-        of `process_environment` for one thread and no GPU. Libraries read their part of the environment when
-        they are loaded, so other processes have to load them by themselves."""
+        """Return whether the server can start a command: `python -m MODULE ...` with the environment of
+        `process_environment` for one thread and no GPU. Libraries read environment variables when they are
+        loaded, so a process with another environment must load the libraries itself."""
         ...
 
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> StartedProcess | None:
-        """Start a command in its own session, when the modules `imports` are imported. Return None if that
-        has failed, which is in the kernel's log; the caller then starts the command itself.
+        """Import the modules `imports`, then start a command in its own session. Return None if that failed
+        (the kernel's log has the reason); the caller then starts the command itself.
 
         Raises:
             OSError: if the log cannot be opened.
@@ -233,7 +233,7 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class SubmittingLauncher(Protocol):
-    """A launcher of a cluster in which the kernel runs, too: a run is submitted, and begins later."""
+    """A launcher of a cluster that also runs the kernel: a run is submitted and begins later."""
 
     def submission(self, submission: Submission) -> str | None:
         """Return the text to submit. None in a process that the cluster has started: there the run begins at
@@ -241,7 +241,7 @@ class SubmittingLauncher(Protocol):
         ...
 
     def submit(self, text: str) -> str:
-        """Submit the text, and return what the cluster calls it, such as `Slurm job 12`.
+        """Submit the text, and return the cluster's name for the job, such as `Slurm job 12`.
 
         Raises:
             LaunchError: if the cluster refuses it.

@@ -56,7 +56,7 @@ def place(
     - On a node, a process gets the GPUs with the most unused memory.
 
     More threads than cores are no error, but a process prefers a node with enough unused cores, and then the
-    one with the most.
+    node with the most.
 
     Args:
         running: the jobs that run already on these nodes, and their spots, by worker id.
@@ -81,8 +81,8 @@ def place(
 
 
 def _units(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Return the jobs that need one node together, those with large shares of a GPU first: a small share must
-    not take the GPU that a whole one needs."""
+    """Group the jobs that must share a node. Groups with large shares of a GPU come first, so that a small
+    share does not take the GPU that another job needs as a whole."""
     units: dict[str, list[Job]] = {}
     for job in jobs:
         units.setdefault(f"unit {job.unit}" if job.unit else f"job {job.worker}", []).append(job)
@@ -90,7 +90,7 @@ def _units(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 class _Room:
-    """What is unused on a node."""
+    """The unused resources of a node."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -129,14 +129,14 @@ class _Room:
         return Spot(self.node.name, gpus)
 
     def preference(self, job: Job) -> tuple[float, ...]:
-        """Return the reasons to place a job here, as numbers: higher is better, and earlier ones go first."""
+        """Return how well a job fits this node, as numbers: higher is better, the first counts most."""
         free_gpus = sum(self.gpus.values()) if job.resources.gpus else 0.0
         has_cores = self.cores >= job.resources.threads
-        same = sum(_group(each) == _group(job) for each in self.jobs)
+        group_jobs = sum(_group(placed) == _group(job) for placed in self.jobs)
         if job.role == "trainer":
-            return has_cores, same, free_gpus, self.cores
-        beside = job.role == "inference" and any(each.role == "trainer" for each in self.jobs)
-        return has_cores, -same, beside, free_gpus, self.cores
+            return has_cores, group_jobs, free_gpus, self.cores
+        near_trainer = job.role == "inference" and any(placed.role == "trainer" for placed in self.jobs)
+        return has_cores, -group_jobs, near_trainer, free_gpus, self.cores
 
 
 def _group(job: Job) -> str:
@@ -168,7 +168,7 @@ def _gpus(count: int) -> str:
 
 
 def interface_problems(key: str, interface: str) -> Iterator[Problem]:
-    """Yield the problem that this machine has no network interface of the name that a key gives."""
+    """Yield a problem if this machine has no network interface of this name. `key`: dotted config key."""
     known = [name for _, name in socket.if_nameindex()]
     if interface not in known:
         hint = offer(interface, known, "it has")

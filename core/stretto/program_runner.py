@@ -34,7 +34,7 @@ class ProgramLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one program."""
+    """The result of one program."""
 
     ending: Ending
     """How the program ended. A refused allocation of memory, a refused process or a full disk may appear as
@@ -51,7 +51,7 @@ class ProgramRunner(Protocol):
     """Runs programs. A scoring process makes one and keeps it; it ends with that process."""
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        """Run a text as the Python program `__main__`, wait for its end, and return what came of it.
+        """Run a text as the Python program `__main__`, wait for its end, and return the result.
 
         Up to `parallel` threads call this at the same time. Each program starts in an empty folder of its
         own, to which it can write, without network and without the environment of stretto. When this returns,

@@ -32,7 +32,7 @@ RewardValue = float | Mapping[str, float] | None
 
 
 def is_number(value: float) -> bool:
-    """Whether a reward or metric is a number that fits into float32, the dtype of trainers. False for NaN."""
+    """Return whether a reward or metric fits into float32, the dtype of trainers. False for NaN."""
     return abs(value) <= 3.4e38
 
 

@@ -22,11 +22,11 @@ class Tokenizer(Protocol):
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> NDArray[np.int32]:
         """Return (P,) ids of a prompt. For chat messages, the chat template is applied once and opens the
-        assistant's turn. A text gets the tokens that the tokenizer puts before it, unless it begins with them
-        already, and none after it, where the answer follows.
+        assistant's turn. A text gets the tokens that the tokenizer puts before a text, unless it already
+        begins with them, and no token at its end, where the answer follows.
 
         Args:
-            tools: as in `render`; a text shows none.
+            tools: as in `render`; a prompt of plain text shows no tools.
 
         Raises:
             ConfigError: if the prompt is chat messages and the tokenizer has no chat template.
@@ -34,9 +34,9 @@ class Tokenizer(Protocol):
         ...
 
     def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
-        """Return (A,) ids of the answer to a text, and of the token that ends it, unless the answer has an
-        end of its own: the one that the chat template writes, if the prompt has rendered turns; else the
-        end-of-sequence token, if there is one. For answers to chat messages, see `stretto.models.chats`."""
+        """Return (A,) ids of the answer to a text, with an end token unless the answer already ends with one.
+        The end token is the chat template's if the prompt has rendered turns, else the end-of-sequence
+        token, if there is one. For answers to chat messages, see `stretto.models.chats`."""
         ...
 
     def render(
@@ -58,13 +58,13 @@ class Tokenizer(Protocol):
         ...
 
     def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
-        """Return (L,) ids of a text that follows others, or with `whole` of one that begins. No token is
-        added before or after it. The text of a special token becomes that token, except where `render` says
-        that it is text.
+        """Return (L,) ids of a text that follows another text, or with `whole` of a text at the beginning. No
+        token is added before or after it. The text of a special token becomes that token, except where
+        `render` says that it is text.
 
         Args:
             after: the text that it follows; empty if that ends with a special token. Some tokenizers put a
-                space before a text that follows a special token, and none before one that goes on.
+                space before a text after a special token, but no space before a text that continues another.
         """
         ...
 
@@ -74,13 +74,13 @@ class Tokenizer(Protocol):
         """Return the text of tokens. Special tokens are left out unless `special` is True.
 
         Args:
-            after: (P,) ids of the tokens before them. Without any, the tokens are a text that begins: a
-                tokenizer that puts a space before such a text takes it away again.
+            after: (P,) ids of the tokens before `ids`. Without them, `ids` begin a text: a tokenizer that
+                puts a space at the start of a text removes the space again.
         """
         ...
 
     def ends_turn(self, token: int) -> bool:
-        """Return whether a token that ended an answer is no part of its text: an end token of the model, or
+        """Return whether a token that ended an answer is not part of its text: an end token of the model, or
         another special token."""
         ...
 

@@ -73,7 +73,7 @@ class ToolsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fiel
     max_result_chars: PositiveInt = 8000
     """Maximum length of a result, in characters. Longer results are cut, with a note at the end."""
     network: bool = False
-    """Let tools reach the network, by the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name."""
+    """Let tools reach the network, through the proxies that HTTP_PROXY, HTTPS_PROXY and NO_PROXY name."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Environment variables for the tools, such as `{API_KEY: "${oc.env:API_KEY}"}`. Of the run's own
     variables, tools receive only PATH, and with `network` those that name proxies."""
@@ -197,7 +197,7 @@ def parse_calls(text: str, parser: ParserName, opened: str = "") -> list[ToolCal
 
     Args:
         text: text of the answer, including special tokens.
-        opened: what the prompt opens of the answer (`stretto.models.chat_form.ChatForm.opened`).
+        opened: start of the answer in the prompt (`stretto.models.chat_form.ChatForm.opened`).
     """
     text = opened + text
     for opening in {"<think>", *re.findall(r"^<[^/>]+>|^\[[^/\]]+\]", opened)}:
@@ -229,12 +229,12 @@ def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserNam
 
 
 def _hermes(text: str) -> list[ToolCall]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it."""
+    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it."""
     return [_call_in(part) for part in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
 
 
 def _llama3(text: str) -> list[ToolCall]:
-    """The whole answer is `{"name": …, "parameters": {…}}`, or several of these with `;` between them."""
+    """Parse an answer that is `{"name": …, "parameters": {…}}`, or several of these with `;` between them."""
     text = re.sub(r"<\|(python_tag|eom_id|eot_id)\|>", "", text).strip()
     if not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', text):
         return []
@@ -250,8 +250,8 @@ def _llama3(text: str) -> list[ToolCall]:
 
 
 def _mistral(text: str) -> list[ToolCall]:
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from newer models one `[TOOL_CALLS]name[ARGS]{…}`
-    for each call."""
+    """Parse `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from newer models
+    one `[TOOL_CALLS]name[ARGS]{…}` for each call."""
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         part = part.removesuffix("</s>").strip()
@@ -265,7 +265,7 @@ def _mistral(text: str) -> list[ToolCall]:
             calls.append(_faulty(f"the calls are not valid JSON: {error}"))
             continue
         calls += [
-            _call_of(each) for each in (cast("list[Any]", value) if isinstance(value, list) else [value])
+            _call_of(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])
         ]
     return calls
 

@@ -77,7 +77,7 @@ class Sent(msgspec.Struct, frozen=True, kw_only=True):
     samples: int = 0
     """The newest step whose samples it has received; 0 if there is none."""
     evaluation_samples: int = -1
-    """The newest version of whose evaluation it has received samples; -1 if there is none."""
+    """The newest version for which it has received samples of the evaluation; -1 if there is none."""
 
 
 class Tracker(Protocol):
@@ -98,7 +98,7 @@ class Tracker(Protocol):
         Args:
             config: the composed run as a plain mapping. Values from the environment appear as the
                 interpolations that read them, not as values.
-            resumed_at: what this tracker has surely received before; None at the first start.
+            resumed_at: what this tracker has certainly received before; None at the first start.
 
         Returns:
             What the tracker has received, if it can find out; the next steps, evaluations and samples follow
@@ -108,7 +108,7 @@ class Tracker(Protocol):
 
     def step(self, metrics: Mapping[str, Any]) -> None:
         """Send the metrics of one train step, the object in `metrics.jsonl` (see `figures`). Steps come in
-        order. A tracker whose `start` returns None has to keep them through a kill of this process."""
+        order. A tracker whose `start` returns None must not lose them when this process is killed."""
         ...
 
     def evaluation(self, metrics: Mapping[str, Any]) -> None:
@@ -125,9 +125,9 @@ class Tracker(Protocol):
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Send a few samples of one step, or of one evaluation.
 
-        They come some time after its line, in the order of their steps; those of evaluations, in the order of
-        their versions. Models wrote the texts: they are printable and of bounded length, and where they are
-        shown as Markdown or HTML, the tracker escapes them.
+        Samples come some time after the line of their step, in the order of steps; those of evaluations, in
+        the order of versions. Models wrote the texts: they are printable and of bounded length, but a tracker
+        that shows them as Markdown or HTML must escape them.
 
         Args:
             rows: one or more, with the fields `SAMPLE_FIELDS`; `purpose` and `step` are those of all rows.
@@ -136,8 +136,8 @@ class Tracker(Protocol):
         ...
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Send the end of the run; `summary` is the content of `summary.json`. The call is the last of this
-        object. A run that is resumed later has another end."""
+        """Send the end of the run; `summary` is the content of `summary.json`. No method of this object is
+        called afterwards. A run that is resumed later has another end."""
         ...
 
 
@@ -166,8 +166,8 @@ def sample_cells(row: Mapping[str, Any]) -> list[str | float | None]:
 
 
 def kept_id(config: TrackerConfig, context: Context, make: Callable[[], str]) -> str:
-    """Return the name under which the tracker's service has this run: what the file `id` in the tracker's
-    folder says. The first process makes it."""
+    """Return the id of this run in the tracker's service, from the file `id` in the tracker's folder. The
+    first process makes the id with `make` and writes the file."""
     file = tracker_folder(config, context) / "id"
     if not file.exists():
         aside = file.with_name(".id")

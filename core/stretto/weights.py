@@ -37,7 +37,7 @@ __all__ = [
 
 KeptVersions = Annotated[int, msgspec.Meta(ge=2)]
 """Number of newest versions that a weight transport keeps. A trainer publishes a version before the kernel
-announces it, so one version would not be enough: an engine that starts meanwhile reads the one before."""
+announces it, so one version would not be enough: an engine that starts meanwhile reads the previous one."""
 
 
 class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,9 +71,9 @@ class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Added by the trainer: the canary under this version, or a text that says why there is none; empty when
     the run uses no canary."""
     fetched_bytes: int = 0
-    """Bytes that an engine with the version before fetches; 0 if the transport does not say."""
+    """Bytes that an engine with the previous version fetches; 0 if not known."""
     publish_s: float = 0.0
-    """Added by the trainer: seconds in which the transport took the version in, and hashed it."""
+    """Added by the trainer: seconds in which the transport stored and hashed the version."""
 
 
 class WeightUpdate(Protocol):
@@ -138,8 +138,8 @@ class Publisher(Protocol):
 
 @runtime_checkable
 class FreezingPublisher(Publisher, Protocol):
-    """A publisher that takes frozen tensors, which training does not change, once for many versions. Other
-    publishers get them with every version."""
+    """A publisher that receives frozen tensors, which training does not change, once for many versions. Other
+    publishers receive frozen tensors with every version."""
 
     def freeze(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Make these tensors a part of every version that is published from now on, besides the tensors that
@@ -203,11 +203,11 @@ class WeightsTransport(Protocol):
     """Both ends of a transport."""
 
     def publisher(self, wire: Wire) -> Publisher:
-        """The end beside a trainer."""
+        """Return the end beside a trainer."""
         ...
 
     def subscriber(self, wire: Wire) -> Subscriber:
-        """The end beside an engine."""
+        """Return the end beside an engine."""
         ...
 
     def clean(self) -> None:

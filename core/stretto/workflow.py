@@ -63,14 +63,14 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Time limit of one ticket, in seconds, including scoring. A ticket that takes longer fails. Time during
     which all engines are lent to others, to an evaluation or to training, does not count."""
     member_retries: NonNegativeInt = 2
-    """How often a sample that fails is tried again, with the same seeds. Only what failed is done again: if
-    the reward failed, the same answer is scored. What fails for all samples in the same way is not tried
-    again. Samples that still fail are missing in their group (`queue.min_members`)."""
+    """How often a sample that fails is tried again, with the same seeds. Only the failed part is repeated:
+    if the reward failed, the same answer is scored. A failure that all samples have in common is not
+    repeated. Samples that still fail are missing in their group (`queue.min_members`)."""
     failure_reward: FailureReward = None
     """Reward of a sample whose own answer is at fault: something raised `PolicyError`, or an exception came
     at each try from the same place with the same answer, while other samples of the group got through. null:
-    the lowest reward of the others, and at most 0. `missing`: such a sample is missing as any other that
-    fails."""
+    the lowest reward of the others, and at most 0. `missing`: such a sample is missing in its group,
+    like other failed samples."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Trajectory:
     """SHA-256 of the file of each image, in the order of their places in the tokens. Each is an image of the
     row, or one that `Session.images` has. None: the images of the row."""
     kept: KeptTokens | None = None
-    """The tokens from which each sampled token was drawn (see `Answer.kept`), and none for the others."""
+    """The tokens from which each sampled token was drawn (see `Answer.kept`); no ids for other tokens."""
 
     @classmethod
     def of(cls, prompt_ids: NDArray[np.int32], answer: Answer, score: Score) -> Trajectory:
@@ -161,14 +161,14 @@ def parts_of_sample(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
 
 def sample_numbers(trajectories: Iterable[Trajectory]) -> list[int]:
     """Return, for each trajectory of a group, the number of its sample, from 0."""
-    return list(itertools.accumulate((not each.part for each in trajectories), initial=-1))[1:]
+    return list(itertools.accumulate((not trajectory.part for trajectory in trajectories), initial=-1))[1:]
 
 
 def texts_and_columns(
     answers: Sequence[Answer | str], columns: Mapping[str, Sequence[Any]]
 ) -> tuple[list[str], dict[str, Sequence[Any]]]:
-    """Return the texts that a reward scores, and the columns that it gets besides those of the row: those
-    given, and `completion_tokens` if all answers are `Answer`s."""
+    """Return the texts that a reward scores, and the columns that it gets besides the columns of the row:
+    `columns`, and `completion_tokens` if all answers are `Answer`s."""
     texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
     sampled = [answer for answer in answers if not isinstance(answer, str)]
     lengths = {"completion_tokens": [len(answer.tokens) for answer in sampled]}
@@ -251,8 +251,8 @@ class Session(Protocol):
         """Sample n answers to a prompt.
 
         Args:
-            images: names of the images in the prompt, in order; None for those of the row, if it has image
-                tokens.
+            images: names of the images in the prompt, in order; None for the images of the row, if the
+                prompt has image tokens.
             conversation_id: name of the conversation, when a workflow has several at once. Each conversation
                 numbers its own seeds, so seeds do not depend on which conversation calls first. Its requests
                 go to the replica that has their prefix in its cache.
@@ -287,21 +287,21 @@ class Session(Protocol):
         ...
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Make one group: call `sample` with each number below `group_size`, all concurrently and apart from
-        each other. A call that fails is repeated (`WorkflowConfig.member_retries`), and its conversations
+        """Make one group: call `sample` with each number below `group_size`, all concurrently and
+        independently. A call that fails is repeated (`WorkflowConfig.member_retries`), and its conversations
         have the seeds of the first time. Return the results in the order of the numbers, without those of
         calls that still fail: these samples are missing in the group. If the answer itself is at fault, what
         was sampled is trained with `WorkflowConfig.failure_reward`.
 
         Raises:
-            MembersError: if too few are left (`queue.min_members`).
-            Exception: what all calls have raised at the same place.
+            MembersError: if too few samples are left (`queue.min_members`).
+            Exception: the exception that all calls have raised at the same place.
         """
         ...
 
     def begin(self, conversation_id: str) -> None:
-        """A conversation begins, or begins again because its sample is tried again: its requests have the
-        seeds from the first one on. `conversation` calls it."""
+        """Begin a conversation, or begin it again because its sample is repeated: its requests get the seeds
+        from the first seed on. `conversation` calls it."""
         ...
 
     async def score(
@@ -351,12 +351,12 @@ class Session(Protocol):
         section is a `stretto.environment.EnvironmentConfig`.
 
         Args:
-            state: the `state` of the feedback before; empty at first.
+            state: the `state` of the previous feedback; empty at first.
 
         Raises:
             ConfigError: if the section of the workflow is not an `EnvironmentConfig`.
             RewardError: if the environment raised, took too long, or returned an invalid value.
-            PolicyError: if the environment raised that.
+            PolicyError: if the environment raised it.
         """
         ...
 

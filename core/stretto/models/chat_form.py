@@ -89,7 +89,7 @@ class ChatForm:
         return self._pattern.finditer(text) if self._pattern else ()
 
     def is_closed(self, answer: str) -> bool:
-        """Return whether the answer contains an match token with only white space after it."""
+        """Return whether the answer contains an end token with only white space after it."""
         return any(not answer[match.end() :].strip() for match in self.ends_of(answer))
 
     def content_of(self, answer: str, *, has_ended: bool) -> str:
@@ -97,7 +97,7 @@ class ChatForm:
         return (answer.removesuffix(self.tail) if has_ended else answer).removeprefix(self.lead)
 
     def end_at(self, text: str, place: int) -> str:
-        """Return the match token at a place of a text; empty if there is none."""
+        """Return the end token at a place of a text; empty if there is none."""
         match = self._pattern.match(text, place) if self._pattern else None
         return match[0] if match else ""
 

@@ -220,7 +220,7 @@ def is_shown(
     messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
     """Return whether the chat template's output, `text`, depends on the text or tool calls under a key of a
-    message. To search `text` is not enough, because replacement messages may have the same words."""
+    message. To search `text` is not enough, because other messages may have the same words."""
     value = messages[number].get(key)
     if key == "tool_calls" and value:
         replacement: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
