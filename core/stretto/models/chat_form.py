@@ -317,8 +317,8 @@ def _in_parts(*texts: str) -> list[dict[str, Any]]:
 
 
 def _wrapped(message: Message, forms: Mapping[str, frozenset[str]]) -> dict[str, Any]:
-    content, given = message["content"], forms.get(message["role"]) or forms[""]
-    wraps = isinstance(content, str) and content and "text" not in given
+    content, kinds = message["content"], forms.get(message["role"]) or forms[""]
+    wraps = isinstance(content, str) and content and "text" not in kinds
     return {**message, "content": _in_parts(content) if wraps else content}
 
 

@@ -80,18 +80,18 @@ class _Chat:
         numbers = range(self._start, len(self._messages))
         turns = [number for number in numbers if self._messages[number]["role"] == "assistant"]
         openings = [self._opening(number) for number in turns]
-        known = 0
+        covered = 0
         for number, begin, limit in zip(turns, openings, [*openings[1:], len(self._text)], strict=True):
             context, turn = self._text[end:begin], self._turn(number, begin, limit)
             if complete:
-                self._check(known, number, context)
+                self._check(covered, number, context)
                 self._check(number, number + 1, turn)
-            if known == 0:
+            if covered == 0:
                 ids = tokenizer.encode_prompt(self._messages[:number], tools=self._tools)
             else:
                 ids = tokenizer.encode_text(context, after=self._text[:end])
             yield ChatPiece(ids, trained=False)
-            end, known = begin + len(turn), number + 1
+            end, covered = begin + len(turn), number + 1
             if not any(tokenizer.form.ends_of(turn)) and not self._text[end:].strip():
                 calls = self._messages[number].get("tool_calls")
                 turn += tokenizer.form.call_closing if calls else tokenizer.form.closing
@@ -111,10 +111,10 @@ class _Chat:
         if self._text.startswith(opened):
             return len(opened)
         same = next(at for at, (a, b) in enumerate(zip(opened, f"{self._text}\0", strict=False)) if a != b)
-        near = same - opened[:same].endswith(("<", "["))  # a tag of both texts begins with it
-        written = plain_text(self._text[near : near + 40])
+        start = same - opened[:same].endswith(("<", "["))  # a tag of both texts begins with it
+        written = plain_text(self._text[start : start + 40])
         raise ConfigError(
-            f"{self._name(number)}: the chat template opens the answer with {opened[near:][-40:]!r}, and "
+            f"{self._name(number)}: the chat template opens the answer with {opened[start:][-40:]!r}, and "
             f"writes the whole conversation with {written!r} there: it changes earlier "
             "turns, or the answer lacks what the template puts before it; write one row for each turn of the "
             "assistant, or prompt and answer as text"

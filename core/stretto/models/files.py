@@ -47,9 +47,9 @@ def cached_file(model: str, name: str) -> Path | None:
 
 def fetch_config(model: str | None) -> Mapping[str, Any]:
     """Return a model's `config.json`, or download it; ConfigError if that fails. Empty without a model."""
-    known = known_config(model)
-    if known or model is None:
-        return known
+    config = known_config(model)
+    if config or model is None:
+        return config
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -61,8 +61,8 @@ def fetch_config(model: str | None) -> Mapping[str, Any]:
 
 def text_config(model: str | None) -> Mapping[str, Any]:
     """Return the section of the text model in the config that `known_config` finds."""
-    known = known_config(model)
-    return known.get("text_config") or known
+    config = known_config(model)
+    return config.get("text_config") or config
 
 
 def positions_of(model: str | None) -> int | None:

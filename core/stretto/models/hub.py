@@ -26,8 +26,8 @@ def download(model: str, say: Callable[[str, str], None]) -> None:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
         top = {name: size for name, size in sizes.items() if "/" not in name}
         weights = [name for name in top if name.endswith(".safetensors")]  # engines load no others
-        own = [name for name in weights if name.startswith("model")]  # no second copy by the maker
-        names = [*(name for name in top if name.endswith(_BESIDE)), *(own or weights)]
+        model_files = [name for name in weights if name.startswith("model")]  # no second copy by the maker
+        names = [*(name for name in top if name.endswith(_BESIDE)), *(model_files or weights)]
         names = [name for name in names if not cached_file(model, name)]
         if not names:
             return

@@ -275,15 +275,15 @@ class ByteTokenizer:
 
 def _behind_text(text: str, encode: Callable[[str], Any]) -> list[int]:
     """Return the ids of a text that continues another text, so that no space is put before it."""
-    for near in ("\n", "a"):  # at least one of these does not merge with the text
-        ids, known = encode(near + text).ids, encode(near).ids
-        if ids[: len(known)] == known:
-            return ids[len(known) :]
-    for near in ("\n", "a", ".", "0"):  # here `near` may have other tokens, if a token begins after it
-        encoding = encode(near + text)
+    for prefix in ("\n", "a"):  # at least one of these does not merge with the text
+        ids, head = encode(prefix + text).ids, encode(prefix).ids
+        if ids[: len(head)] == head:
+            return ids[len(head) :]
+    for prefix in ("\n", "a", ".", "0"):  # `prefix` may get other tokens here, if a token begins after it
+        encoding = encode(prefix + text)
         starts = [start for start, _ in encoding.offsets]
-        if len(near) in starts:
-            return encoding.ids[starts.index(len(near)) :]
+        if len(prefix) in starts:
+            return encoding.ids[starts.index(len(prefix)) :]
     return encode(text).ids
 
 
@@ -293,7 +293,7 @@ def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
     model = tokenizer["model"]
     hidden = {*special} - {model.get("unk_token")}
     pieces: Any = model["vocab"]
-    known = {piece for piece, *_ in pieces} if isinstance(pieces, list) else {*pieces}
+    vocabulary = {piece for piece, *_ in pieces} if isinstance(pieces, list) else {*pieces}
     if isinstance(pieces, list):
         named = enumerate(cast("list[list[Any]]", pieces))
         model["vocab"] = [
@@ -302,7 +302,7 @@ def _hide(tokenizer: dict[str, Any], special: Iterable[str]) -> None:
     else:
         model["vocab"] = {f"{_NO_TEXT}{id}" if piece in hidden else piece: id for piece, id in pieces.items()}
     added = tokenizer["added_tokens"]
-    tokenizer["added_tokens"] = [each for each in added if each["content"] not in hidden & known]
+    tokenizer["added_tokens"] = [token for token in added if token["content"] not in hidden & vocabulary]
 
 
 TOKENIZER_FILES = (
@@ -349,9 +349,9 @@ class ModelTokenizer:
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._added_texts = {id: text for text, id in self._added.items()}
-        self._added_tokens = {each.content: each for each in tokenizer.added_tokens_decoder.values()}
+        self._added_tokens = {added.content: added for added in tokenizer.added_tokens_decoder.values()}
         self._begins: dict[str, bool] = {}
-        self._special = {text: each for text, each in self._added_tokens.items() if each.special}
+        self._special = {text: added for text, added in self._added_tokens.items() if added.special}
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -406,9 +406,9 @@ class ModelTokenizer:
         if not (self._adds_space or self._strips):
             return self._ids(text)
         last = max((match.start() for match in self._finds(before[-_NEAR:])), default=None)
-        near = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
-        ids, known = self._ids(near + text), self._ids(near)
-        return ids[len(known) :] if ids[: len(known)] == known else _behind_text(text, self._encode)
+        prefix = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
+        ids, head = self._ids(prefix + text), self._ids(prefix)
+        return ids[len(head) :] if ids[: len(head)] == head else _behind_text(text, self._encode)
 
     def _text_behind(self, before: str, text: str) -> list[int]:
         """Return the ids of a text that follows `before`; special tokens in the text are text."""
@@ -428,12 +428,12 @@ class ModelTokenizer:
     @cached_property
     def _strips(self) -> bool:
         """Whether an added token removes white space from the text beside it."""
-        return any(each.rstrip or each.lstrip for each in self._added_tokens.values())
+        return any(token.rstrip or token.lstrip for token in self._added_tokens.values())
 
     @cached_property
     def _boundary(self) -> str:
         """A special token that does not change the text after it; empty if there is none."""
-        return next((name for name, each in self._special.items() if not each.rstrip), "")
+        return next((name for name, token in self._special.items() if not token.rstrip), "")
 
     @cached_property
     def _adds_space(self) -> bool:
@@ -540,8 +540,8 @@ class ModelTokenizer:
         """See `Tokenizer`."""
         before = -1 if after is None or not len(after) else int(after[-1])
         begins = before < 0 or self._begins_behind(self._added_texts.get(before, ""))
-        known, text = ([], "") if begins else self._word
-        return self._tokenizer.decode([*known, *ids.tolist()], skip_special_tokens=not special)[len(text) :]
+        word, text = ([], "") if begins else self._word
+        return self._tokenizer.decode([*word, *ids.tolist()], skip_special_tokens=not special)[len(text) :]
 
     @cached_property
     def _word(self) -> tuple[list[int], str]:

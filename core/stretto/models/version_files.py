@@ -278,8 +278,8 @@ class FolderPublisher:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _in_use(self, versions: Mapping[int, StoredVersion], needed: Collection[int]) -> set[int]:
-        kept = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
-        return {link.manifest.version for number in kept for link in _chain(versions, versions[number])}
+        wanted = {*sorted(versions)[-self._keep :], *(versions.keys() & needed)}
+        return {link.manifest.version for number in wanted for link in _chain(versions, versions[number])}
 
     def _write(self, folder: Path, version: int, tensors: Iterable[tuple[str, Tensor]]) -> Manifest:
         shards = _shards(tensors, self._shard_bytes)

@@ -102,8 +102,8 @@ class Batch:
             return self.tokens[name]
         if name in self.sequences:
             return self.sequences[name]
-        known = ", ".join([*self.tokens, *self.sequences])
-        raise KeyError(f"the batch has no column {name!r}; it has {known}")
+        names = ", ".join([*self.tokens, *self.sequences])
+        raise KeyError(f"the batch has no column {name!r}; it has {names}")
 
     @property
     def num_tokens(self) -> int:

@@ -137,8 +137,8 @@ def check_temperature(run: RunConfig) -> Iterator[Problem]:
 
 def _text_of(row: Row, column: str) -> str | Sequence[dict[str, Any]]:
     if column not in row:
-        known = ", ".join(row) or "none"
-        raise column_error(row, column, f"is not there{nearest(column, row)}; the row's columns: {known}")
+        names = ", ".join(row) or "none"
+        raise column_error(row, column, f"is not there{nearest(column, row)}; the row's columns: {names}")
     # An empty text is valid here; `prompt_and_answer` checks whether any token is left to train on.
     if fault := fault_of(row[column]):
         raise column_error(row, column, fault)

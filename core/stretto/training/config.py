@@ -167,8 +167,8 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
             "training.packing",
             f"is 'packed', but {run.model!r} reads images, which need padded rows; leave it out",
         )
-    known = known_config(run.model)
-    if config.freeze_vision_tower and known and not is_vision_language(known):
+    model_config = known_config(run.model)
+    if config.freeze_vision_tower and model_config and not is_vision_language(model_config):
         yield Problem(
             "training.freeze_vision_tower", f"is true, but {run.model!r} reads no images; leave it out"
         )
@@ -254,11 +254,11 @@ def _target_problems(lora: LoraConfig, model: str | None) -> Iterator[Problem]:
         for name, shape in shapes_in(model).items()
         if len(shape) == 2 and name.endswith(".weight")
     ]
-    known = sorted({name.rpartition(".")[2] for name in matrices})
+    names = sorted({name.rpartition(".")[2] for name in matrices})
     for target in lora.targets:
         # The full name of a module is not always that of its tensor in the files.
-        if known and target.rpartition(".")[2] not in known:
+        if names and target.rpartition(".")[2] not in names:
             yield Problem(
                 "training.lora.targets",
-                f"{target!r} is no linear module of {model!r}{offer(target, known, 'it has')}",
+                f"{target!r} is no linear module of {model!r}{offer(target, names, 'it has')}",
             )
