@@ -211,8 +211,8 @@ def form_of(
     find_forms(ask)
     find_forms({"role": "system"}, after=[ask])
     find_forms(reply, before=[ask])
-    asked, prompt = probe([ask]) or "", probe([ask], opens=True) or ""
-    last, inner = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
+    asked_text, prompt = probe([ask]) or "", probe([ask], opens=True) or ""
+    last_text, inner_text = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
 
     def token_at(text: str) -> str:
         return max(filter(text.lstrip().startswith, added), key=len, default="")
@@ -233,20 +233,20 @@ def form_of(
             place = start + len(token)
         return first
 
-    inner_tail, inner_end = end_in(inner.partition(_REPLY)[2])
-    before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
+    inner_tail, inner_end = end_in(inner_text.partition(_REPLY)[2])
+    before, found_end, final = last_text.partition(f"{_REPLY}{inner_tail}{inner_end}")
     final = final.lstrip()
     is_end = added.get(inner_end) in own_ends | model_ends
-    # `final` also follows the user's turn, so it is not part of the end of an answer.
-    if inner_end and final and (is_end or (asked.endswith(final) and not prompt.startswith(asked))):
-        last, asked = before + found_end, asked.removesuffix(final)
+    # Engines stop before `final`, or it also follows the user's turn: then it is no part of an answer's end.
+    if inner_end and final and (is_end or (asked_text.endswith(final) and not prompt.startswith(asked_text))):
+        last_text, asked_text = before + found_end, asked_text.removesuffix(final)
     else:
         final = ""
-    tail, last_end = end_in(last.partition(_REPLY)[2])
+    tail, last_end = end_in(last_text.partition(_REPLY)[2])
     if (
         inner_end
         and not last_end
-        and inner_end == last_of(asked.partition(_ASK)[0])
+        and inner_end == last_of(asked_text.partition(_ASK)[0])
         and added[inner_end] not in own_ends | model_ends
     ):
         inner_end = ""  # this token begins the user's turn, and engines do not stop at it
@@ -261,30 +261,30 @@ def form_of(
         if _shows(probe([ask, _calling(arguments, content)]))
     ]
     form, call_content = calls[0] if calls else ("mapping", "")
-    takes = "mapping or text" if form == "mapping" and ("text", call_content) in calls else form
+    argument_form = "mapping or text" if form == "mapping" and ("text", call_content) in calls else form
     calling = _calling(forms[form], call_content)
-    called = (probe([ask, calling]) or "").removesuffix(final).rstrip()
+    call_text = (probe([ask, calling]) or "").removesuffix(final).rstrip()
     find_forms({**_RESULT, "name": _TOOL}, before=[ask, calling])
     if not any("text" in each for role, each in contents.items() if role):
         contents[""] = contents.get("user", contents[""])
-    answered = probe([ask, calling, {**_RESULT, "content": _MORE}]) or ""
-    next_role = token_at(answered[len(called) :]) if called and answered.startswith(called) else ""
+    replied = probe([ask, calling, {**_RESULT, "content": _MORE}]) or ""
+    next_role = token_at(replied[len(call_text) :]) if call_text and replied.startswith(call_text) else ""
     found = {added[token] for token in written if token}
-    lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
+    lead = last_text[len(prompt) :].partition(_REPLY)[0] if prompt and last_text.startswith(prompt) else ""
     doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more]) if lead.strip() else None
     if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled:
-        lead = ""  # the template keeps it as part of the content
+        lead = ""  # the template does not repeat it when a content begins with it
     doubled = probe([ask, _assistant(f"{_REPLY}{tail}")]) if tail.strip() else None
     if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled:
         tail = ""
     end_ids = frozenset(found | own_ends | model_ends)
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
-    ends_call = next(filter(called.endswith, ends), "") or (next_role if next_role in ends else "")
-    ruled = probe([{"role": "system", "content": _RULE}, ask])
+    ends_call = next(filter(call_text.endswith, ends), "") or (next_role if next_role in ends else "")
+    system_text = probe([{"role": "system", "content": _RULE}, ask])
     thought = probe([ask, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), more])
     tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
     # A template may write the user's words differently when it opens an answer.
-    header = prompt.removeprefix(asked) if prompt.startswith(asked) else prompt.rpartition(_ASK)[2]
+    header = prompt.removeprefix(asked_text) if prompt.startswith(asked_text) else prompt.rpartition(_ASK)[2]
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
@@ -294,20 +294,20 @@ def form_of(
         closing=closing,
         writes_end=bool(last_end),
         call_closing=ends_call or closing,
-        opened=_opened(prompt, [last, inner]),
+        opened=_opened(prompt, [last_text, inner_text]),
         header=header,
-        opening=(header or asked.partition(_ASK)[2]).lstrip(),
+        opening=(header or asked_text.partition(_ASK)[2]).lstrip(),
         final=final,
         lead=lead,
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,
         plain_tail=special.sub("", tail) if special else tail,
-        arguments=cast("_Arguments", takes),
+        arguments=cast("_Arguments", argument_form),
         call_content=call_content,
         content=contents,
         shows_tools=_TOOL in (probe([ask], [{"type": "function", "function": tool}]) or ""),
         shows_calls=bool(calls),
-        system="refused" if ruled is None else "shown" if _RULE in ruled else "ignored",
+        system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
         drops_reasoning=_THOUGHT not in (thought or ""),
     )
 
