@@ -1,4 +1,4 @@
-"""Ends the run if the bus or its store is out for too long, and this kernel if another one owns the run."""
+"""Ends the run after a long outage of the bus or its store, and this kernel if another one owns the run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stretto.kernel.setup import RunSetup
 log = structlog.get_logger()
 
 _STORE_S = 30.0
-"""A server that answers pings, but nothing that asks its store, is started again after this many seconds."""
+"""Restart a nats-server that answers pings, but no request to its store, after this many seconds."""
 
 
 async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Ending) -> None:
-    """End this kernel when a newer one's beacon comes. The server refuses what this one appends to the
-    journal, but not its answers to the other one's workers."""
+    """End this kernel when the beacon of a newer kernel arrives. The server refuses the old kernel's events,
+    but it would still deliver the old kernel's answers to the new kernel's workers."""
 
     def hear(beacon: Beacon) -> None:
         if beacon.lease_epoch > lease_epoch:
@@ -32,12 +32,12 @@ async def watch_owner(bus: Bus, names: Subjects, lease_epoch: int, ending: Endin
 
 
 async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """End the run when the bus has been out for `bus.outage_s` of the time in which this process ran."""
+    """End the run after `bus.outage_s` without a connection, less the time while this process is stopped."""
     outage_s = setup.config.bus.outage_s
-    out_s, poll_s = 0.0, min(1.0, outage_s / 4)
-    while out_s <= outage_s:
+    disconnected_s, poll_s = 0.0, min(1.0, outage_s / 4)
+    while disconnected_s <= outage_s:
         await anyio.sleep(poll_s)
-        out_s = 0.0 if bus.connected else out_s + poll_s
+        disconnected_s = 0.0 if bus.connected else disconnected_s + poll_s
     ending.end(
         "failed",
         f"no connection to nats-server at {bus.url} for {outage_s:g} s (bus.outage_s); "
@@ -46,9 +46,9 @@ async def watch_bus(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 
 
 async def watch_store(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Restart the bundled nats-server when it answers pings, but not what asks its store: after a write that
-    failed, the server writes to that stream no more, even if its disk has room again. The run ends a little
-    before workers give up by themselves."""
+    """Restart the bundled nats-server when it answers pings, but no request to its store: after a failed
+    write, the server never writes to that stream again, even if its disk has room again. End the run after
+    90% of `bus.outage_s`, a little before workers end by themselves."""
     folder, config = setup.folder, setup.config.bus
     next_restart_s = _STORE_S
     while (waited_s := _waited_for_store_s(bus, setup.fleet)) < 0.9 * config.outage_s:

@@ -18,7 +18,7 @@ log = structlog.get_logger()
 
 
 class Ending:
-    """The end of one kernel. Only the first status and its reason count."""
+    """The end of one kernel. Only the first final status and its reason count."""
 
     def __init__(self) -> None:
         self.status: State = "running"
@@ -33,7 +33,7 @@ class Ending:
         self.forced = False
         """Whether the kernel stops the workers without giving them time to leave."""
         self.replaced = False
-        """Whether another kernel has taken the run over. This one changes no file of the run any more."""
+        """Whether another kernel owns the run now. This kernel then changes no file of the run any more."""
 
     def end(self, status: State, reason: str) -> None:
         """End the run at once."""
@@ -42,8 +42,8 @@ class Ending:
         self.over.set()
 
     def drain(self, status: State, reason: str) -> None:
-        """Ask the kernel to finish the step, write a checkpoint and end the run. After `repeated` another
-        kernel continues, unless the run is drained for good before the workers are dismissed."""
+        """Ask the kernel to finish the step, write a checkpoint and end the run. With the status `repeated`
+        another kernel continues the run; a later call with another status replaces `repeated`."""
         if self.status == "repeated":
             self.status, self.reason = status, reason
         elif not self.drain_requested.is_set() or self.drain_status == "repeated":
@@ -51,7 +51,7 @@ class Ending:
             self.drain_requested.set()
 
     def interrupt(self, signals: Sequence[str]) -> None:
-        """Drain the run at the first of these signals, end it at once at the second. Each counts once."""
+        """Drain the run at the first signal and end it at once at the second. `signals` are all so far."""
         for name in signals[self._interruptions :]:
             self._interruptions += 1
             if self._interruptions > 1:
@@ -64,7 +64,7 @@ class Ending:
 
 
 class Interruptions:
-    """The signals that end a run, for all its kernels in this process: each obeys what came before it."""
+    """The signals that end a run. A later kernel of the run in this process also obeys earlier signals."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
@@ -85,7 +85,7 @@ class Interruptions:
         self._former.clear()
 
     def hold(self) -> None:
-        """Take the signals over, before the first kernel begins. Until then they end the process."""
+        """Install signal handlers, before the first kernel begins. Until then a signal ends the process."""
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # under nohup it stays ignored
             numbers.append(signal.SIGHUP)
@@ -95,7 +95,7 @@ class Interruptions:
 
     @contextmanager
     def obeyed_by(self, ending: Ending) -> Generator[None]:
-        """Have a kernel obey, during the block, the signals that come and those that came before it."""
+        """Pass all signals, including earlier ones, to one kernel during the block."""
         loop = asyncio.get_running_loop()
         self._obey = lambda: loop.call_soon_threadsafe(ending.interrupt, self.received)
         ending.interrupt(self.received)
@@ -105,11 +105,11 @@ class Interruptions:
             self._obey = None
 
     def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal."""
+        """Record a signal and pass it to the kernel. Without a kernel, the second signal ends the process."""
         del frame
         self.received.append(signal.Signals(number).name)
         if self._obey is not None:
             self._obey()
-        elif len(self.received) > 1:  # no kernel is there to end in order
+        elif len(self.received) > 1:  # no kernel can end the run in order
             self.__exit__()
             signal.raise_signal(number)

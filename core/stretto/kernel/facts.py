@@ -1,4 +1,4 @@
-"""What one kernel knows of its run that is in no event: how far it is, what went wrong, what it has used."""
+"""Facts about a run that are in no event: progress, problems, time and tokens used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 class RunFacts:
-    """The facts of one kernel. Its parts change them; status, summary and checkpoints have them."""
+    """The facts of one kernel. Its parts update the facts; status, summary and checkpoints report them."""
 
     def __init__(self, fleet: Fleet, resumed: KernelState | None) -> None:
         self._fleet = fleet
@@ -25,16 +25,16 @@ class RunFacts:
         self.note = "starting"
         """What the run is doing while it does not train; empty while it waits for workers."""
         self.loss = ""
-        """Which trainer was lost, while it is replaced; empty otherwise."""
+        """Message about the lost trainer while trainers are replaced; otherwise empty."""
         self.started = False
         """Whether the kernel has issued its first tickets."""
         self.begun = resumed is None
-        """Whether the kernel has changed the run's files. Before, a resume is refused without a trace."""
+        """Whether the kernel may change the run's files. A resume that is refused earlier leaves no trace."""
         self.ending = Ending()
         self.bus: Bus | None = None
         """The kernel's connection; None before it is open."""
         self.problems = [*self._resumed.problems]
-        """Problems that did not end the run, also of previous kernels up to the checkpoint."""
+        """Problems that did not end the run, including those of previous kernels up to the checkpoint."""
         self.checkpoints: list[str] = []
         self.lost = self._resumed.lost
         self.trained_tokens = self._resumed.trained_tokens
@@ -43,7 +43,7 @@ class RunFacts:
         """Sequence number in the journal's stream up to which the run's folder has the events."""
         self.journal = JournalHead(0, "")
         self.refused = 0
-        """Malformed messages that the kernel has refused, at the end of the run."""
+        """Number of malformed messages that the kernel has refused; set at the end of the run."""
 
     @property
     def wall_s(self) -> float:
@@ -56,7 +56,7 @@ class RunFacts:
         return self._resumed.generated_tokens + self._fleet.generated_tokens()
 
     def add_loss(self, loss: LostData, version: int | None, *, changed: bool) -> None:
-        """Note what does not count any more, because the store is damaged or the values have changed."""
+        """Report data that the run lost because the store is damaged or the values have changed."""
         self.lost += loss
         parts = [f"{loss.groups} finished groups", f"{loss.messages} messages of the log"]
         parts += ["a part of the journal"] if loss.journals else []
@@ -65,5 +65,5 @@ class RunFacts:
         is_damage = not changed or loss.messages or loss.journals
         why = "the store was damaged" if is_damage else "the values have changed"
         self.problems.append(f"{why}; lost: {', '.join(parts)}; what is lost is done again")
-        tell = log.error if is_damage else log.warning
-        tell(why, version=version, **msgspec.structs.asdict(loss))
+        log_loss = log.error if is_damage else log.warning
+        log_loss(why, version=version, **msgspec.structs.asdict(loss))

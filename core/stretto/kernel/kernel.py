@@ -1,5 +1,5 @@
-"""The kernel owns a run on the bus. It lets the scheduler take in events, writes them into the journal,
-carries out the commands, and never touches token data. It lives as long as one bus (`stretto.runs.life`)."""
+"""The kernel owns a run on the bus. It passes events to the scheduler, writes them into the journal, carries
+out the scheduler's commands, and never touches token data. It lives as long as its bus connection."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ log = structlog.get_logger()
 _LEAVE_S = 8.0
 """At the end of the run, workers have this many seconds to leave before the kernel stops them."""
 _RECORD_S = 2.0
-"""Deadline for the last event. If it is not stored, a resume ends the run for the same reason once more."""
+"""Seconds to store the last event, `RunEnded`. Without it, a resume ends the run for the same reason."""
 _JOIN_AGAIN_S = 15.0
-"""Trainers of a former kernel have this many seconds to join again and to say which weights they have."""
+"""A former kernel's trainers have this many seconds to join again and to report their weights."""
 _ATTEMPTS_PER_KERNEL = 1000
-"""A resumed kernel numbers the attempts of its tickets from its lease epoch times this number."""
+"""A resumed kernel numbers ticket attempts from its lease epoch times this number, above all former ones."""
 
 
 @dataclass(eq=False)
@@ -111,11 +111,11 @@ class Kernel:
         self._commands: list[Command] = []
         self._heard = anyio.Event()
         self._owned = False
-        """Whether the scheduler hears events. Before, it may be in the state of a former kernel."""
+        """Whether the scheduler takes in new events. Before that, its state may be a former kernel's."""
 
     async def run(self, former_tickets: int) -> None:
-        """Own the run until it ends, then dismiss the workers, also after an error. Tickets in the queue up
-        to the number `former_tickets` are those of former kernels."""
+        """Own the run until it ends, then dismiss the workers, also after an error. `former_tickets` is the
+        sequence number of the last ticket that former kernels put into the queue."""
         await self._tickets.clear(former_tickets)
         await self._serve()
         setup, fleet, is_replay = self._setup, self._fleet, self._setup.replays is not None
@@ -127,8 +127,8 @@ class Kernel:
         self._facts.begun = True
         continues = self._resumption is not None and not is_replay
         if continues:
-            await fleet.adopt(setup.workers, self._tasks)  # before they hear of this kernel
-            self._admission.on_trainer_lost = lambda worker, how: None  # new ones take their place
+            await fleet.adopt(setup.workers, self._tasks)  # before workers hear of this kernel
+            self._admission.on_trainer_lost = lambda worker, how: None  # new trainers replace them
         adopts, adopts_trainers = bool(fleet.adoption.absent), fleet.adoption.has_trainers
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(fleet.watch)
@@ -165,6 +165,7 @@ class Kernel:
         await bus.subscribe(names.progress, Progress, self._hear)
 
     async def _begin(self, adopts: bool, adopts_trainers: bool) -> None:
+        """Load or recover weights and scheduler, wait for the workers, and start to issue tickets."""
         resumption = self._resumption
         living: Living | None = None
         recovered: Recovered | None = None
@@ -174,8 +175,8 @@ class Kernel:
             self._replace_lost_trainers()
         nonces = await self._admission.until_trainers_ready()
         self._trainers.nonces = nonces
-        first = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = WorkerProcess(first, nonces[first])
+        lead_worker = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
         if resumption is not None:
             recovered = await resumption.repeat(living)
             if adopts:
@@ -202,7 +203,7 @@ class Kernel:
         await self._samples.until_followed()
         if self._ending.over.is_set():
             return
-        # Not before: workers of a former kernel would leave the engines that do not serve this one yet.
+        # Only now: workers of a former kernel would stop calling engines that do not serve this kernel yet.
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
         self._facts.started = True
@@ -212,13 +213,13 @@ class Kernel:
         held = self._admission.held()
         if recovered is not None and recovered.is_exact:
             self._hear(ScheduleStarted(held))
-        else:  # their tokens may be those of weights that do not exist any more
+        else:  # the tokens of held tickets may come from weights that do not exist any more
             self._hear(ScheduleStarted())
-            for each in held:
-                await self._tickets.withdraw(each.purpose, each.ticket, each.attempt)
+            for held_ticket in held:
+                await self._tickets.withdraw(held_ticket.purpose, held_ticket.ticket, held_ticket.attempt)
 
     async def _living_trainers(self, resumption: Resumption) -> Living | None:
-        """Return the state of the former kernel's trainers. If they cannot go on, end them."""
+        """Return the weights of the former kernel's trainers. If these cannot continue, stop them: None."""
         living: Living | None = None
         with anyio.move_on_after(_JOIN_AGAIN_S) as waiting, suppress(BusError):
             self._admission.on_trainer_lost = lambda worker, how: waiting.cancel()
@@ -232,14 +233,14 @@ class Kernel:
         return None
 
     def _replace_lost_trainers(self) -> None:
-        """From now on a trainer that is lost does not end the run."""
+        """From now on, replace lost trainers instead of ending the run."""
         self._admission.on_trainer_lost = self._replacement.lost
         self._tasks.start_soon(self._replacement.run)
 
     # -------------------------------------------------------------------------------------- the end
 
     async def _drain_when_asked(self) -> None:
-        """Once asked, finish the step, write a checkpoint, end. A run without tickets ends at once."""
+        """When asked, finish the step, write a checkpoint and end; a run without tickets ends at once."""
         ending = self._ending
         await ending.drain_requested.wait()
         if self._facts.started:
@@ -250,7 +251,7 @@ class Kernel:
             try:
                 await self._checkpointer.save_last()
             except RunError as error:
-                if ending.drain_status == "repeated":  # the next kernel would continue from an older one
+                if ending.drain_status == "repeated":  # the next kernel would resume an older one
                     raise
                 self._facts.problems.append(str(error))
             self._scaler.write_groups()
@@ -300,14 +301,14 @@ class Kernel:
         *,
         outcome: Outcome | None = None,
     ) -> None:
-        """Let the scheduler take in an event; journal it with its step's figures and the decisions."""
+        """Pass an event to the scheduler; journal the event, its step's figures and the decisions."""
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
         commands = self._scheduler.commands()
         self._journal.hear(event)
-        for each in (*([measure()] if measure else []), *decisions(commands)):
-            self._journal.hear(each)
+        for consequence in (*([measure()] if measure else []), *decisions(commands)):
+            self._journal.hear(consequence)
         self._commands += commands
         self._setup.waits.lacks(self._scheduler.waits_for)
         self._heard.set()
@@ -315,17 +316,16 @@ class Kernel:
     # ---------------------------------------------------------------------- the scheduler's commands
 
     async def _carry_out(self) -> None:
-        """Carry out commands in order, tickets concurrently, none before the server has stored its event."""
-        known = None
+        """Carry out commands in order, tickets concurrently, after the server has stored their events."""
+        former_demand = None
         while True:
             await self._heard.wait()
             self._heard = anyio.Event()
             demand, all_commands, self._commands = self._demand(), self._commands, []
-            if all_commands or demand != known:
+            if all_commands or demand != former_demand:
                 await self._journal.flush()
-            known = demand
-            # Before the commands, which may wait for the store: a step removes versions that are not needed.
-            self._engines.lend(demand)
+            former_demand = demand
+            self._engines.lend(demand)  # before commands that may wait: a step removes unneeded versions
             for are_issues, commands in groupby(all_commands, lambda each: isinstance(each, Issue)):
                 if are_issues:  # an evaluation issues thousands of tickets at once
                     async with anyio.create_task_group() as issues:
@@ -343,7 +343,7 @@ class Kernel:
     async def _do(self, command: Command) -> None:
         match command:
             case RecordDraws():
-                pass  # they are in the journal, as all decisions are
+                pass  # the journal has them already, as it has all decisions
             case Issue(ticket):
                 await self._tickets.issue(ticket)
             case Withdraw(purpose, ticket, attempt):

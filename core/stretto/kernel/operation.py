@@ -1,4 +1,4 @@
-"""What the run's user may ask of its kernel: other numbers of workers, and the end of the run."""
+"""The requests of the run's user to the kernel: change the numbers of workers, and end the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = structlog.get_logger()
 
 
 class Operation:
-    """Obeys `stretto scale` and `stretto stop`."""
+    """Carries out `stretto scale` and `stretto stop`."""
 
     def __init__(self, setup: RunSetup, bus: Bus, ending: Ending, scaler: WorkerScaler) -> None:
         self._setup = setup

@@ -1,4 +1,4 @@
-"""A kernel takes the lease of a run, and owns the run for as long as one bus is open."""
+"""A kernel takes the lease of a run, and owns the run while its bus connection is open."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from stretto.kernel.setup import RunSetup
 log = structlog.get_logger()
 
 _REDELIVER_S = 20.0
-"""A ticket with no news from a rollout worker for so long is delivered again: it may have been lost."""
+"""The server delivers a ticket again after this many seconds without news from its rollout worker."""
 _LOOK_S = 5.0
-"""Deadline for the look whether another kernel owns the run."""
+"""Seconds for finding out, at the end, whether another kernel owns the run."""
 
 
 async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
-    """Take the lease and own the run until `ending.over` is set. Errors come in an exception group."""
+    """Take the lease and own the run until `ending.over` is set. Errors are raised in an exception group."""
     names = setup.names
     tickets = [names.ticket("train"), names.ticket("eval")]
     await bus.store.make_queue(names.tickets_stream, tickets, redeliver_s=_REDELIVER_S)
-    former_tickets = await bus.store.end(names.tickets_stream)  # before the lease: a later owner's come later
+    queue_end = await bus.store.end(names.tickets_stream)  # before the lease: a later kernel's tickets follow
     journal = await own_journal(bus, names, str(setup.folder))
-    if setup.checkpoints != checkpoints_in(setup.folder):  # of another kernel, which owned the run until now
+    if setup.checkpoints != checkpoints_in(setup.folder):  # another kernel, the owner until now, wrote one
         log.warning("the run has a new checkpoint since this kernel chose one; it begins again")
         ending.end("repeated", "")
         return
@@ -38,9 +38,9 @@ async def own_run(setup: RunSetup, bus: Bus, ending: Ending) -> None:
     try:
         async with anyio.create_task_group() as tasks:
             kernel = Kernel(setup, bus, journal, ending, tasks)
-            await kernel.run(former_tickets.sequence)
+            await kernel.run(queue_end.sequence)
             tasks.cancel_scope.cancel()
     finally:
-        if ending.status in ("running", "failed") and bus.connected:  # another may have taken the workers
+        if ending.status in ("running", "failed") and bus.connected:  # another kernel may own the run
             with anyio.CancelScope(shield=True), anyio.move_on_after(_LOOK_S), suppress(BusError):
                 ending.replaced |= await newest_epoch(bus, names) > journal.epoch

@@ -1,7 +1,7 @@
-"""Lost trainers are replaced while generation, scoring and evaluation go on. Those of all groups start again:
-the others may wait for the lost one for ever, and all models have to be of one version. They load the newest
-checkpoint and train the later batches again. The scheduler does not notice: the newest version is published
-again with the same digest, for engines that start later."""
+"""Replaces lost trainers while generation, scoring and evaluation continue. The trainers of all groups start
+again: the others could wait for the lost trainer for ever, and all models need the same version. The new
+trainers load the newest checkpoint and train the later batches again. The scheduler's state does not change.
+The newest version is published again with the same digest, for engines that start later."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from stretto.weights import WeightsNote
 log = structlog.get_logger()
 
 _NAMED = 3
-"""Number of sequences that are named as the longest ones of a batch."""
+"""Number of the longest sequences of a batch that an error message names."""
 
 
 @dataclass(eq=False)
 class TrainerReplacement:
-    """Replaces one kernel's trainers. Without the lost weights, the run resumes at its newest checkpoint."""
+    """Replaces one kernel's trainers. If they cannot restore the lost weights, the run begins again."""
 
     _setup: RunSetup
     _journal: JournalWriter
@@ -48,17 +48,17 @@ class TrainerReplacement:
     def __post_init__(self) -> None:
         self._scheduler = self._setup.scheduler
         self._deaths = Counter[int]()
-        """Version -> number of losses while its batch was trained."""
+        """Version -> number of times that trainers were lost while its batch was trained."""
         self._setup.fleet.explain = self._explain
         self._are_lost = False
-        """Whether the others become lost for the sake of one."""
+        """Set while the fleet marks all trainers as lost because of one."""
         self._news = anyio.Event()
         self._loss = "", "", 0.0
-        """The worker, how it was lost, and the Unix time."""
+        """The lost worker, how it was lost, and the Unix time of the loss."""
         self._replacing = anyio.CancelScope()
 
     def lost(self, worker: str, how: str) -> None:
-        """Take in that a trainer is lost. The requests to all trainers end."""
+        """Mark all trainers as lost because one was lost, and end the requests to them."""
         if self._are_lost:
             return
         self._loss = worker, how, self._journal.now()
@@ -96,14 +96,14 @@ class TrainerReplacement:
             return
         if repeated is None:
             return
-        first = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = WorkerProcess(first, nonces[first])
+        lead_worker = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
         self._journal.hear(Replaced(began, worker, how, self._steps.reached, repeated))
         log.info("trainers replaced", lost=worker, version=self._steps.reached, repeated=repeated)
         self._trainers.replaced()
 
     async def _restore(self) -> int | None:
-        """Return the number of batches that were trained again; None if the run begins again."""
+        """Restore the lost weights. Return the number of repeated batches; None if the run begins again."""
         folder, state = self._checkpointer.newest()
         self._steps.published_again.clear()
         rounds = self._scheduler.evaluation
@@ -136,7 +136,7 @@ class TrainerReplacement:
         return "; generation goes on" if self._setup.facts.started else ""
 
     def _remember(self, note: WeightsNote) -> None:
-        """Give the engines the new address of a version that they need."""
+        """Pass the new note of a version to the engines, if they need the version."""
         newest = self._engines.note
         self._steps.published_again[note.version] = note
         if newest is not None and newest.version == note.version:
@@ -145,7 +145,7 @@ class TrainerReplacement:
             self._engines.remember([note])
 
     def _explain(self, worker: str) -> str:
-        """Say that trainers end in the same batch again and again, and which rows are its longest."""
+        """Return a message with the batch's longest rows if it has lost trainers repeatedly; else empty."""
         version = self._scheduler.version
         if not worker.startswith("trainer") or self._deaths[version] < 2 or self._steps.under_way is None:
             return ""

@@ -36,9 +36,9 @@ log = structlog.get_logger()
 class RunSetup:
     """The parts of one kernel that need no bus.
 
-    `resumed` has the checkpoint's folder, None for the run's beginning, and its state; it is None for a new
-    run. `values` numbers the values in `assembly`. With `expires_batch`, an incomplete batch expires and is
-    not trained again. `replays` are the batches of a replay, which is then complete.
+    `resumed` is None for a new run, else folder and state of a checkpoint; the folder is None if the run
+    resumes from its beginning. `values` is the number of the values in `assembly`. With `expires_batch`, an
+    incomplete batch expires. With `replays`, the kernel trains the batches of a replay, then ends.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class RunSetup:
         """Observers set it before the kernel begins."""
 
     def ownership(self, incarnation: int, *, attempts_from: int) -> RunOwned:
-        """Return the first event of a kernel."""
+        """Return the kernel's event `RunOwned`."""
         return RunOwned(incarnation, self.scheduler.version, self.values, self.layout, attempts_from)
 
     def new_scheduler(self) -> Scheduler:
-        """Return a scheduler of the run to which nothing has happened."""
+        """Return a scheduler of the run in its initial state."""
         return Scheduler(
             _settings(self.assembly, self.datasets),
             self.assembly.algorithm.keep,
@@ -113,7 +113,7 @@ class RunSetup:
 
     @property
     def bus(self) -> BusConfig:
-        """The run's bus. For workers on other machines, the bundled server listens where they reach it."""
+        """The run's bus. The bundled server listens on an address that workers on other machines reach."""
         bus = self.config.bus
         if bus.url or bus.listen or not isinstance(self.launcher, ClusterLauncher):
             return bus
@@ -121,14 +121,14 @@ class RunSetup:
 
     @property
     def layout(self) -> str:
-        """Engine, processes and threads of each group. Others may change some bits of a repeated step."""
+        """Engine, processes and threads of each group. Another layout may change bits of a repeated step."""
         return "; ".join(
             f"{group.path}: {group.section.use} x {group.section.processes}, {group.section.threads} threads"
             for group in self.placement.groups.values()
         )
 
     def check_datasets(self, *, accept: bool) -> None:
-        """Refuse changed rows, as tickets name them by number. With `accept`, only log and note it."""
+        """Refuse changed rows, as tickets name rows by number. With `accept`, only report the change."""
         evaluates = self.replays is None
         datasets = {path: each for path, each in self.datasets.items() if evaluates or path == "dataset"}
         changes = fingerprint_changes(self.folder, datasets, accept=accept)
@@ -145,7 +145,7 @@ class RunSetup:
 
 
 def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:
-    """Make the curriculum that the run's dataset brings; None if it brings none."""
+    """Return the curriculum of the run's dataset; None if the dataset has none."""
     if not isinstance(dataset, CurriculumDataset):
         return None
     try:
