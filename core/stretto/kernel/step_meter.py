@@ -24,9 +24,9 @@ from stretto.user_code.faults import FaultKind
 from stretto.weights import WeightsNote
 
 _MOST_METRICS = 1000
-"""A step has figures of this many of the reward's metrics, the first in alphabetical order."""
+"""Maximum number of reward metrics among a step's figures: the first ones in alphabetical order."""
 _SOME_RUNS = frozenset({"ticket_tool_s", "ticket_environment_s", "ticket_own_s"})
-"""Parts of a ticket's time that some runs do not have: no figure comes before the first that is not 0."""
+"""Parts of a ticket's time that only some runs have. Each is left out of the figures while it is always 0."""
 _MOST_CAUSES = 8
 """Maximum number of causes that a step names for tickets that were not trained."""
 
@@ -47,14 +47,14 @@ class StepMeter:
         """Parts of a ticket's time that have a figure."""
         self._cores = CoreMeter()
         self._of_versions: dict[str, float] = {}
-        """Bytes and times of the newest version that was published, and fetched, since the step before."""
+        """Bytes, publish time and fetch time of the newest version, since the previous step."""
 
     def published(self, note: WeightsNote) -> None:
-        """Take in a version, before an engine fetches it."""
+        """Record the size and publish time of a version, before an engine fetches the version."""
         self._of_versions |= {"version_bytes": note.fetched_bytes, "publish_s": note.publish_s}
 
     def received(self, done: SwapDone) -> None:
-        """Take in an engine's fetch of the newest version. The slowest engine counts."""
+        """Record an engine's time to fetch the newest version. The slowest engine counts."""
         slowest = max(self._of_versions.get("receive_s", 0.0), done.receive_s)
         self._of_versions["receive_s"] = slowest
 
@@ -68,7 +68,7 @@ class StepMeter:
         *,
         repeated: bool = False,
     ) -> StepMeasured:
-        """Return the figures of a step that the scheduler has taken in. A repeated step has no `waits`."""
+        """Return the figures of a step after its `StepTrained` event. A repeated step has no `waits`."""
         self._waits.begin()
         statistics = dict(result.statistics)
         of_batch = self._of_samples(start) if self._sampled else {}
@@ -96,15 +96,15 @@ class StepMeter:
             calls=tuple(result.times),
             skipped=tuple(result.skipped),
             ledger=msgspec.to_builtins(self._scheduler.ledger),
-            variants={name: counts(each) for name, each in self._scheduler.variants.accounts.items()},
+            variants={name: counts(account) for name, account in self._scheduler.variants.accounts.items()},
             not_trained=self._not_trained(),
         )
 
     def recall(self, measured: StepMeasured) -> StepMeasured:
-        """Return a step's figures as a former kernel has recorded them. What its workers had done since that
-        kernel's start does not count."""
+        """Return a step's figures as a former kernel recorded them, without the workers' busy times, which
+        count from the start of that kernel."""
         self._facts.trained_tokens += measured.tokens
-        self._not_trained()  # they have been named
+        self._not_trained()  # the former kernel has reported these causes
         return msgspec.structs.replace(measured, known=True, generate_busy_s=0.0, verify_busy_s=0.0)
 
     def _of_samples(self, start: StartBatch) -> dict[str, float]:
@@ -113,13 +113,13 @@ class StepMeter:
         staleness = [start.version - member.oldest for member in members]
         names = sorted({name for member in members for name in member.metrics})[:_MOST_METRICS]
         rewards = [member.reward for member in samples]
-        groups = [[each.reward for each in group.members if not each.part] for group in start.groups]
-        equal = [float(are_equal(group)) for group in groups if len(group) > 1]
+        reward_lists = [[each.reward for each in group.members if not each.part] for group in start.groups]
+        are_all_equal = [float(are_equal(group)) for group in reward_lists if len(group) > 1]
         return {
             "reward": _mean(rewards),
             "reward_std": _figure(pstdev(rewards)),
             "reward_max": max(rewards),
-            **({"zero_variance_groups": _mean(equal)} if equal else {}),
+            **({"zero_variance_groups": _mean(are_all_equal)} if are_all_equal else {}),
             **{name: _figure(value) for name, value in metric_figures(samples, "reward", names).items()},
             "length": _mean([member.sampled for member in members]),
             "length_max": max(member.sampled for member in members),
@@ -133,7 +133,7 @@ class StepMeter:
         }
 
     def _of_variants(self, start: StartBatch) -> dict[str, float]:
-        """Figures such as `variant/short/reward`; without a group in the batch, only the number of groups."""
+        """Return figures such as `variant/short/reward`; only `groups` and `tokens` if it has no groups."""
         variants, figures = self._scheduler.variants, dict[str, float]()
         for name in variants.weights:
             groups = [group for group in start.groups if variants.of(group.ticket) == name]
@@ -169,7 +169,7 @@ class StepMeter:
         return {**known, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_engines(self, start: StartBatch) -> dict[str, float]:
-        """Where the time of the batch's tickets went, and how full the engines were since the step before."""
+        """Return the parts of the batch's ticket times, and the engines' load since the previous step."""
         parts = {
             f"ticket_{name}": _mean([getattr(group, name) for group in start.groups])
             for name in ("generate_s", "score_s", "tool_s", "environment_s", "own_s")
@@ -185,14 +185,14 @@ class StepMeter:
         return {name: round(value, 4) for name, value in figures.items()}
 
     def _not_trained(self) -> dict[str, int]:
-        """The most frequent causes for which tickets were not trained since the step before."""
+        """Return the number of tickets not trained since the previous step, for the most frequent causes."""
         reasons = self._scheduler.reasons
-        news, self._reasons = reasons - self._reasons, Counter(reasons)
-        return dict(causes(news).most_common(_MOST_CAUSES))
+        new_reasons, self._reasons = reasons - self._reasons, Counter(reasons)
+        return dict(causes(new_reasons).most_common(_MOST_CAUSES))
 
 
 def _of_kept(members: Sequence[Member]) -> dict[str, float]:
-    """Ids a token was drawn from, and their bytes in the log; empty without a cut of the vocabulary."""
+    """Return the number of ids that a token was drawn from, and its bytes; empty for the whole vocabulary."""
     kept, sampled = sum(member.kept for member in members), sum(member.sampled for member in members)
     tokens = sum(member.length for member in members)
     if not kept:
@@ -201,10 +201,10 @@ def _of_kept(members: Sequence[Member]) -> dict[str, float]:
 
 
 def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:
-    """How many samples failed, and how many succeeded after a failure, by what was at fault."""
+    """Return how many samples failed, and how many succeeded after a failure, by kind of fault."""
     failed, retried = Counter[FaultKind](), Counter[FaultKind]()
     for group in groups:
-        failed.update(each.kind for each in (*group.missing, *group.penalized))
+        failed.update(sample.kind for sample in (*group.missing, *group.penalized))
         retried.update(group.retried)
     figures: dict[str, float] = {}
     for name, counts in (("failed_members", failed), ("retried_members", retried)):
@@ -213,7 +213,7 @@ def _of_failures(groups: Iterable[GroupDone]) -> dict[str, float]:
 
 
 def causes(reasons: Mapping[str, int]) -> Counter[str]:
-    """Count the reasons. Those that differ only in numbers and quoted text count under the first of them."""
+    """Add up the counts of reasons that differ only in numbers and quoted text, under the first of these."""
     first: dict[str, str] = {}
     counted: Counter[str] = Counter()
     for reason, count in reasons.items():

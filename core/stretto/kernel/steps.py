@@ -27,7 +27,7 @@ from stretto.weights import WeightsNote
 
 @dataclass(eq=False)
 class Steps:
-    """The steps of one kernel. `hear` takes in an event, then records figures of the step it completes."""
+    """The train steps of one kernel. `_hear` passes on an event, then records the figures of its step."""
 
     _setup: RunSetup
     _journal: JournalWriter
@@ -41,48 +41,48 @@ class Steps:
         self._scheduler = self._setup.scheduler
         self._meter = StepMeter(self._setup)
         self.reached = self._setup.resumed[1].version if self._setup.resumed else 0
-        """Version of the weights that the trainers have, or have to have after one was lost."""
+        """Version of the trainers' weights, or, after a loss, the version that new trainers must reach."""
         self.under_way: tuple[RowRef, ...] | None = None
         """Rows of the batch that is trained now."""
         self.rows: dict[int, tuple[RowRef, ...]] = {}
         """Version -> rows of the batch that was trained on it, since the newest checkpoint."""
         self.digests: dict[int, str] = {}
-        """Version -> digest of its weights, of versions that are published."""
+        """Published version -> digest of its weights."""
         self.published_again: dict[int, WeightsNote] = {}
-        """Version -> its note by the trainers that have taken the place of lost ones."""
+        """Version -> its note from the trainers that replaced lost ones."""
         self._engine_errors = EngineErrors()
         self._ended = anyio.Event()
-        """Set by the end of each step."""
+        """Set at the end of each step."""
         self._engines.on_swapped = self._swapped
 
     def begin(self, note: WeightsNote) -> None:
-        """Begin with these weights."""
+        """Record the weights from which this kernel trains on."""
         self.reached = note.version
         self.digests[note.version] = note.digest
 
     def current(self, note: WeightsNote) -> WeightsNote:
-        """Return the note of the same version by the present trainers, which may have been replaced."""
+        """Return the current note of the same version: trainers that replaced others publish it again."""
         return self.published_again.get(note.version, note)
 
     async def until_over(self) -> None:
-        """Wait until no batch is trained, and the newest version is announced."""
+        """Wait until no batch is in training and the newest version is announced."""
         while self._scheduler.training:
             await self._ended.wait()
         await self._engines.announced(self.reached)
 
     async def take(self, start: StartBatch) -> None:
-        """Do a step. Its weights are published beside the next one, unless that one's samples need them."""
+        """Train a batch. Publish its weights during the next step, unless samples for that step need them."""
         waits = self._setup.waits.take()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
-        due = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
-        due |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
-        # Rows of a dataset have no version: the next step needs no weights of this one.
-        beside = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
+        must_save = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
+        must_save |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
+        # Rows of a dataset have no version: the next step does not wait for the weights of this step.
+        publishes_later = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
 
         async def train() -> tuple[StepResult, float, WeightsNote | None]:
             result, busy_s = await self._train(start)
-            return result, busy_s, None if beside else await self._trainers.published(version)
+            return result, busy_s, None if publishes_later else await self._trainers.published(version)
 
         result, busy_s, note = await self._trainers.attempt(train)
         self._record(start)
@@ -90,16 +90,16 @@ class Steps:
         if note is not None:
             await self._note(note)
         divergence = self._engine_errors.divergence(result.divergence)
-        # No await up to `announce`: the events of a step are in one message.
+        # No await from here to `announce`: all events of a step must be in one message.
         measure = partial(self._meter.measure, start, result, waits, busy_s, divergence)
-        self._hear(StepTrained(version, due, divergence, bool(result.skipped)), measure)
+        self._hear(StepTrained(version, must_save, divergence, bool(result.skipped)), measure)
         if note is None:
             self._tasks.start_soon(self._publish_beside, version)
         else:
             self._engines.announce(self.current(note))
         self._ended.set()
         self._ended = anyio.Event()
-        if due:
+        if must_save:
             await self._checkpointer.save()
             self._hear(BatchesReleased(), None)
 
@@ -110,9 +110,9 @@ class Steps:
         divergence: float | None,
         digest: str,
     ) -> None:
-        """Record a step of a former kernel: with new figures if it was repeated, else with the known ones."""
+        """Record a step of a former kernel: with new figures if it was repeated, else with recorded ones."""
         self._record(start)
-        if digest:  # trainers that take the place of these have to reach it
+        if digest:  # trainers that replace lost ones must reach the same digest
             self.digests[start.version + 1] = digest
         if isinstance(result, StepResult):
             self._journal.hear(self._meter.measure(start, result, (), 0.0, divergence, repeated=True))
@@ -124,28 +124,28 @@ class Steps:
         self._meter.received(done)
 
     def _record(self, start: StartBatch) -> None:
-        """A batch is trained. Remember it until a checkpoint has its step."""
+        """Remember a trained batch until a checkpoint contains its step."""
         self.rows[start.version] = refs_of(start.groups)
         self.reached = start.version + 1
-        for version in [each for each in self.rows if each < self._checkpointer.version]:
+        for version in [trained for trained in self.rows if trained < self._checkpointer.version]:
             del self.rows[version]
             self.digests.pop(version, None)
 
     async def _train(self, start: StartBatch) -> tuple[StepResult, float]:
-        """End the step after the previous version is announced. Return also the engines' mean busy time."""
+        """Run a step; end it after the previous version is announced. Return also the engines' busy time."""
         rows, ahead = refs_of(start.groups), refs_of(self._scheduler.tickets.done_groups)
         needed = self._scheduler.evaluation.needed_versions
-        figures: list[float] = []
+        busy_times: list[float] = []
 
         async def ask_engines() -> None:
-            figures.append(await self._engines.busy_s())
+            busy_times.append(await self._engines.busy_s())
 
         result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead)
         await self._engines.announced(start.version)
         async with one_job() as tasks:
             tasks.start_soon(ask_engines)
             await self._trainers.end(start.version, needed)
-        return result, figures[0]
+        return result, busy_times[0]
 
     async def _note(self, note: WeightsNote) -> None:
         self._meter.published(note)

@@ -1,4 +1,4 @@
-"""Restarts of the run's processes: one loop for workers and the sample writer."""
+"""The loop that restarts processes of the run: workers and the sample writer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stretto.kernel.fleet.forks import ForkedProcess
 
 @dataclass(frozen=True)
 class Failure:
-    """The unexpected end of a process, or its start that failed."""
+    """The unexpected end of a process, or a failed start."""
 
     why: str
     lasted: bool
-    """Whether the process lived or did enough that the count of failures in a row begins again."""
+    """Whether the process lived long enough, or did enough work, to reset the count of failures in a row."""
 
 
 async def supervised(
@@ -29,8 +29,8 @@ async def supervised(
     longest_pause_s: float,
     most: float = math.inf,
 ) -> Failure | None:
-    """Run `live` until it returns None, and again after each failure; return the last failure of more than
-    `most` in a row. `restart` waits for a pause, which doubles with each, and says whether to go on."""
+    """Run `live`, and again after each failure, until it returns None. After more than `most` failures in a
+    row, return the last one. `restart` waits for a pause, which doubles, and returns whether to continue."""
     failures, pause_s = 0, 0.0
     while (failure := await live()) is not None:
         failures = 1 if failure.lasted else failures + 1

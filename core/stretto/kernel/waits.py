@@ -1,6 +1,6 @@
-"""What training waits for between two steps, and for how long. The scheduler knows what the next batch lacks.
-If these are groups and no engine samples for training, it is what keeps engines away: an evaluation or a
-swap."""
+"""The causes for which training waits between two steps, and how long. The scheduler reports what the next
+batch lacks. If it lacks groups and no engine samples for training, the cause is what keeps the engines from
+sampling: an evaluation or a swap."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ class Waits:
         return self._now.cause()
 
     def lacks(self, cause: Cause | None) -> None:
-        """Set what the next step waits for, as the scheduler sees it."""
+        """Set what the next step waits for according to the scheduler."""
         if cause != self._now.lacks:
             self._change(lambda state: setattr(state, "lacks", cause))
 
     def away(self, engine: str, cause: Cause) -> None:
-        """From now on, an engine does not sample for training."""
+        """Record that an engine stops sampling for training now, and why."""
         self._change(lambda state: state.put(engine, cause))
 
     def serves(self, engine: str, version: int, pause_s: float) -> None:
-        """An engine serves the newest version to training, after a swap that stopped it for `pause_s`."""
+        """Record that an engine samples for training again, after a swap that stopped it for `pause_s`."""
         if engine in self._now.engines and self._now.engines[engine] is None:
             swap = Cause("swap", version)
             self._changes.append((self._clock() - pause_s, lambda state: state.put(engine, swap)))
         self._change(lambda state: state.put(engine, None))
 
     def gone(self, engine: str) -> None:
-        """An engine is lost or has left."""
+        """Record that an engine is lost or has left."""
         self._change(lambda state: state.remove(engine))
 
     def begin(self) -> None:
-        """A step has ended, or the run issues its first tickets."""
+        """Start to measure waits: a step has ended, or the run issues its first tickets."""
         self._began = self._clock()
 
     def take(self) -> tuple[tuple[Cause, float], ...]:
-        """Return what training has waited for since `begin`, in order, with seconds, when a step begins."""
+        """Return the causes of waits since `begin`, in order, with seconds. Called when a step begins."""
         parts: list[tuple[Cause, float]] = []
         moment, now, state = self._began, self._clock(), self._taken
         for at, change in sorted(self._changes, key=itemgetter(0)):
@@ -89,7 +89,7 @@ class _State:
     def cause(self) -> Cause | None:
         if self.lacks is None or self.lacks.kind not in ("groups", "late_ticket"):
             return self.lacks
-        if not self._sampled or self._counts[None]:
+        if not self._sampled or self._counts[None]:  # some engine samples for training
             return self.lacks
         reasons = [cause for cause, count in self._counts.items() if cause is not None and count]
         return max(

@@ -1,4 +1,4 @@
-"""The error of each engine against the trainer, which is no divergence of the policy."""
+"""The numerical error of each engine against the trainer, which is not divergence of the policy."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _WEIGHT = 0.25
 
 
 class EngineErrors:
-    """Each engine's KL to the trainer at one version, nats per token, averaged over swaps: rows are few."""
+    """Each engine's KL to the trainer at the same version, in nats per token: a moving average over swaps."""
 
     def __init__(self) -> None:
         self._kl: dict[str, float] = {}
         self._unscored: dict[str, str] = {}
 
     def add(self, worker: str, done: SwapDone) -> None:
-        """Take in a swap's result for the shared rows."""
+        """Add what an engine measured after a swap, on rows that the trainer scored too."""
         if done.engine_kl is not None:
             former = self._kl.get(worker, done.engine_kl)
             self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
@@ -31,8 +31,8 @@ class EngineErrors:
             )
 
     def divergence(self, measured: float | None) -> float | None:
-        """Return the trainer's figure of a batch minus the engines' mean error, at least 0. An unknown error
-        counts as 0. None if nothing was measured, or no engine has tried the comparison yet."""
+        """Return the measured divergence of a batch minus the engines' mean error, at least 0. If no error is
+        known, subtract 0. Return None if nothing was measured or no engine has tried the comparison yet."""
         if measured is None or not (self._kl or self._unscored):
             return None
         return max(0.0, measured - sum(self._kl.values()) / max(1, len(self._kl)))

@@ -1,8 +1,8 @@
-"""Keeps each engine at the newest weights, or at those of the evaluation that it is lent to.
+"""Keeps each engine at the newest weights, or at the weights of the evaluation that the engine is lent to.
 
-Rollout workers hear of an engine only when it serves the right weights. The run fails if it serves others
-than announced, and with `inference.canary.on_drift: stop` if it drifts too far from the trainer: its worker
-has then sent no token of that version.
+Rollout workers hear of an engine only when it serves the right weights. The run fails if an engine serves
+other weights than announced or, with `inference.canary.on_drift: stop`, drifts too far from the trainer. The
+engine has then sent no token of that version.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-_SWAP_S = 300.0
-_ASKED = 32
+_SWAP_S = 300.0  # deadline of one swap
+_ASKED = 32  # `busy_s` asks at most this many engines for their load
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine."""
 _TURNS_PER_WORKFLOW = 10
@@ -45,10 +45,10 @@ class Engines:
         self._journal = journal
         self.on_swapped: Callable[[str, SwapDone], None] = lambda worker, done: None
         self.on_callable: Callable[[FleetMember], None] = lambda member: None
-        """Gets an engine that rollout workers may call, also when it serves a new version or is lent."""
+        """Called with an engine when rollout workers may call it, it serves a new version, or it is lent."""
         self._waits = setup.waits
         self._news: dict[str, anyio.Event] = {}
-        """Worker -> set when its target may have changed, or when it is lost."""
+        """Worker -> event, set when the worker's target weights may have changed or the worker is lost."""
         self._swaps: dict[str, anyio.CancelScope] = {}
         self._lending_news = anyio.Event()
         self._numbers = count()
@@ -63,7 +63,7 @@ class Engines:
         self.note: WeightsNote | None = None
         self._announced = anyio.Event()
         self.notes: dict[int, WeightsNote] = {}
-        """By version: the newest weights, and the weights that evaluations need."""
+        """Version -> note, of the newest version and of versions that evaluations need."""
 
     def announce(self, note: WeightsNote) -> None:
         """Announce new weights, without waiting until the engines serve them."""
@@ -74,14 +74,14 @@ class Engines:
         self._announced = anyio.Event()
 
     async def announced(self, version: int) -> WeightsNote:
-        """Return the note of a version, which is announced last or next."""
+        """Wait until a version, the newest or the next one, is announced, and return its note."""
         while self.note is None or self.note.version < version:
             await self._announced.wait()
         assert self.note.version == version
         return self.note
 
     def publish_again(self, note: WeightsNote) -> None:
-        """The newest weights have another address: swaps under way begin again."""
+        """Announce the new address of the newest weights, and begin swaps under way again."""
         for swap in self._swaps.values():
             swap.cancel()
         self.announce(note)
@@ -91,7 +91,7 @@ class Engines:
         self.notes |= {note.version: note for note in notes}
 
     def lend(self, demand: Demand) -> None:
-        """Set what evaluations need from the engines, from now on."""
+        """Set the current demand of evaluations for engines."""
         if demand != self._demand:
             self._demand = demand
             self.notes = {
@@ -103,7 +103,7 @@ class Engines:
             self._look_at_lending()
 
     def changed(self, member: FleetMember) -> None:
-        """Take in that a worker is lost, has left, or begins to drain."""
+        """Update the engines after a worker is lost, has left, or begins to drain."""
         if member.worker in self._news and not self._is_present(member):
             self._news.pop(member.worker).set()
             self._swaps.pop(member.worker, None)
@@ -111,12 +111,12 @@ class Engines:
         self._look_at_lending_in_use()
 
     def _notify_engines(self) -> None:
-        """This costs as much as there are engines."""
+        """Wake the task of every engine. The cost grows with the number of engines."""
         for news in self._news.values():
             news.set()
 
     def _look_at_lending_in_use(self) -> None:
-        """Without an evaluation none is lent, and a change of the engines costs nothing."""
+        """Look at the lending, but only during an evaluation: without one, no engine is lent."""
         if self._demand.version is not None:
             self._look_at_lending()
 
@@ -134,20 +134,20 @@ class Engines:
                 for member in self._fleet.of("inference")
                 if not member.leaving
             }
-            own = self._fleet.evaluators() if self._has_evaluator else None
-            again = self._lending.choose(self._demand, workers, now, own)
+            evaluators = self._fleet.evaluators() if self._has_evaluator else None
+            next_look = self._lending.choose(self._demand, workers, now, evaluators)
             if self._lending.lent != former:
                 log.info("engines lent", version=self._demand.version, workers=sorted(self._lending.lent))
                 self._notify_engines()
                 continue
-            with anyio.move_on_at(again):
+            with anyio.move_on_at(next_look):
                 await news.wait()
 
     async def keep_current(self, member: FleetMember) -> None:
-        """Keep one worker at its weights until the worker is gone. It skips versions in between."""
+        """Swap one worker to its target weights until the worker is gone. Outdated versions are skipped."""
         failures = 0
         served: tuple[int, str, bool] | None = None
-        if member.again:  # what it did for a former kernel does not count
+        if member.again:  # the worker's time for a former kernel does not count
             self._busy[member.nonce] = member.busy_s
         self._look_at_lending_in_use()
         while self._is_present(member):
@@ -165,7 +165,7 @@ class Engines:
             except BusError as error:
                 if not self._is_present(member):
                     return
-                # Only failures with the same weights count: others may be gone, or published again.
+                # Count only failures with the same weights: other weights may be gone, or published again.
                 failures = failures + 1 if self._target(member) == target and self.trainer else 0
                 # After a failed swap to or from an evaluation, the worker answers no request.
                 served = None
@@ -175,7 +175,7 @@ class Engines:
                 await anyio.sleep(0.2 * max(1, failures))
                 continue
             if not self._is_present(member):
-                return  # lost before it answered
+                return  # the worker was lost before its answer came
             are_new = served is None or served[:2] != (note.version, note.digest)
             if are_new:
                 self.on_swapped(member.worker, done)
@@ -195,9 +195,9 @@ class Engines:
             self._look_at_lending_in_use()  # the turn of a single engine begins when it has its weights
 
     async def busy_s(self) -> float:
-        """Return the engines' mean seconds of work since the kernel's start. It grows by the mean of what the
-        current engines did since the last call: engines come and go. Of more than `_ASKED` engines, use the
-        latest heartbeats."""
+        """Return the engines' mean seconds of work since the kernel's start. As engines come and go, a call
+        adds the mean work of the current engines since the previous call. With more than `_ASKED` engines,
+        use their latest heartbeats."""
         members = self._fleet.of("inference")
         for member in members if len(members) <= _ASKED else ():
             subject = self._names.worker("inference", member.worker, member.nonce, "load")
@@ -214,14 +214,14 @@ class Engines:
         return self._mean_busy_s
 
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
-        """Return the weights that a worker has to serve, and whether only their evaluation may use them."""
+        """Return the weights that a worker must serve, and whether only an evaluation may use the worker."""
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None and not member.is_evaluator else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone | None:
-        """Return None if the weights are published again meanwhile."""
-        if exact and not member.is_evaluator:  # until the next swap, it takes no request of training
+        """Swap a worker to these weights. Return None if the weights are published again meanwhile."""
+        if exact and not member.is_evaluator:  # it serves no training request until the next swap
             self._waits.away(member.worker, Cause("evaluation", note.version))
         with anyio.CancelScope() as self._swaps[member.worker]:
             done = await self._bus.request(
@@ -241,6 +241,6 @@ class Engines:
 
 
 def _served_by(target: tuple[WeightsNote, bool]) -> tuple[int, str, bool]:
-    """Return version, digest, and exactness: the same weights may be published again, at another address."""
+    """Return what identifies served weights: not their address, which changes at another publication."""
     note, exact = target
     return note.version, note.digest, exact

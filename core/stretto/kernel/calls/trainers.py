@@ -48,13 +48,13 @@ T = TypeVar("T")
 _DEADLINE_S = 24 * 3600.0
 """Deadline of one call, load or save. The fleet notices a dead trainer long before."""
 _TOGETHER_S = 0.02
-"""Seconds for which rows wait for others that trainers are to fetch."""
+"""Seconds for which rows to prefetch are collected into one message."""
 NOTICED_S = 10.0
-"""A rank whose partner has died may say so this many seconds before the fleet notices the death."""
+"""A rank may report the death of another rank this many seconds before the fleet notices the death."""
 
 
 class TrainersLost(BusError):
-    """A trainer is lost, and others take the place of all."""
+    """A trainer is lost. New trainers replace all trainers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class StepResult:
 
     @property
     def skipped(self) -> list[str]:
-        """Models left unchanged by a gradient that is not finite: empty for the lead model, else `name/`."""
+        """Models that a gradient that is not finite left unchanged: `name/`, or empty for the lead model."""
         names = [name for name, value in self.statistics.items() if value == 1]
         return [name.removesuffix("skipped") for name in names if name.rpartition("/")[2] == "skipped"]
 
@@ -102,23 +102,23 @@ class Trainers:
         self._present.set()
         self._work: list[anyio.CancelScope] = []
         self.ahead = Gathered[tuple[RowRef, ...]](self._prefetch_all, _TOGETHER_S)
-        """Rows that every rank is asked to fetch, together with those of the next moment."""
+        """Collects rows for `_TOGETHER_S`, then asks every rank to fetch them."""
 
     # ------------------------------------------------------------------------------------- losses
 
     async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work with the trainers, and again with those that take the place of a lost one."""
+        """Do work with the trainers; if one is lost, do the work again with the new trainers."""
         return await self.until_not_lost(partial(self.once, work))
 
     async def until_not_lost(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat what raises `TrainersLost` if a trainer is lost."""
+        """Call `work`, and again with new trainers whenever it raises `TrainersLost`."""
         while True:
             await self._present.wait()
             with suppress(TrainersLost):
                 return await work()
 
     async def once(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do work with the present trainers."""
+        """Do work with the present trainers. Raise `TrainersLost` if one is lost."""
         if self._present.is_set():
             with anyio.CancelScope() as scope:
                 self._work.append(scope)
@@ -133,14 +133,14 @@ class Trainers:
         raise TrainersLost("a trainer was lost")
 
     def lose(self) -> None:
-        """End all work, until `replaced`."""
+        """Cancel all work. No work starts until `replaced` is called."""
         if self._present.is_set():
             self._present = anyio.Event()
         for scope in list(self._work):
             scope.cancel()
 
     def replaced(self) -> None:
-        """Let work go on with the trainers that have taken the place of lost ones."""
+        """Let work start again: new trainers have replaced the lost ones."""
         self._present.set()
 
     # ----------------------------------------------------------------------------------- requests
@@ -148,13 +148,13 @@ class Trainers:
     async def load(
         self, folder: Path | None, version: int, needed: tuple[WeightsNote, ...] = ()
     ) -> tuple[WeightsNote, ...]:
-        """Load `folder`, or the initial models, in all groups. Return the notes: `needed`, then `version`."""
+        """Load `folder`, or the initial models, in all groups. Return the notes, that of `version` last."""
         place, manifest = place_of(folder)
         request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
         answers = await self._ask_all("load", request, Loaded)
-        again = [note for answer in answers for note in answer.needed]
+        needed_notes = [note for answer in answers for note in answer.needed]
         [note] = [answer.note for answer in answers if answer.note is not None]
-        return (*again, note)
+        return (*needed_notes, note)
 
     async def step(
         self,
@@ -163,7 +163,7 @@ class Trainers:
         rows: tuple[RowRef, ...],
         ahead: tuple[RowRef, ...] = (),
     ) -> StepResult:
-        """Run a train step's calls; `end` has to follow. Meanwhile trainers fetch the rows `ahead`."""
+        """Run the calls of a train step; `end` must follow. Meanwhile trainers fetch the rows `ahead`."""
         graph, journal, began_s = self.placement.graph, self._journal, clock.now()
         began, statistics, times = journal.now(), dict[str, float](), list[CallTime]()
         done = {call.name: anyio.Event() for call in graph.step_calls}
@@ -194,32 +194,32 @@ class Trainers:
         return StepResult(statistics, times, version + 1, began, divergence)
 
     async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
-        """End a version's step: the trainers are ready for the next, and publish; `needed` versions stay."""
+        """End a version's step: trainers prepare the next step, publish, and keep the `needed` versions."""
         await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
 
     async def published(self, version: int) -> WeightsNote:
-        """Wait until the weights after the last step that ended are published, and return their note."""
+        """Wait until the weights of the last ended step are published, and return their note."""
         request = AskPublished(self._lease_epoch, version)
         return (await self.ask(self.placement.lead, "published", request, Published)).note
 
     async def states(self) -> list[TrainerState]:
         """Return the groups' states, that of the lead model's group first."""
         groups = [self.placement.lead, *self.placement.groups.values()]
-        asked = [each for number, each in enumerate(groups) if each not in groups[:number]]
+        distinct = [each for number, each in enumerate(groups) if each not in groups[:number]]
         request = AskState(self._lease_epoch)
-        return [await self.ask(group, "state", request, TrainerState) for group in asked]
+        return [await self.ask(group, "state", request, TrainerState) for group in distinct]
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
-        """Let all groups copy their state for a draft, and write `needed` versions; `saved` has to follow."""
+        """Ask all groups to copy their state for a draft and write `needed` versions; `saved` must follow."""
         await self._ask_all("save", Save(self._lease_epoch, draft.place, version, needed), Copied)
 
     async def saved(self, draft: Draft, version: int) -> None:
         """Wait until all groups have written what they copied."""
-        for saved in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
-            draft.uploaded.update(saved.uploaded)
+        for answer in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
+            draft.uploaded.update(answer.uploaded)
 
     async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
-        """Ask every rank to fetch rows; if `complete`, to drop all others but the current batch."""
+        """Ask every rank to fetch rows and, if `complete`, to drop all but these and the current batch."""
         message = Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:

@@ -1,4 +1,4 @@
-"""The values of a run: the files that hold them, and the changes with which a run may be resumed.
+"""The values of a run: their files, and the changes with which a run may be resumed.
 
     config.yaml        the values in force
     config-1.yaml …    the previous values, in order; config-1.yaml has the values that the run started with
@@ -6,7 +6,7 @@
     origin.json        the keys that somebody has set, and where the run was started
     fingerprints.json  fingerprint of each dataset, by the key of its section
 
-A change is decided when `config.yaml` is replaced. The run then begins again with its newest checkpoint
+A change takes effect when `config.yaml` is replaced. The run then begins again with its newest checkpoint
 (`stretto.kernel.durable.recovery`).
 """
 
@@ -44,7 +44,7 @@ def newest_values(folder: Path) -> int:
     while (folder / f"config-{number}.yaml").exists():
         number += 1
     present, former = folder / "config.yaml", folder / f"config-{number - 1}.yaml"
-    was_killed = former.exists() and former.read_bytes() == present.read_bytes()  # between the two files
+    was_killed = former.exists() and former.read_bytes() == present.read_bytes()  # between the two writes
     return number - was_killed
 
 
@@ -92,8 +92,8 @@ def is_complete(folder: Path, steps: int) -> bool:
 def fingerprint_changes(
     folder: Path, datasets: Mapping[str, Dataset], *, accept: bool
 ) -> dict[str, tuple[str, str]]:
-    """Compare datasets, by the key of their section, with `fingerprints.json`. Record those that are new
-    there, and with `accept` also those that differ. Return key -> (previous, new) of those that differ."""
+    """Compare the fingerprints of datasets, by the key of their section, with `fingerprints.json`. Record new
+    datasets there and, with `accept`, changed ones. Return key -> (previous, new) of changed datasets."""
     recorded = _read_fingerprints(folder)
     present = {path: dataset.fingerprint for path, dataset in datasets.items()}
     changed = {
@@ -101,9 +101,9 @@ def fingerprint_changes(
         for path in present
         if recorded.get(path, present[path]) != present[path]
     }
-    now = recorded | present if accept else present | recorded
-    if now != recorded:
-        _write_fingerprints(folder, now)
+    updated = recorded | present if accept else present | recorded
+    if updated != recorded:
+        _write_fingerprints(folder, updated)
     return changed
 
 
@@ -126,7 +126,7 @@ def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
 
 
 def document_of(folder: Path, number: int) -> dict[str, Any]:
-    """Return values as a run file, whose references to other keys follow overrides of those keys again."""
+    """Return the values with this number as a run file, with references such as `${steps}` as written."""
     document: dict[str, Any] = yaml.safe_load(values_file(folder, number).read_text())
     references = folder / "references.yaml"
     if references.exists():
@@ -185,7 +185,7 @@ def _faults(former: Assembly, changed: Assembly) -> Iterator[Problem]:
     if before != after:
         yield _fixed("variants", before, after, "its tickets got their variants by these names and weights")
     yield from _structure_faults(former.placement, changed.placement)
-    if was.dataset != now.dataset:  # the same rows need not be here
+    if was.dataset != now.dataset:  # an unchanged dataset need not be on this machine
         before, after = (_fingerprint(run) for run in (former, changed))
         if before != after:
             yield Problem(
@@ -193,9 +193,9 @@ def _faults(former: Assembly, changed: Assembly) -> Iterator[Problem]:
                 f"has other rows ({after[0]}, fingerprint {after[1]}) than before ({before[0]}, "
                 f"{before[1]}); a resumed run keeps its rows and their order; start a new run for others",
             )
-    found = newest_intact(folder / "checkpoints")
-    if found and now.steps < found[1].version:
-        yield Problem("steps", f"is {now.steps}, and the run is at version {found[1].version} already")
+    newest = newest_intact(folder / "checkpoints")
+    if newest and now.steps < newest[1].version:
+        yield Problem("steps", f"is {now.steps}, and the run is at version {newest[1].version} already")
     elif is_complete(folder, now.steps):
         yield Problem("steps", f"is {now.steps}, and the run is complete: give it more to continue it")
 
@@ -256,7 +256,7 @@ def _write_fingerprints(folder: Path, fingerprints: Mapping[str, str]) -> None:
 
 
 def _put(document: dict[str, Any], path: str, value: str) -> None:
-    """Set the value at a dotted key, if it is there: a killed change may name keys never in force."""
+    """Set the value at a dotted key if the key exists: a change that was killed may have added references."""
     *above, last = path.split(".")
     for part in above:
         document = document.get(part) or {}

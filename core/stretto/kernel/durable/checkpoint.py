@@ -10,8 +10,8 @@
 A checkpoint is written under a temporary name and then renamed, so it is complete or absent.
 
 With `checkpoint.store`, the trainers write their files to a folder at that URL, and the kernel adds
-`kernel.json` and then the manifest. The run's own folder has these two, and `store.json` with the URL. A
-checkpoint without them in the run's folder does not count, and is removed from the store.
+`kernel.json` and then the manifest. The run's own folder has these two files, and `store.json` with the URL.
+A checkpoint in the store without these files in the run's folder is invalid, and is removed from the store.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _StoreEntry(msgspec.Struct, frozen=True):
 
 
 class LostData(msgspec.Struct, frozen=True):
-    """What a run has lost for good to damaged files, or to values that began at an older checkpoint."""
+    """Data that a run lost for good, to damaged files or to new values that began at an older checkpoint."""
 
     steps: int = 0
     """Train steps that were complete and were not repeated."""
@@ -63,7 +63,7 @@ class LostData(msgspec.Struct, frozen=True):
     messages: int = 0
     """Messages that were missing in the part of the log that no checkpoint covered."""
     journals: int = 0
-    """How often messages of the journal were missing."""
+    """Number of resumes at which messages of the journal were missing."""
 
     def __bool__(self) -> bool:
         return self != LostData()
@@ -114,9 +114,9 @@ def checkpoint_name(version: int, values: int | None = None) -> str:
 
 
 def version_in(name: str) -> int | None:
-    """Return the version of a checkpoint from its name; None if this is no such name."""
-    found = re.fullmatch(rf"{_PREFIX}(\d{{6,}})(-values-\d+)?", name)
-    return int(found[1]) if found else None
+    """Return the version in the name of a checkpoint; None for any other name."""
+    matched = re.fullmatch(rf"{_PREFIX}(\d{{6,}})(-values-\d+)?", name)
+    return int(matched[1]) if matched else None
 
 
 def checkpoints_in(folder: Path) -> set[str]:
@@ -134,7 +134,7 @@ class Draft:
     uploaded: dict[str, str] = field(default_factory=dict[str, str])
     """Name -> SHA-256 of the files that the trainers have written to `remote`."""
     digest: str = ""
-    """Digest of the weights, if it becomes known only now."""
+    """Digest of the weights, if it becomes known only while the checkpoint is written."""
 
     @property
     def place(self) -> str:
@@ -146,7 +146,7 @@ class Draft:
 async def writing(
     root: Path, name: str, state: KernelState, store: RemoteFolder | None = None
 ) -> AsyncGenerator[Draft]:
-    """Yield a draft: at the end of the block it becomes `root / name`; after an error it is removed."""
+    """Yield a draft. The end of the block renames the draft to `root / name`; an error removes it."""
     final = root / name
     # Nothing in a store can be renamed, so each draft has a name of its own there.
     draft = Draft(
@@ -180,8 +180,8 @@ def find_checkpoint(
     folder: Path, version: str | None, advice: str = "", *, option: str = "--version"
 ) -> Path:
     """Return the folder of an intact checkpoint: `version` is a version, a checkpoint's name, or None for the
-    newest. Files in a store are downloaded into this user's cache. `advice` (without any checkpoint) and
-    `option` (that gave the version) are for the error."""
+    newest. Files in a store are downloaded into this user's cache. Error messages contain `advice` if there
+    is no checkpoint, and `option` as the option that gave the version."""
     root = folder / "checkpoints"
     if version is None:
         newest = newest_intact(root)
@@ -202,7 +202,7 @@ def find_checkpoint(
 
 
 def damage_of(folder: Path) -> str:
-    """Return what is wrong with a checkpoint; empty if intact. Files in a store are only listed."""
+    """Return the damage of a checkpoint; empty if intact. Files in a store only have to be present."""
     try:
         manifest = (folder / _MANIFEST).read_bytes()
         hashes = msgspec.json.decode(manifest, type=dict[str, str])
@@ -232,9 +232,9 @@ def state_of(folder: Path) -> KernelState:
 
 
 def prune(root: Path, keep: int, newest: str, spared: Collection[int] = ()) -> tuple[int, int]:
-    """Remove all but the newest `keep` and the `spared` versions. Return the sequence numbers of the first
-    messages of log and journal that those `keep` need, 0 if unknown. Names after `newest` stay and do not
-    count: a previous kernel wrote them, and they are damaged."""
+    """Remove all checkpoints but the newest `keep` and the `spared` versions. Return the sequence numbers of
+    the first messages of log and journal that the newest `keep` need, 0 if unknown. Checkpoints with names
+    after `newest` stay and do not count: a previous kernel wrote them, and they are damaged."""
     folders = [folder for folder in sorted(root.glob(f"{_PREFIX}*")) if folder.name <= newest]
     names = {checkpoint_name(version) for version in spared}
     for folder in folders[:-keep]:
@@ -258,16 +258,16 @@ def _remote_of(folder: Path) -> RemoteFolder | None:
 
 
 def _damage_in_store(remote: RemoteFolder, manifest: bytes, names: set[str]) -> str:
-    """Return what a checkpoint lacks in its store, where `names` must be; empty if it is complete."""
+    """Return the damage of a checkpoint in its store, which must have the files `names`; empty if intact."""
     try:
-        same, there = remote.read(_MANIFEST) == manifest, remote.files()
+        is_same, stored_names = remote.read(_MANIFEST) == manifest, remote.files()
     except FileNotFoundError:
         return f"{remote.url} has no {_MANIFEST}"
     except OSError as error:
         raise ConfigError(f"the store of the checkpoints cannot be read: {error}") from error
-    if not same:
+    if not is_same:
         return f"{_MANIFEST} in {remote.url} is not the one in the run's folder"
-    return f"{remote.url} has no {min(names - there)}" if names - there else ""
+    return f"{remote.url} has no {min(names - stored_names)}" if names - stored_names else ""
 
 
 def _with_all_files(folder: Path) -> Path:
@@ -292,7 +292,7 @@ def _with_all_files(folder: Path) -> Path:
 
 
 def _remove(folder: Path) -> None:
-    """If its store refuses, the next checkpoint tries again."""
+    """Remove a checkpoint, also from its store. If the store refuses, the next checkpoint tries again."""
     remote = _named_remote(folder)
     shutil.rmtree(folder, ignore_errors=True)
     if remote is not None:
@@ -300,7 +300,7 @@ def _remove(folder: Path) -> None:
 
 
 def _named_remote(folder: Path) -> RemoteFolder | None:
-    """Return None also if a damaged checkpoint does not say where its files are."""
+    """Return a checkpoint's folder in the store; None without one, or if `store.json` is damaged."""
     try:
         return _remote_of(folder)
     except (OSError, msgspec.DecodeError) as error:
@@ -316,7 +316,7 @@ def _remove_from_store(remote: RemoteFolder) -> None:
 
 
 def _clear(root: Path, store: RemoteFolder | None) -> None:
-    """Remove the drafts of killed kernels; in the store, all that the run's folder does not name."""
+    """Remove drafts of killed kernels, and what the store has of checkpoints that the run's folder lacks."""
     for folder in root.glob(f".{_PREFIX}*"):
         shutil.rmtree(folder, ignore_errors=True)
     if store is not None:
@@ -327,9 +327,9 @@ def _clear(root: Path, store: RemoteFolder | None) -> None:
 
 
 def _put(draft: Draft, final: Path) -> None:
-    """Complete a checkpoint, first in the store, and put it in the place of a previous kernel's."""
-    here = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
-    hashes = dict(sorted({**draft.uploaded, **here}.items()))
+    """Complete a checkpoint, first in the store. It replaces a previous kernel's one of the same name."""
+    local_hashes = {str(path.relative_to(draft.folder)): file_hash(path) for path in _files(draft.folder)}
+    hashes = dict(sorted({**draft.uploaded, **local_hashes}.items()))
     (draft.folder / _MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(hashes)))
     if draft.remote is not None:
         for name in ("kernel.json", _MANIFEST):

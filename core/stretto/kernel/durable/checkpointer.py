@@ -67,13 +67,13 @@ class Checkpointer:
         return max(0, self._saved[0])
 
     def newest(self) -> tuple[Path | None, KernelState]:
-        """Return the newest checkpoint, or None, and its state, or the initial one. Raises as `state_of`."""
+        """Return the newest checkpoint's folder and state, or None and the initial state. See `state_of`."""
         if not self._newest:
             return None, KernelState.initial()
         return self._root / self._newest, state_of(self._root / self._newest)
 
     async def save(self) -> None:
-        """Copy the current version, unless saved; write it beside the next steps. A failure is reported."""
+        """Wait until trainers have copied their state. The checkpoint is written during the next steps."""
         copied = anyio.Event()
         self._tasks.start_soon(self._save_beside, copied)
         await copied.wait()
@@ -99,7 +99,7 @@ class Checkpointer:
                 await self.save_required()
 
     async def save_required(self, note: WeightsNote | None = None, name: str | None = None) -> None:
-        """Write a checkpoint that the run needs, with retries. `note`: of weights that are not announced."""
+        """Write a checkpoint that the run needs, with retries. `note` is for weights not announced yet."""
         version = self._setup.scheduler.version
         for pause_s in (*_PAUSES_S, None):
             try:
@@ -116,7 +116,7 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints, and what only they needed of log and journal, if it is on disk too."""
+        """Remove old checkpoints, and the messages on disk of log and journal that only these needed."""
         config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
         if not self._newest:
             return
@@ -137,9 +137,9 @@ class Checkpointer:
         return self._saved == (self._setup.scheduler.version, self._journal.incarnation)
 
     async def _write(self, name: str, copied: anyio.Event, note: WeightsNote | None = None) -> None:
-        """Set `copied` when the trainers may go on. The weights may still be on their way to the engines."""
+        """Write a checkpoint. Set `copied` when trainers may continue, before the weights are announced."""
         await self._journal.settle()
-        state = self._state()  # no await in between: later events go on from this state
+        state = self._state()  # no await in between: all later events must follow this state
 
         async def ask_trainers() -> None:
             await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
@@ -155,7 +155,7 @@ class Checkpointer:
         await self.prune()
 
     def _name(self, version: int) -> str:
-        """A checkpoint of another incarnation replaces that of the same version."""
+        """Return the name for a version: that of the newest checkpoint if it has the same version."""
         return self._newest if self._saved[0] == version and self._newest else checkpoint_name(version)
 
     def _state(self) -> KernelState:

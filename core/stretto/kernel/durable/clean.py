@@ -1,6 +1,6 @@
 """`python -m stretto.kernel.durable.clean RUN`: remove what killed processes of a run left behind. The guard
-of the run's nats-server starts it when the kernel has been gone for the grace time. Weights of a killed
-trainer lie in shared memory; the run's weight transport removes them."""
+of the run's nats-server starts this command when the kernel has been gone for the grace time. A killed
+trainer leaves weights in shared memory; the run's weight transport removes them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _clean(folder: Path) -> None:
     transport: WeightsTransport = Assembly(composed, folder=folder, run=run).make("weights")
     try:
         lock = lock_run(folder / "bus")
-    except ConfigError:  # a new kernel, which has cleaned up by itself
+    except ConfigError:  # a new kernel has the lock, and has cleaned up
         return
     with lock:
         transport.clean()

@@ -1,6 +1,6 @@
-"""The journal's writer, the kernel that owns the run. The server stores an event before the kernel acts on
-it, and only at the end that the writer knows. A kernel becomes the writer with a lease, which is in the
-stream too: so the server refuses events of a kernel after another one has taken the lease."""
+"""Writes the journal, for the kernel that owns the run. The server stores an event before the kernel acts on
+the event, and only if the stream's end is the one that the writer knows. A lease is a message in the same
+stream: after another kernel has taken the lease, the server refuses events of the former kernel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from stretto.errors import Malformed, MessageGone, Superseded
 from stretto.machine import clock
 
 _BATCH_S = 0.05
-"""Seconds for which an event for which nobody waits may wait for others."""
+"""Seconds for which an event that no `flush` waits for may be held, to share a message with later events."""
 
 OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
-"""Gets each message that the server has stored, with its sequence number in the stream, and its events."""
+"""Called with each message that the server has stored: its sequence number, the message, and its events."""
 
 
 class JournalWriter:
-    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is its predecessors' last."""
+    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is of the former kernels."""
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
@@ -37,7 +37,7 @@ class JournalWriter:
         self.head = head
         """The newest message that the server has stored."""
         self.head_from = 0
-        """Sequence number of its first part; 0 if a former kernel wrote it."""
+        """Sequence number of the first part of `head`; 0 if a former kernel wrote `head`."""
         self._appending = anyio.Lock()
         self.events_after = end.sequence
         """Sequence number in the stream: the scheduler has taken in all inputs up to it."""
@@ -56,25 +56,25 @@ class JournalWriter:
         return round(self._began + clock.now(), 4)
 
     def hear(self, event: Event) -> None:
-        """Queue an event. It is stored by the next `flush`, or by `keep`."""
+        """Queue an event. The next `flush`, or `keep`, stores it."""
         self._pending.append((self.now(), msgspec.Raw(encode(event)), event))
         self._any_pending.set()
 
     async def flush(self) -> None:
-        """Wait until the server has stored all events heard before. Raise Superseded if another kernel has
+        """Wait until the server has stored all queued events. Raise Superseded if another kernel has
         the lease, and BusError if the server cannot store them: the next call tries again."""
-        heard = self._stored + self._waiting
+        target = self._stored + self._waiting
         async with self._appending:
-            while self._stored < heard:
+            while self._stored < target:
                 await self._store_events()
 
     async def settle(self) -> None:
-        """Wait until no event waits. Before the next await, the state is that after `events_after`."""
+        """Wait until all events are stored. Until the next await, `events_after` is the scheduler's state."""
         while self._waiting:
             await self.flush()
 
     async def keep(self) -> None:
-        """Store the events for which nobody waits, until cancelled."""
+        """Store the events that no `flush` waits for, until cancelled."""
         while True:
             await self._any_pending.wait()
             await anyio.sleep(_BATCH_S)
@@ -90,7 +90,7 @@ class JournalWriter:
         return len(self._pending) + (len(self._sent[1]) if self._sent else 0)
 
     async def _store_events(self) -> None:
-        """A message that may have been stored is sent again as it was."""
+        """Append the queued events as one message. A message whose append failed is sent again unchanged."""
         if self._sent is None:
             times, raw, events = zip(*self._pending, strict=True)
             self._sent = EventBatch(self.epoch, self._stored, raw, times, self.head.digest), events
@@ -122,14 +122,14 @@ async def own_journal(bus: Bus, names: Subjects, place: str) -> JournalWriter:
 
 
 async def newest_epoch(bus: Bus, names: Subjects) -> int:
-    """Return the newest lease's number. A checkpoint may have purged its message, but events name it."""
+    """Return the newest lease epoch. A checkpoint may have purged the lease, but events name its epoch."""
     lease = await bus.store.last_sequence(names.journal_stream, names.leases)
     _, newest = await _newest(bus, names)
     return max(lease, newest.lease_epoch if newest else 0)
 
 
 async def _newest(bus: Bus, names: Subjects) -> tuple[int, EventBatch | None]:
-    """Return the number and content of the newest events; None if unreadable: `stretto audit` finds it."""
+    """Return number and content of the newest message of events; None if unreadable (see `stretto audit`)."""
     sequence = await bus.store.last_sequence(names.journal_stream, names.events)
     with suppress(MessageGone, Malformed):
         if sequence:

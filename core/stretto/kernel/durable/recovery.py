@@ -1,14 +1,13 @@
-"""Recovery after a restart: the state is the fold of the events since the checkpoint, and the batches that it
-starts are trained again, to the same digests.
+"""Recovery after a restart. The scheduler takes in the events since the checkpoint again, and the trainers
+train the batches that these events start again, to the same digests.
 
-The scheduler takes in the stored events as it did the first time, and the batches that it starts are compared
-with the recorded ones. A kernel takes in only events of its own incarnation: those up to the next `RunOwned`
-with another one. Of a checkpoint with other values it takes in none: the run begins again there.
+The batches that the scheduler starts are compared with the recorded ones. A kernel takes in only events of
+the checkpoint's incarnation: those before the next `RunOwned` of another incarnation. After a checkpoint with
+other values, a kernel takes in no event: the run begins again at the checkpoint.
 
-`read_store` first compares what the checkpoint, the journal and the log still hold. If the store is damaged,
-the events hold as long as they give the recorded batches. The run continues without the steps and groups that
-are lost, and issues their tickets again. If nothing is left, it refuses the resume before anything is
-changed.
+`read_store` first compares the checkpoint, the journal and the log. In a damaged store, events are valid as
+long as they start the recorded batches. The run continues without the lost steps and groups, and issues the
+tickets of lost groups again. If nothing is left, `read_store` refuses the resume before anything is changed.
 """
 
 from __future__ import annotations
@@ -60,63 +59,63 @@ OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | Non
 
 
 class Heard(msgspec.Struct):
-    """Something that the previous kernels' schedulers heard."""
+    """An event that a previous kernel's scheduler took in."""
 
     sequence: int
     """Sequence number of the journal's message with the event."""
     event: Input
     batch: BatchStarted | None = None
-    """The batch that followed."""
+    """The batch that the event started."""
 
 
 class Journal(msgspec.Struct):
-    """What the journal holds from a checkpoint on."""
+    """The content of the journal after a checkpoint."""
 
     heard: list[Heard] = []
     started: set[int] = set()
     """Versions with a batch of the checkpoint's incarnation."""
     results: list[Evaluation] = []
-    """Of the evaluations of that incarnation's weights."""
+    """Results of evaluations of the checkpoint's incarnation."""
     measured: dict[int, StepMeasured] = {}
     """Version -> the newest figures of the step that led to it."""
     digests: dict[int, str] = {}
-    """Version -> digest of its weights, of that incarnation."""
+    """Version -> digest of its weights in the checkpoint's incarnation."""
     draws: dict[int, RecordedDraw] = {}
     incarnation: int | None = None
-    """That of the newest kernel; None if none has owned the run since the checkpoint."""
+    """Incarnation of the newest kernel; None if no kernel has owned the run since the checkpoint."""
     heard_at: float = 0.0
     """Unix time of the newest event; 0 without one."""
     is_damaged: bool = False
-    """Whether messages are missing. What followed the first one is in no place of `heard`."""
+    """Whether messages are missing. `heard` has no events after the first missing message."""
 
 
 class Fold(msgspec.Struct):
     """The events that a scheduler has taken in."""
 
     position: int
-    """Sequence number in the journal's stream up to which they reach."""
+    """Sequence number in the journal's stream of the last event."""
     log_sequence: int
-    """Sequence number of the last outcome."""
+    """Sequence number in the log of the last outcome."""
     events: list[tuple[Input, Outcome | None]] = []
     version: int = 0
-    """Training version after the batches that they start."""
+    """Training version after the batches that the events start."""
     end: Snapshot = msgspec.field(default_factory=Snapshot)
     is_whole: bool = True
     is_left: bool = False
-    """Whether weights of another incarnation follow."""
+    """Whether events of another incarnation or of other values follow."""
 
 
 class Replay(msgspec.Struct):
-    """Batches to train again, to which no events lead."""
+    """Batches that a replay trains again without events."""
 
     batches: list[tuple[tuple[int, ...], list[GroupDone]]] = []
-    """Of each its tickets, and their groups. The trajectories are in the log."""
+    """(tickets, groups) of each batch. The trajectories are in the log."""
     draws: dict[int, int] = {}
     """Ticket -> its row of the dataset."""
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """What checkpoint, journal and log still hold of a run."""
+    """The data of a run that are left in checkpoint, journal and log."""
 
     snapshot: Snapshot
     """The checkpoint's state. Tickets whose trajectories are gone are unfinished in it."""
@@ -125,11 +124,11 @@ class Stored(msgspec.Struct, frozen=True):
     next_incarnation: int = 0
     """Number of an incarnation that no other weights have."""
     fits: bool = True
-    """Whether the checkpoint has the kernel's values. If not, no event is taken in."""
+    """Whether the checkpoint has the kernel's values. If not, the scheduler takes in no event."""
     outcomes: tuple[tuple[int, Outcome], ...] = ()
     """(sequence number, outcome) of the tickets that ended after the checkpoint."""
     later: tuple[tuple[int, Outcome], ...] = ()
-    """The outcomes that no event has taken in, and that can be used."""
+    """(sequence number, outcome) of usable outcomes that no event has taken in."""
     log_is_short: bool = False
     """Whether the log ends before the checkpoint's place in it: none of its messages can be used."""
     lost: LostData = LostData()
@@ -138,7 +137,7 @@ class Stored(msgspec.Struct, frozen=True):
 
     @property
     def is_exact(self) -> bool:
-        """Whether the events give the state that the previous kernel left."""
+        """Whether the events lead to the state that the previous kernel left."""
         is_whole = self.fits and self.fold.is_whole and not self.journal.is_damaged
         return is_whole and not self.lost and self.lost_from is None
 
@@ -148,19 +147,19 @@ class Stored(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_replay(cls, state: KernelState, replay: Replay) -> Stored:
-        """Return what is stored of a replay that begins with a checkpoint."""
+        """Return the stored data of a replay that begins with a checkpoint."""
         recorded = {ticket: RecordedDraw(state.version, row) for ticket, row in replay.draws.items()}
         fold = Fold(state.events_after, state.log_sequence, version=state.version)
         return cls(state.snapshot, Journal(draws=recorded), fold)
 
 
 class Living(msgspec.Struct, frozen=True):
-    """The weights of trainers that have worked for a former kernel and go on."""
+    """The weights of a former kernel's trainers that continue to work."""
 
     version: int
     """Steps up to this version need not be repeated."""
     notes: tuple[WeightsNote, ...]
-    """Of the versions that evaluations need, and last that of `version`, unless its step is over."""
+    """Notes of the versions that evaluations need, and last of `version`, unless its step is over."""
 
 
 class Recovered(msgspec.Struct, frozen=True):
@@ -192,8 +191,8 @@ async def read_store(
     """Read what journal and log hold for a run that continues from a checkpoint. Nothing is changed.
 
     The `scheduler` has the kernel's values, and tries the events. `samples` says that the run trains on
-    trajectories in the log, not on rows of a dataset. Steps up to `reached`, the newest reported version, to
-    which the journal does not lead are lost.
+    trajectories in the log, not on rows of a dataset. `reached` is the newest reported version; steps up to
+    `reached` are lost if the journal does not lead to them.
     """
     folder, state = checkpoint
     journal = await _read_journal(bus, names, state)
@@ -207,8 +206,8 @@ async def read_store(
     groups += [each for _, each in outcomes if isinstance(each, GroupDone) and each.purpose == "train"]
     gone: set[int] = set()
     if samples:
-        named = {sequence for group in groups for sequence in _messages_of(group)}
-        gone = named if short else await _gone(bus, names, extent, named)
+        needed = {sequence for group in groups for sequence in _messages_of(group)}
+        gone = needed if short else await _gone(bus, names, extent, needed)
     lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
     snapshot = _without(snapshot, lost)
     usable = {sequence: each for sequence, each in outcomes if _name(each) not in lost}
@@ -230,7 +229,7 @@ async def read_store(
     if is_cut:
         lost |= {_name(group) for group in groups if any(each.newest > end for each in group.members)}
     taken = {event.sequence for event, _ in fold.events if isinstance(event, OutcomeRead)}
-    later = tuple(  # a failed ticket may be one of those that the lost steps had made room for
+    later = tuple(  # a failed ticket may be one that was admitted after the lost steps
         (sequence, each)
         for sequence, each in outcomes
         if sequence not in taken
@@ -252,9 +251,9 @@ async def read_store(
 
 @dataclass(eq=False)
 class Repetition:
-    """Trains the stored events' batches again, and brings a scheduler into the state after them. After each
-    step, `on_repeated` gets batch, result, divergence if known, and digest; for steps that `living` trainers
-    need not repeat, these are what the former kernel recorded."""
+    """Trains the batches of the stored events again, and brings a scheduler into the state after the events.
+    After each step, `_on_repeated` is called with batch, result, divergence if known, and digest. For steps
+    that living trainers need not repeat, result and digest are those that the former kernel recorded."""
 
     _writer: JournalWriter
     _scheduler: Scheduler
@@ -291,9 +290,9 @@ class Repetition:
             )
 
     async def fold(self, *, expires_batch: bool = False) -> Recovered:
-        """Take in the events, and train the batches that they start, the incomplete one too unless it
-        expires. A repeated step with another digest than recorded begins a new incarnation: samples of the
-        previous weights expire, and later events do not count."""
+        """Take in the events and train the batches that they start, also the incomplete batch unless it
+        expires. If a repeated step has another digest than recorded, a new incarnation begins: samples of
+        the previous weights expire, and later events are not taken in."""
         scheduler, stored = self._scheduler, self._stored
         start: StartBatch | None = None
         for event, outcome in stored.fold.events:
@@ -359,7 +358,7 @@ class Repetition:
             self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
-        """No await follows the comparison: if a trainer is lost later, the next ones train the batch, too."""
+        """Train a batch and compare its digest, with no await until it is recorded (trainers repeat it)."""
 
         async def train() -> tuple[StepResult, WeightsNote]:
             step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))
@@ -392,7 +391,7 @@ class Repetition:
             expired = f"sampled by weights of incarnation {state.incarnation}" if self._differs else ""
             incarnation = stored.next_incarnation if self._differs else incarnation
             log_sequence = max([log_sequence, *(sequence for sequence, _ in stored.outcomes)])
-            scheduler.owned(scheduler.tickets.attempts_from)  # what comes now begins nothing
+            scheduler.owned(scheduler.tickets.attempts_from)  # so that these outcomes start no batch
             for sequence, outcome in () if self._differs else later:
                 self._record(self._take_in(outcome_read(sequence, outcome), outcome))
             scheduler.fit(expired)
@@ -400,7 +399,7 @@ class Repetition:
             commands = scheduler.commands()
             self._retired += (each for each in commands if isinstance(each, Retire))
             self._record(commands)
-            self._writer.events_after = self._writer.stored_to  # they do not give this state
+            self._writer.events_after = self._writer.stored_to  # stored events do not lead to this state
         needed = scheduler.evaluation.needed_versions
         return Recovered(
             notes=(*(each for each in self._notes[:-1] if each.version in needed), self._notes[-1]),
@@ -416,14 +415,14 @@ class Repetition:
 def _fold(
     scheduler: Scheduler, events: Iterable[Heard], outcomes: Mapping[int, Outcome], state: KernelState
 ) -> Fold:
-    """Let a scheduler take in the journal's events, without training: those up to another incarnation, and as
-    long as they start the recorded batches. An event without its outcome is left out; if a batch followed
-    from it, the fold ends."""
+    """Let a scheduler take in the journal's events, without training. Stop at another incarnation, and where
+    an event does not start the recorded batch. Skip an event whose outcome is missing, or stop there if the
+    event started a batch."""
     fold = Fold(state.events_after, state.log_sequence, version=state.version)
-    own = state.incarnation, state.values
+    expected = state.incarnation, state.values
     for heard in events:
         event = heard.event
-        if isinstance(event, RunOwned) and (event.incarnation, event.values) != own:
+        if isinstance(event, RunOwned) and (event.incarnation, event.values) != expected:
             fold.is_whole, fold.is_left = False, True
             break
         outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
@@ -475,7 +474,7 @@ async def _gone(bus: Bus, names: Subjects, extent: Extent, sequences: set[int]) 
 
 
 async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journal:
-    """After a missing message, only what must not be done again counts."""
+    """Read the journal after the checkpoint. After a missing message, add no more events to `heard`."""
     journal, after, stream = Journal(), state.events_after, names.journal_stream
     last = await bus.store.last_sequence(stream, names.events)
     journal.is_damaged = await _lacks(bus, names, state)
@@ -494,7 +493,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
 
 
 async def _lacks(bus: Bus, names: Subjects, state: KernelState) -> bool:
-    """Return whether the journal lacks its newest message of the checkpoint, or ends before its place."""
+    """Return whether the journal lacks the checkpoint's newest message, or ends before the checkpoint."""
     if (await bus.store.end(names.journal_stream)).sequence < state.events_after:
         return True
     if not state.journal.sequence:
@@ -530,8 +529,8 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
         case EvaluationEnded(result):
             if journal.incarnation in (None, incarnation):
                 journal.results.append(result)
-        case VersionPublished(own, version, digest):
-            if own == incarnation:
+        case VersionPublished(published_in, version, digest):
+            if published_in == incarnation:
                 journal.digests.setdefault(version, digest)
         case _ if isinstance(event, Input):
             if isinstance(event, RunOwned):
@@ -543,7 +542,7 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
 
 
 def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
-    """What had ended the run does not count, and evaluations with results are not repeated."""
+    """Return the snapshot without its failure, and with only those evaluations due that have no result."""
     former = snapshot.evaluation
     known = [*former.results, *(each for each in results if each.version <= snapshot.version)]
     due = [each for each in former.needed_versions if each not in {result.version for result in known}]
@@ -552,7 +551,7 @@ def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Sna
 
 
 def _without(snapshot: Snapshot, lost: Set[Name]) -> Snapshot:
-    """Return the ledger with the tickets of lost groups unfinished, and their samples missing."""
+    """Return the snapshot with the tickets of lost groups unfinished, and the groups' samples missing."""
     tickets: list[OpenTicket] = []
     missing = snapshot.members.missing
     for ticket in snapshot.open:

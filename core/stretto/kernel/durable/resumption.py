@@ -49,7 +49,7 @@ class Resumption:
         self._journal.incarnation = self._state.incarnation
 
     async def read(self) -> None:
-        """Find out what the store holds; report losses. ConfigError: nothing is left, no file has changed."""
+        """Read the store and report losses. Raise ConfigError, with no file changed, if nothing is left."""
         state, setup = self._state, self._setup
         if setup.replays is not None:
             self.stored = Stored.of_replay(state, setup.replays)
@@ -73,12 +73,12 @@ class Resumption:
         if stored.lost:
             setup.facts.add_loss(stored.lost, stored.lost_from, changed=not stored.fits)
         if stored.log_is_short:
-            # The checkpoint names messages by number: new ones must not get the numbers of lost ones.
+            # The checkpoint names messages by number: new messages must not get the numbers of lost ones.
             await self._bus.store.purge(setup.names.log_stream, below=state.log_sequence + 1)
         self._journal.incarnation = stored.incarnation_at(state.version, state.incarnation)
 
     async def living(self) -> Living | None:
-        """Return the former kernel's trainers; None if the events lead to other weights."""
+        """Return the weights of the former kernel's trainers; None if the events lead to other weights."""
         stored = self.stored
         before, is_training = stored.fold.end.version, stored.fold.version > stored.fold.end.version
         lead, *others = await self._trainers.states()
@@ -99,8 +99,8 @@ class Resumption:
         return Living(before, (*notes, note))
 
     async def repeat(self, living: Living | None) -> Recovered:
-        """Load the checkpoint, unless the trainers are `living`, and train the batches again that the later
-        events start. Where new events cannot continue the stored ones, write a checkpoint."""
+        """Load the checkpoint, unless the trainers are `living`, and train again the batches that the later
+        events start. If new events cannot continue the stored ones, write a checkpoint."""
         setup, stored = self._setup, self.stored
         setup.facts.note = "repeating the journal" if setup.replays is None else "replaying the batches"
         checkpoint = self._folder, self._state
@@ -125,7 +125,7 @@ class Resumption:
             evaluating=setup.scheduler.evaluation.under_way is not None,
         )
         self._engines.remember(recovered.notes)
-        newest, failure = recovered.notes[-1], setup.scheduler.failure  # the former kernel could not say it
+        newest, failure = recovered.notes[-1], setup.scheduler.failure  # which no former kernel reported
         if not recovered.is_exact or failure or setup.replays is not None:
             name = None if stored.fits else checkpoint_name(newest.version, setup.values)
             await self._checkpointer.save_required(newest, name)

@@ -36,14 +36,14 @@ class SchedulerSettings:
     evaluation_every: int = 0
     evaluation_samples: int = 1
     evaluation_pace: float = 0.0
-    """Rows of an evaluation that begin for each group of training that ends; 0 begins all at once."""
+    """Rows of an evaluation that begin for each finished training group; 0 begins all rows at once."""
     stops_on_collapse: bool = False
     variants: Mapping[str, float] = field(default_factory=dict[str, float])
     """Weight of each variant of the A/B test; empty without a test."""
 
 
 class RecordDraws(msgspec.Struct, frozen=True):
-    """The curriculum has chosen these rows. The journal has them before the tickets are issued."""
+    """Record the rows that the curriculum has chosen, before their tickets are issued."""
 
     version: int
     draws: tuple[tuple[int, int], ...]
@@ -57,7 +57,7 @@ class Issue(msgspec.Struct, frozen=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True):
-    """Take this attempt out of the queue and stop its worker: nobody waits for it any more."""
+    """Remove this attempt from the queue and stop its worker: the scheduler will not use its group."""
 
     purpose: Purpose
     ticket: int
@@ -65,17 +65,17 @@ class Withdraw(msgspec.Struct, frozen=True):
 
 
 class StartBatch(msgspec.Struct, frozen=True):
-    """Train this batch; then call `step_finished`."""
+    """Train this batch; then pass `StepTrained` to the scheduler."""
 
     version: int
     groups: tuple[GroupDone, ...]
     """In the order of their tickets."""
     rows: tuple[int, ...]
-    """Row of the dataset of each group."""
+    """Dataset row of each group."""
 
 
 class Retire(msgspec.Struct, frozen=True):
-    """Record that this ticket will not be trained, or that its row of an evaluation has no result."""
+    """Record that this training ticket will not be trained, or that this evaluation row has no result."""
 
     purpose: Purpose
     ticket: int
@@ -91,12 +91,12 @@ class EvaluationDone(msgspec.Struct, frozen=True):
 
 
 class HeldBack(msgspec.Struct, frozen=True):
-    """A batch is ready but waits: its step would make an evaluation due while another one waits."""
+    """Log that a batch is ready but waits: its step would make an evaluation due while another one waits."""
 
     evaluating: int
     """Version of the evaluation under way."""
     waiting: int
-    """Version of the evaluation that waits for it."""
+    """Version of the evaluation that waits for the one under way."""
 
 
 class Finish(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
-"""Which row of the dataset each training ticket gets; no I/O. Without a curriculum, rows come in epochs, in
-an order that follows from the seed. A curriculum's choices depend on rewards, so the journal has them before
-the tickets are issued, and a resumed run reads them back."""
+"""Draws a row of the dataset for each training ticket; no I/O. Without a curriculum, rows come in epochs, in
+an order that follows from the seed. A curriculum's choices depend on rewards, so the journal stores them
+before the tickets are issued, and a resumed run reads them from there."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ class Draw(msgspec.Struct, frozen=True):
     row: int
     version: int
     drops: int
-    """How often earlier tickets with the row expired because they were late."""
+    """Number of earlier tickets with this row that expired because they were late."""
 
 
 class DrawState(msgspec.Struct):
     """The state of the draws of a run with a curriculum."""
 
     pending: list[tuple[int, TicketEnd]]
-    """Ends that the curriculum has not heard of, each with the version at which the ticket was drawn."""
+    """Ends not passed to the curriculum yet, each with the version at which the ticket was drawn."""
     curriculum: dict[str, Any]
     """`Curriculum.state`."""
     recorded: dict[int, RecordedDraw] = {}
-    """Draws of tickets that the run had issued, and has not yet issued again after a loss."""
+    """Draws of tickets that the run issued before a loss, and has not issued again yet."""
 
 
 class Draws:
     """The draws of one scheduler.
 
-    A draw at version v takes into account the ends of the tickets that were drawn before v, in the order of
-    the tickets. So with η = 0 the draws do not depend on the order in which groups finish.
+    For a draw at version v, the curriculum has received the ends of all tickets that were drawn before v, in
+    the order of the tickets. So with η = 0 the draws do not depend on the order in which groups finish.
     """
 
     def __init__(self, rows: int, *, shuffle: bool, seed: int, curriculum: Curriculum | None) -> None:
@@ -66,7 +66,7 @@ class Draws:
         """Draws of tickets that a previous kernel may have issued."""
         self._unrecorded: list[tuple[int, int]] = []
         self._pending: dict[int, list[TicketEnd]] = {}
-        """Ends that the curriculum has not heard of, by the version at which the ticket was drawn."""
+        """Ends not passed to the curriculum yet, by the version at which the ticket was drawn."""
 
     @property
     def by_curriculum(self) -> bool:
@@ -74,7 +74,7 @@ class Draws:
         return self._curriculum is not None
 
     def next(self, ticket: int, version: int) -> Draw:
-        """Draw a ticket's row: the journal's, else one to draw again, else a new one."""
+        """Draw a ticket's row: the row that the journal records, else a row to draw again, else a new row."""
         recorded, drops = self._recorded.pop(ticket, None), 0
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
@@ -95,7 +95,7 @@ class Draws:
         return Draw(row, version, drops)
 
     def ended(self, ticket: OpenTicket, outcome: Account | Literal["trained"]) -> None:
-        """A ticket has ended."""
+        """Keep the end of a ticket for the curriculum."""
         if self._curriculum is not None:
             rewards = rewards_of(ticket.done) if ticket.done is not None else ()
             end = TicketEnd(ticket.id, ticket.row, outcome, rewards)
@@ -112,7 +112,7 @@ class Draws:
         return {} if self._curriculum is None else self._curriculum.figures()
 
     def take_unrecorded(self) -> tuple[tuple[int, int], ...]:
-        """Return (ticket, row) of the draws that are not in the journal yet. Each is returned once."""
+        """Return (ticket, row) of the draws that are not in the journal yet. Each draw is returned once."""
         unrecorded, self._unrecorded = tuple(self._unrecorded), []
         return unrecorded
 
@@ -131,7 +131,7 @@ class Draws:
         again: Sequence[tuple[int, int]],
         recorded: Mapping[int, RecordedDraw],
     ) -> None:
-        """Take over a state, and the `recorded` draws of the tickets that were issued after it."""
+        """Replace the state. `recorded` are the draws of tickets that were issued after this state."""
         self.cursor = cursor
         self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
         self._recorded = dict(recorded)
@@ -154,11 +154,11 @@ class Draws:
         return row
 
     def _tell_ends(self, version: int) -> None:
-        """Tell the curriculum how the tickets ended that were drawn before a version."""
+        """Pass to the curriculum the ends of the tickets that were drawn before a version."""
         assert self._curriculum is not None
-        heard = [drawn_at for drawn_at in self._pending if drawn_at < version]
-        known = [end for drawn_at in heard for end in self._pending.pop(drawn_at)]
-        for end in sorted(known, key=lambda end: end.ticket):
+        earlier = [drawn_at for drawn_at in self._pending if drawn_at < version]
+        ends = [end for drawn_at in earlier for end in self._pending.pop(drawn_at)]
+        for end in sorted(ends, key=lambda end: end.ticket):
             self._curriculum.ended(end)
 
     def _next_in_epoch(self) -> int:

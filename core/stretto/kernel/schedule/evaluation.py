@@ -1,6 +1,6 @@
-"""The rounds of held-out evaluation; no I/O. Where evaluations have an engine of their own, rows begin in
-parts, as groups of training end: each row costs rollout workers, verifiers and the bus as much as a small
-group. When training rests, all others begin. Without such an engine all begin at once: training waits."""
+"""The rounds of held-out evaluation; no I/O. If the run has an evaluator, rows begin in parts as training
+groups finish: each row costs rollout workers, verifiers and the bus as much as a small group. When training
+rests, all other rows begin. Without an evaluator all rows begin at once, and training waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.kernel.schedule.health import held_out
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
 _TOGETHER = 128
-"""Rows that begin together. An engine samples 128 answers at once in little more time than one."""
+"""Number of rows that begin together. An engine samples 128 answers at once in little more time than one."""
 
 
 class Round(msgspec.Struct):
@@ -26,27 +26,27 @@ class Round(msgspec.Struct):
 
     version: int
     scores: list[tuple[str, float, float | None]] = []
-    """Of each sample so far: the source of its row, empty for none; its reward; its metric `accuracy`."""
+    """(source of the row, or empty; reward; metric `accuracy`) of each sample so far."""
     failed: int = 0
 
     def result(self) -> Evaluation:
         """Return the evaluation's result."""
         rewards = [reward for _, reward, _ in self.scores]
         accuracies = [accuracy for *_, accuracy in self.scores if accuracy is not None]
-        whole = len(accuracies) == len(rewards)
+        all_have_accuracy = len(accuracies) == len(rewards)
         sources = defaultdict[str, list[float]](list)
-        for (name, *_), score in zip(self.scores, accuracies if whole else rewards, strict=True):
+        for (name, *_), score in zip(self.scores, accuracies if all_have_accuracy else rewards, strict=True):
             sources[name].append(score)
         return Evaluation(
             version=self.version,
-            accuracy=_mean(accuracies) if whole else None,
+            accuracy=_mean(accuracies) if all_have_accuracy else None,
             samples=len(rewards),
             failed=self.failed,
             sources={name: float(np.mean(each)) for name, each in sorted(sources.items()) if name},
             reward=_mean(rewards),
             reward_std=pstdev(rewards) if rewards else 0.0,
-            some_accuracy=None if whole else _mean(accuracies),
-            some_accuracy_answers=0 if whole else len(accuracies),
+            some_accuracy=None if all_have_accuracy else _mean(accuracies),
+            some_accuracy_answers=0 if all_have_accuracy else len(accuracies),
         )
 
 
@@ -87,7 +87,7 @@ class EvaluationRounds:
     ) -> None:
         self.results: list[Evaluation] = []
         self.held_back = 0
-        """How often a ready batch waited for an evaluation."""
+        """Number of times that a ready batch waited for an evaluation."""
         self.tickets = OpenTickets("eval", settings.evaluation_samples, settings.max_attempts, commands)
         self._settings = settings
         self._source = source
@@ -132,7 +132,7 @@ class EvaluationRounds:
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation so far; of several equal ones, the first."""
+        """The evaluation with the highest score so far; of equal ones, the first."""
         best = max(held_out(self.results), key=lambda each: each.score, default=None)
         return best and next(each for each in self.results if each.version == best.version)
 
@@ -146,7 +146,7 @@ class EvaluationRounds:
         return any(evaluation.version == version for evaluation in self.results)
 
     def must_hold_back(self, version: int) -> bool:
-        """Whether this version's step would make a second evaluation wait. Each wait has one `HeldBack`."""
+        """Return whether the step to this version would make a second evaluation wait; if so, log it once."""
         if len(self.needed_versions) < 2 or not self.is_due(version):
             return False
         if not self._holding_back:
@@ -156,7 +156,7 @@ class EvaluationRounds:
         return True
 
     def reached(self, version: int) -> None:
-        """Training has reached this version."""
+        """Note that training has reached this version, and whether an evaluation of it is due."""
         if self.is_due(version) and not self.is_complete(version):
             self._due.append(version)
 
@@ -166,7 +166,7 @@ class EvaluationRounds:
             self.begin(self._due.popleft())
 
     def begin(self, version: int) -> None:
-        """Begin the evaluation of a version, and issue its tickets, if all begin at once."""
+        """Begin the evaluation of a version. Issue its tickets now if all rows begin at once."""
         self._round, self._credit = Round(version), 0.0
         for row in range(self._settings.evaluation_rows):
             ticket = OpenTicket(self._ids, row, version, version)
@@ -177,12 +177,12 @@ class EvaluationRounds:
             self.begin_rows(everything=True)
 
     def grant(self) -> None:
-        """A group of training has ended, so more rows may begin."""
+        """Allow more rows to begin, because a training group has finished."""
         if self._waiting:
             self._credit += self._settings.evaluation_pace
 
     def begin_rows(self, *, everything: bool) -> None:
-        """Issue the tickets of the rows that may begin, or of all."""
+        """Issue the tickets of the rows that may begin or, with `everything`, of all rows."""
         while self._waiting:
             number = len(self._waiting) if everything else min(_TOGETHER, len(self._waiting))
             if not everything and self._credit < number:
@@ -192,18 +192,18 @@ class EvaluationRounds:
                 self.reissue(self._waiting.popleft(), "")
 
     def issue_again(self) -> None:
-        """Issue the begun tickets that nobody works on."""
+        """Issue again the tickets that have begun and have no worker."""
         for ticket in list(self.tickets.open.values()):
             if ticket.attempt and not ticket.worker:
                 self.reissue(ticket, "")
 
     def reissue(self, ticket: OpenTicket, reason: str) -> None:
-        """Issue the next attempt of a ticket, or give its row up."""
+        """Issue the next attempt of a ticket; after too many attempts, finish its row without a result."""
         if refusal := self.tickets.issue(ticket, ticket.since, reason):
             self.finish(ticket, None, refusal)
 
     def finish(self, ticket: OpenTicket, group: GroupDone | None, reason: str = "") -> None:
-        """One row is finished with its group as the result; without a group, `reason` says why."""
+        """Finish a row with its group as the result, or without a group for a `reason`."""
         under_way = self._round
         assert under_way is not None
         self.tickets.remove(ticket.id)
@@ -222,7 +222,7 @@ class EvaluationRounds:
         self._commands.append(EvaluationDone(self.results[-1]))
 
     def restore(self, state: EvaluationState, attempts_from: int) -> None:
-        """Take over a state, and no other. See `Scheduler.restore`."""
+        """Replace the whole state. See `Scheduler.restore`."""
         self.results = list(state.results)
         under_way = state.round
         self._round = under_way and msgspec.structs.replace(under_way, scores=list(under_way.scores))
@@ -235,7 +235,7 @@ class EvaluationRounds:
         self.held_back, self._holding_back = state.held_back, state.holding_back
 
     def fit(self) -> None:
-        """Begin the evaluation under way again, with the rows that the settings say. See `Scheduler.fit`."""
+        """Make the evaluation under way due again, with the rows of the settings. See `Scheduler.fit`."""
         due = self.needed_versions if self._settings.evaluation_rows else ()
         self._due = deque(due)
         self._round, self._holding_back = None, False

@@ -1,4 +1,4 @@
-"""The one way by which events change a scheduler: state = fold(state at the start, events)."""
+"""The only code by which events change a scheduler: state = fold(initial state, events)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler
 
 _LONGEST_NAME = 80
-"""Characters. A rollout worker writes its own name into its groups."""
+"""Maximum number of characters of a rollout worker's name, which the worker writes into its groups."""
 
 
 def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
-    """Let a scheduler take in an event, an `OutcomeRead` with its `outcome` as `admit` returns it."""
+    """Let a scheduler take in an event. `outcome` is for `OutcomeRead`, as `admit` returned it."""
     match event:
         case RunOwned():
             scheduler.owned(event.attempts_from)
@@ -68,14 +68,14 @@ def apply(scheduler: Scheduler, event: Input, outcome: Outcome | None = None) ->
 
 
 def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
-    """Yield what the journal records of commands."""
+    """Yield the decisions that the journal records for these commands."""
     issued: list[IssuedTicket] = []
     retired: list[RetiredTicket] = []
     for command in commands:
         match command:
             case Issue(ticket):
-                each = ticket.purpose, ticket.id, ticket.attempt, ticket.row, ticket.min_version
-                issued.append(IssuedTicket(*each))
+                fields = ticket.purpose, ticket.id, ticket.attempt, ticket.row, ticket.min_version
+                issued.append(IssuedTicket(*fields))
             case Retire(purpose, id, attempt, account, reason):
                 retired.append(RetiredTicket(purpose, id, attempt, account, reason))
             case StartBatch(version, groups):
@@ -93,7 +93,7 @@ def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
 
 
 def outcome_read(sequence: int, outcome: Outcome) -> OutcomeRead:
-    """Return the event for an outcome at a place of the log."""
+    """Return the event for an outcome at this sequence number of the log."""
     if not isinstance(outcome, GroupDone):
         return OutcomeRead(sequence)
     rewards = [member.reward for member in outcome.members if not member.part]

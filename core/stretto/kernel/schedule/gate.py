@@ -1,24 +1,24 @@
-"""The divergence gate: limits how far generation runs ahead, by the divergence of trained batches, one figure
-a step. No I/O; docs/staleness.md describes the figure and gives the reasons for the constants."""
+"""The divergence gate limits how far generation runs ahead, by the divergence of trained batches, one figure
+per step. No I/O; docs/staleness.md describes the figure and gives the reasons for the constants."""
 
 from __future__ import annotations
 
 import msgspec
 
 _WINDOW = 3
-"""Newest figures whose median counts: with three, one outlier never moves the limit, two in a row do."""
+"""Number of newest figures in the median. With three, one outlier never moves the limit; two in a row do."""
 _CAP = 100.0
-"""A figure counts as at most this multiple of the bound; so does NaN."""
+"""A figure counts as at most this multiple of the bound. NaN counts as this multiple."""
 _WIDEN_BELOW = 0.5
 """The limit widens only while the median is below this fraction of the bound."""
-_PATIENCE = 4
-_MAX_PATIENCE = 64
+_PATIENCE = 4  # initial value of `DivergenceGate.patience`
+_MAX_PATIENCE = 64  # maximum value of `DivergenceGate.patience`
 
 
 class DivergenceGate(msgspec.Struct):
-    """The limit and the controller's state between steps, in every checkpoint. A change acts only after the
-    tickets issued under the previous limit are trained: the controller waits that number of steps before it
-    judges again."""
+    """The limit and the gate's state between steps; every checkpoint contains them. A changed limit affects
+    batches only after the tickets that were issued under the previous limit are trained, so the gate waits
+    for that number of steps before the next change."""
 
     limit: int
     """η_eff: number of train steps that generation may run ahead now, 0 to `queue.max_staleness`."""
@@ -34,8 +34,8 @@ class DivergenceGate(msgspec.Struct):
     """Whether the last change was a widening."""
 
     def observe(self, divergence: float, *, bound: float, max_staleness: int) -> None:
-        """Take in the figure of one step, KL(behaviour || current) minus the engines' error, and perhaps move
-        the limit. `bound` is `queue.max_divergence`; both are in nats per token."""
+        """Take in the figure of one step, KL(behaviour || current) minus the engines' error, and change the
+        limit if needed. `bound` is `queue.max_divergence`. Both are in nats per token."""
         capped = divergence if divergence < _CAP * bound else _CAP * bound
         self.recent = (*self.recent[1:], capped)
         median = sorted(self.recent)[_WINDOW // 2]
@@ -58,7 +58,7 @@ class DivergenceGate(msgspec.Struct):
         self._move(min(self.limit - 1, int(self.limit * factor)), widened=False)
 
     def _widen(self) -> None:
-        """If the last change was a widening too, it has held: the patience returns to its initial value."""
+        """Raise the limit by 1. After two widenings in a row, the patience returns to its initial value."""
         self.patience = _PATIENCE if self.widened else self.patience
         self._move(self.limit + 1, widened=True)
 

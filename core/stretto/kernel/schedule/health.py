@@ -1,8 +1,8 @@
-"""What ends a run by its steps: gradients that are not finite, and a collapse of the reward. Advice uses the
-rule of the collapse too.
+"""The figures of steps that end a run: gradients that are not finite, and a collapse of the reward. Advice
+uses the collapse rule too.
 
-*Spread* is the standard deviation of the rewards of single answers in a batch: the largest mean over 10 steps
-so far. It shows which difference in reward is large, whatever the scale of the reward.
+The *spread* is a standard deviation of the rewards of single answers in a batch: the largest mean over 10
+steps so far. A difference of rewards is compared with the spread, so the rule works at any scale of reward.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from stretto.bus.messages.events import Evaluation, Measure
 from stretto.kernel.schedule.commands import Fail
 
 HOLDS = 3
-"""The reward has collapsed when the rule has held at this many steps in a row."""
+"""The reward has collapsed when the collapse rule has held at this many steps in a row."""
 CLEARS = 20
 """The collapse is over after this many steps in a row at which the rule did not hold."""
 _LONGEST = 10
-"""Steps of the longest window."""
+"""Number of steps of the longest window."""
 _MOST_SKIPPED = 5
 """The run ends after this many steps in a row with a gradient that is not finite."""
 
 
 class HeldOutScore(NamedTuple):
-    """What a held-out evaluation says of a version."""
+    """The score of a version in a held-out evaluation."""
 
     version: int
     score: float
@@ -39,26 +39,26 @@ class HeldOutScore(NamedTuple):
 
     @property
     def measure(self) -> Measure:
-        """What the score is."""
+        """The kind of the score."""
         return "accuracy" if self.deviation is None else "reward"
 
     @property
     def largest_error(self) -> float:
-        """Standard error of the score; that of a share is the largest that it can be."""
+        """Standard error of the score. For an accuracy, the largest possible one (a share of 0.5)."""
         return (0.5 if self.deviation is None else self.deviation) / math.sqrt(self.samples)
 
 
 def held_out(evaluations: Iterable[Evaluation]) -> list[HeldOutScore]:
     """Return the evaluations' results in order: accuracies if all have one, else rewards; never both."""
-    known = [each for each in evaluations if (each.accuracy, each.reward) != (None, None)]
+    valid = [each for each in evaluations if (each.accuracy, each.reward) != (None, None)]
     accuracies = [
-        HeldOutScore(each.version, each.accuracy, each.samples) for each in known if each.accuracy is not None
+        HeldOutScore(each.version, each.accuracy, each.samples) for each in valid if each.accuracy is not None
     ]
-    if len(accuracies) == len(known):
+    if len(accuracies) == len(valid):
         return accuracies
     return [
         HeldOutScore(each.version, each.reward, each.samples, each.reward_std)
-        for each in known
+        for each in valid
         if each.reward is not None
     ]
 
@@ -88,22 +88,22 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Fall(msgspec.Struct, frozen=True):
-    """The reward, or the held-out score, is far below what it was."""
+    """A large fall of the reward or of the held-out score."""
 
     since: int
-    """First of the steps whose mean is that low."""
+    """First of the steps with the low mean, or the version with the low score."""
     message: str
 
 
 class RewardHistory(msgspec.Struct):
-    """The rewards of a run's steps, as far as the rule needs them."""
+    """The rewards of a run's steps that the collapse rule needs."""
 
     newest: list[tuple[int, float]] = []
     """(step, mean reward) of the newest steps."""
     deviations: list[tuple[int, float]] = []
     """(step, standard deviation of the rewards) of the newest steps."""
     start: Window | None = None
-    """The first 3 steps; see `_start`."""
+    """Mean reward of the first 3 steps; see `_start`."""
     best: Window | None = None
     """The 10 steps in a row with the highest mean reward."""
     spread: float = 0.0
@@ -122,7 +122,7 @@ class RewardHistory(msgspec.Struct):
             self.spread = max(self.spread, spread.mean)
 
     def fall(self, evaluations: Sequence[HeldOutScore]) -> Fall | None:
-        """Return the fall up to the newest step; `evaluations` are the complete ones, in order."""
+        """Return a fall if the rule holds at the newest step. `evaluations` are complete, and in order."""
         return (
             self._fall(self.best, 8, spreads=0.5, errors=5)
             or self._fall(self.start, 10, spreads=0.2, errors=3.5)
@@ -130,15 +130,15 @@ class RewardHistory(msgspec.Struct):
         )
 
     def _start(self) -> Window:
-        """Return the first 3 of 10 steps. A step's variance is half of the mean squared successive difference
-        (von Neumann 1941), so that a fall among the 10 does not hide itself."""
+        """Return the window of the first 3 of 10 steps. Its error uses half of the mean squared difference of
+        successive steps (von Neumann 1941) as variance: a fall within the 10 steps hardly raises that."""
         steps, rewards = zip(*self.newest, strict=True)
         error = math.sqrt(float(np.square(np.diff(rewards)).mean()) / 2 / 3)
         return Window(math.fsum(rewards[:3]) / 3, error, steps[0], steps[2])
 
     def _fall(self, before: Window | None, count: int, *, spreads: float, errors: float) -> Fall | None:
-        """Return the fall if the mean of the newest `count` steps is below that of `before` by more than this
-        part of the spread and this number of standard errors."""
+        """Return a fall if the mean of the newest `count` steps is below the mean of `before` by more than
+        `spreads` times the spread and by more than `errors` standard errors."""
         now = Window.of(self.newest, count)
         if before is None or now is None or now.since <= before.until:
             return None
@@ -153,7 +153,7 @@ class RewardHistory(msgspec.Struct):
 
 
 class Collapse(msgspec.Struct):
-    """Whether the reward of a run has collapsed: the rule at each step."""
+    """Applies the collapse rule at each step, to find whether the reward of a run has collapsed."""
 
     rewards: RewardHistory = msgspec.field(default_factory=RewardHistory)
     held: int = 0
@@ -161,7 +161,7 @@ class Collapse(msgspec.Struct):
     clear: int = 0
     """Number of newest steps in a row at which the rule has not held."""
     found: bool = False
-    """Whether the collapse has been reported, and is not over."""
+    """Whether a collapse has been reported that is not over."""
 
     def observe(
         self, step: int, rewards: Sequence[float], evaluations: Sequence[HeldOutScore]
@@ -180,10 +180,10 @@ class Collapse(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """Whether the steps of a run go well."""
+    """Checks the steps of a run for skipped updates and a collapse of the reward."""
 
     skipped: int = 0
-    """Number of newest steps in a row that did not change some model."""
+    """Number of newest steps in a row that left at least one model unchanged."""
     collapse: Collapse = msgspec.field(default_factory=Collapse)
 
     def observe(
@@ -195,7 +195,7 @@ class Health(msgspec.Struct):
         skipped: bool,
         stops_on_collapse: bool,
     ) -> Fail | None:
-        """Take in a step with its rewards, and all evaluations in order. Return the command to end."""
+        """Take in a step's rewards, and all evaluations in order. Return `Fail` if the run has to end."""
         fall = self.collapse.observe(step, rewards, held_out(evaluations))
         self.skipped = self.skipped + 1 if skipped else 0
         if self.skipped == _MOST_SKIPPED:

@@ -1,11 +1,11 @@
 """The choice of the inference workers that are lent to the evaluation under way. A plain class without I/O.
 
-A lent worker serves only the evaluation, with its weights. While training needs no engine, all are lent.
-While training continues, a run whose evaluations have a worker of their own lends only that worker; else one
-of several workers is lent, or half of them if another evaluation waits.
+A lent worker serves only the evaluation, with the evaluation's weights. While training needs no engine, all
+workers are lent. While training needs engines, a run with an evaluator lends only that; a run without one
+lends one of several workers, or half of them if another evaluation waits.
 
-A single worker takes turns. Before the first step it serves training, so that a fault of the training shows
-before an evaluation that may take long. Then it serves the evaluation for some time, training for the same
+A single worker takes turns. Before the first step it serves training, so that faults of the training show
+before an evaluation, which may take long. Then it serves the evaluation for some time, training for the same
 time, then each for twice that time, and so on: an answer that the end of a turn interrupts may have to be
 sampled again, and must fit into a later turn. A slow load of weights does not shorten a turn.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Demand:
-    """What evaluations need from the engines, as the scheduler sees it."""
+    """The need of evaluations for engines, according to the scheduler."""
 
     version: int | None = None
     """Version of the evaluation under way; None if none is under way."""
@@ -48,11 +48,11 @@ class Lending:
         now: float,
         own: frozenset[str] | None = None,
     ) -> float:
-        """Set `lent`. Return when to call next if nothing changes before: at the end of a turn, or infinity.
+        """Set `lent`. Return the time of the next call if nothing changes: the end of a turn, or infinity.
 
-        `workers` maps each to the version that it serves to an evaluation, None for training. `now` is in
-        seconds of any clock. `own` are further workers, for evaluations alone; None if the run has no such
-        workers. While `own` is empty, the evaluation waits for a worker.
+        `workers` maps each worker to the version that it serves to an evaluation, None if it serves training.
+        `now` is in seconds of any clock. `own` has the evaluator if it is ready; None if the run has no
+        evaluator. While `own` is empty, the evaluation waits for the evaluator.
         """
         must_share = len(workers) == 1 and not demand.resting and own is None
         if demand.version is not None and must_share and not demand.untrained:
@@ -69,14 +69,14 @@ class Lending:
         else:
             lent_count = max(1, len(workers) // 2) if len(demand.needed) > 1 else 1
         # A lent worker stays lent, because each change costs two swaps.
-        first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
-        self.lent = frozenset(first[:lent_count])
+        lent_first = sorted(workers, key=lambda worker: (worker not in self.lent, worker))
+        self.lent = frozenset(lent_first[:lent_count])
         if own is not None and demand.version is not None:
             self.lent |= own
         return math.inf
 
     def _take_turns(self, worker: str, now: float, *, is_loaded: bool) -> float:
-        """Return the time at which the turn ends. It begins when the worker has loaded its weights."""
+        """Return the time at which the turn ends. The turn begins when the worker has loaded its weights."""
         if now >= self._ends:
             self._turn, self._ends = self._turn + 1, math.inf
         elif is_loaded:

@@ -1,4 +1,4 @@
-"""Accounts of samples: what became of each, and how those that failed differ from the others."""
+"""Accounts of samples: trained, filtered, expired, missing. How failed samples differ from the others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from stretto.user_code.faults import FaultKind
 
 _MOST_REASONS = 1000
 OF_SAMPLES = ("missing: ", "penalized: ")
-"""Prefixes of the reasons that count samples. Other reasons count tickets."""
+"""Prefixes of reasons whose counts are numbers of samples. Counts of other reasons are numbers of tickets."""
 
 
 class MemberLedger(msgspec.Struct):
-    """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts,
-    and of the samples in finished groups that wait for training."""
+    """Accounts of the samples that training tickets have begun. `sampled` is the sum of the other accounts
+    plus the number of samples in finished groups that wait for training."""
 
     sampled: int = 0
     trained: int = 0
@@ -41,26 +41,26 @@ class MemberLedger(msgspec.Struct):
 
 
 class LengthBias(msgspec.Struct):
-    """How the lengths of samples that can be trained differ from those of all samples."""
+    """The difference in length between samples that can be trained and all samples."""
 
     done: Moments = msgspec.field(default_factory=Moments)
     failed: Moments = msgspec.field(default_factory=Moments)
 
     @property
     def shift(self) -> float:
-        """Mean of the samples that can be trained, less that of all samples."""
+        """Mean length of the samples that can be trained, minus the mean length of all samples."""
         return self._share * (self.done.mean - self.failed.mean)
 
     @property
     def error(self) -> float:
         """Standard error of `shift`. A single length has no spread."""
-        known = [each for each in (self.done, self.failed) if each.count > 1]
-        return self._share * math.sqrt(sum(each.variance_of_mean for each in known))
+        spread = [each for each in (self.done, self.failed) if each.count > 1]
+        return self._share * math.sqrt(sum(each.variance_of_mean for each in spread))
 
     @property
     def _share(self) -> float:
-        every = self.done.count + self.failed.count
-        return self.failed.count / every if self.failed.count and self.done.count else 0.0
+        total = self.done.count + self.failed.count
+        return self.failed.count / total if self.failed.count and self.done.count else 0.0
 
     def document(self) -> dict[str, float]:
         """Return the means, the shift and its standard error, in tokens."""
@@ -73,20 +73,20 @@ class Failures(msgspec.Struct):
     """Samples of training tickets that failed."""
 
     missing: dict[FaultKind, int] = {}
-    """Number of samples in finished groups that were left out, by what was at fault."""
+    """Number of samples missing in finished groups, by kind of fault."""
     penalized: int = 0
-    """Samples that failed by their own answer, and have the reward for that."""
+    """Number of samples that failed because of their own answer, and got the reward for such a failure."""
     retried: dict[FaultKind, int] = {}
-    """Samples that succeeded after a failure."""
+    """Number of samples that succeeded after a failure, by kind of fault."""
     redrawn: int = 0
-    """Of these, samples with another answer than the failed answer."""
+    """Number of samples in `retried` whose answer is not the one that failed."""
     answers: LengthBias = msgspec.field(default_factory=LengthBias)
     """Sampled tokens of each sample. Failed samples count if the policy had sampled a token."""
     prompts: LengthBias = msgspec.field(default_factory=LengthBias)
     """Tokens of each sample's prompt."""
 
     def finish(self, group: GroupDone, members: MemberLedger, reasons: Counter[str]) -> None:
-        """Count a finished group, and why samples of it are missing."""
+        """Count the samples of a finished group, and the reasons why samples are missing or penalized."""
         members.count_missing(len(group.missing))
         samples = samples_of(group)
         members.sampled += samples
@@ -108,7 +108,7 @@ class Failures(msgspec.Struct):
         self.give_up(group.prompt, len(group.missing))
 
     def give_up(self, prompt_tokens: int, samples: int) -> None:
-        """Count samples of one prompt that are not trained."""
+        """Count the prompt's length for samples that are not trained."""
         for _ in range(samples):
             self.prompts.failed.add(prompt_tokens)
 
@@ -148,6 +148,6 @@ def _sum(counts: dict[FaultKind, int], more: dict[FaultKind, int]) -> dict[Fault
 
 
 def _add_reason(reasons: Counter[str], account: str, reason: str) -> None:
-    """Each answer may have its own reason, so the number of different reasons is limited."""
+    """Count a reason. The number of different reasons is limited, because each answer may have its own."""
     text = f"{account}: {reason}"
     reasons[text if text in reasons or len(reasons) < _MOST_REASONS else f"{account}: other reasons"] += 1
