@@ -358,7 +358,7 @@ class Repetition:
             self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
-        """Train a batch and compare its digest, with no await until it is recorded (trainers repeat it)."""
+        """Train a batch and compare its digest. No await until the batch is recorded: new trainers repeat it."""
 
         async def train() -> tuple[StepResult, WeightsNote]:
             step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))

@@ -1,5 +1,5 @@
 """Open tickets, their attempts and workers, and the order of their deadlines; no I/O. With n tickets, each
-change or question takes O(log n) on average: the scheduler asks at every event."""
+change or query takes O(log n) on average, because the scheduler makes several at every event."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket, TicketStart
 from stretto.kernel.schedule.commands import Command, Issue, SchedulerSettings, Withdraw
 
 _SPARE = 64
-"""Invalid entries that a heap may always have; small heaps are not worth cleaning."""
+"""Number of invalid entries that a heap may always have: cleaning a small heap is not worth the time."""
 
 
 class DeadlineQueue:
     """Tickets in the order of training: earliest deadline first, then by ticket number.
 
-    A ticket whose deadline changes, or that leaves, stays in the heap as an invalid entry, which goes when it
-    reaches the top, or when such entries are more than half of the heap.
+    When a ticket leaves or its deadline changes, its entry stays in the heap as an invalid entry. The queue
+    removes an invalid entry at the top, and all of them when they are more than half of the heap.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class DeadlineQueue:
         self._heap: list[tuple[int, int]] = []
         """(deadline, ticket)."""
         self.due: dict[int, int] = {}
-        """Number of tickets, by deadline. It has no deadline without a ticket."""
+        """Deadline -> number of tickets, at least 1."""
 
     def __len__(self) -> int:
         return len(self._deadlines)
@@ -45,7 +45,7 @@ class DeadlineQueue:
         heapq.heappush(self._heap, (deadline, ticket))
 
     def discard(self, ticket: int) -> None:
-        """Remove a ticket, if it is there."""
+        """Remove a ticket if the queue has it."""
         deadline = self._deadlines.pop(ticket, None)
         if deadline is None:
             return
@@ -79,7 +79,7 @@ class DeadlineQueue:
 
 
 class Holders:
-    """Which worker has each unfinished ticket; `""` has the tickets that no worker is known to have begun."""
+    """The worker of each unfinished ticket; `""` for tickets that no worker is known to have begun."""
 
     def __init__(self) -> None:
         self._worker: dict[int, str] = {}
@@ -92,7 +92,7 @@ class Holders:
         self._tickets.setdefault(worker, set()).add(ticket)
 
     def discard(self, ticket: int) -> None:
-        """Remove a ticket, if it is there."""
+        """Remove a ticket if it has an entry."""
         worker = self._worker.pop(ticket, None)
         if worker is None:
             return
@@ -117,7 +117,7 @@ class OpenTicket(msgspec.Struct):
     """Last training version at which the group may be trained, also if η changes at a resume."""
     drawn_at: int = 0
     drops: int = 0
-    """How often earlier tickets with the same prompt expired because they were late."""
+    """Number of earlier tickets with the same prompt that expired because they were late."""
     attempt: int = 0
     """The current attempt; 0 before the first."""
     tries: int = 0
@@ -125,7 +125,7 @@ class OpenTicket(msgspec.Struct):
     worker: str = ""
     """The worker of the current attempt; empty until it is known."""
     bounds: dict[int, int] = {}
-    """Attempt -> lower bound of its oldest token's version; until known, the version at its issue."""
+    """Attempt -> lower bound of the version of its oldest token, at first the version at its issue."""
     done: GroupDone | None = None
 
     @property
@@ -137,17 +137,17 @@ class OpenTicket(msgspec.Struct):
 
 
 def versions_of(group: GroupDone) -> tuple[int, int]:
-    """Versions of the oldest and the newest token of a group."""
+    """Return the versions of a group's oldest and newest token."""
     return min(member.oldest for member in group.members), max(member.newest for member in group.members)
 
 
 def rewards_of(group: GroupDone) -> tuple[float, ...]:
-    """Rewards of a group's samples; empty if no policy sampled them."""
+    """Return the rewards of a group's samples; empty if no policy sampled them."""
     return tuple(member.reward for member in group.members if member.sampled and not member.part)
 
 
 def samples_of(group: GroupDone) -> int:
-    """Number of samples of a group."""
+    """Return the number of samples of a group."""
     return sum(not member.part for member in group.members)
 
 
@@ -158,7 +158,7 @@ class OpenTickets:
         self.open: dict[int, OpenTicket] = {}
         """In the order of their numbers."""
         self.attempts_from = 0
-        """Attempts are numbered from here + 1. Those up to this number belong to a previous kernel."""
+        """New attempts have higher numbers. Attempts up to this number belong to previous kernels."""
         self._purpose: Purpose = purpose
         self._samples = samples
         self._max_attempts = max_attempts
@@ -166,11 +166,11 @@ class OpenTickets:
         self._holders = Holders()
 
     def find(self, id: int) -> OpenTicket | None:
-        """Return an open ticket whose group is still of interest."""
+        """Return an open ticket; None if it is not open."""
         return self.open.get(id)
 
     def restore(self, tickets: Iterable[OpenTicket], attempts_from: int) -> None:
-        """Take over open tickets, in the order of their numbers, and no others."""
+        """Replace the open tickets by these, which are in the order of their numbers."""
         self.attempts_from = attempts_from
         self.open = {ticket.id: ticket for ticket in tickets}
         self._holders = Holders()
@@ -179,7 +179,7 @@ class OpenTickets:
                 self._holders.put(ticket.id, ticket.worker)
 
     def take_over(self, held: Iterable[TicketStarted]) -> None:
-        """Keep attempts on which a former kernel's workers go on. The caller reissues the other tickets."""
+        """Keep the attempts on which a former kernel's workers still work. The caller reissues the others."""
         for ticket in self.open.values():
             if ticket.done is None:
                 ticket.worker, ticket.tries = "", 0
@@ -195,32 +195,32 @@ class OpenTickets:
                 ticket.bounds = {}
 
     def held_by(self, *workers: str) -> list[OpenTicket]:
-        """Return the unfinished tickets of some workers, by number; `""` has those that no worker began."""
+        """Return the unfinished tickets of some workers, by number; `""` is for tickets without a worker."""
         return [self.open[id] for id in self._holders.of(*workers)]
 
     def started(self, ticket: OpenTicket, worker: str) -> None:
-        """A worker has taken the current attempt of an unfinished ticket."""
+        """Record that a worker has begun the current attempt of an unfinished ticket."""
         if not ticket.worker:
             ticket.worker = worker
             ticket.tries += 1
             self._holders.put(ticket.id, worker)
 
     def failed(self, ticket: OpenTicket, worker: str) -> None:
-        """The current attempt of an unfinished ticket has failed. Its start may not have been heard."""
+        """Record that the current attempt of an unfinished ticket has failed, and its start if unknown."""
         self.started(ticket, worker)
         ticket.worker = ""
         self._holders.put(ticket.id, "")
         self.stop(ticket)
 
     def stop(self, ticket: OpenTicket) -> None:
-        """Nobody works on the current attempt of a ticket any more, whatever its worker says."""
+        """Accept no group of a ticket's current attempt any more."""
         ticket.bounds = {
             attempt: bound for attempt, bound in ticket.bounds.items() if attempt != ticket.attempt
         }
 
     def issue(self, ticket: OpenTicket, version: int, reason: str, variant: str = "") -> str:
-        """Issue the next attempt. Return why there is none (`max_attempts`), else empty. `reason` says why
-        the previous one ended; no token is older than `version`."""
+        """Issue the next attempt, whose tokens are no older than `version`. `reason` is why the previous
+        attempt ended. Return an empty text, or, after `max_attempts`, why the ticket is not issued."""
         if ticket.tries == self._max_attempts:
             return reason if ticket.tries == 1 else f"begun {ticket.tries} times; at last {reason}"
         if ticket.attempt in ticket.bounds:
@@ -242,7 +242,7 @@ class OpenTickets:
 
 
 class TrainingTickets(OpenTickets):
-    """The open tickets of training. Each is unfinished, finished, or in the batch that is being trained."""
+    """The open training tickets. Each is unfinished, finished, or in the batch that is being trained."""
 
     def __init__(self, settings: SchedulerSettings, commands: list[Command]) -> None:
         super().__init__("train", settings.group_size, settings.max_attempts, commands)
@@ -260,7 +260,7 @@ class TrainingTickets(OpenTickets):
 
     @property
     def done_groups(self) -> list[GroupDone]:
-        """Finished groups that wait for training, in the order in which batches take them, in O(n log n)."""
+        """Finished groups that wait for training, in the order of training. This takes O(n log n)."""
         ordered = (self.open[id].done for id in self.finished.in_order())
         return [group for group in ordered if group is not None]
 
@@ -269,7 +269,7 @@ class TrainingTickets(OpenTickets):
         return group.ticket in self.finished and self.open[group.ticket].done is group
 
     def restore(self, tickets: Iterable[OpenTicket], attempts_from: int, batch: Iterable[int] = ()) -> None:
-        """Take over open tickets, those of the `batch` that is being trained among them, and no others."""
+        """Replace the open tickets by these, among them the `batch` that is being trained."""
         super().restore(tickets, attempts_from)
         self.unfinished, self.finished = DeadlineQueue(), DeadlineQueue()
         for ticket in self.open.values():
@@ -320,22 +320,22 @@ class TrainingTickets(OpenTickets):
         return [self.open[id] for id in sorted(self.batch)]
 
     def blocking(self, version: int) -> OpenTicket | None:
-        """Return the unfinished ticket that the next batch has to wait for, or None if it is admissible.
+        """Return the unfinished ticket for which the next batch has to wait; None if the batch is admissible.
 
         The batch takes the first B finished groups. It is admissible at version v if, after it, for every j
         in -1..η at most (j + 1)·B of the remaining tickets have a deadline of v + 1 + j or earlier. Then
         every later batch can be made in time. For j = -1, no remaining ticket is due at v.
         """
         bound, size = self._settings.max_staleness, self._settings.batch_size
-        remaining, places = dict(self.unfinished.due), size
+        due_after, places = dict(self.unfinished.due), size
         for deadline, count in sorted(self.finished.due.items()):
             taken = min(count, places)
             places -= taken
-            remaining[deadline] = remaining.get(deadline, 0) + count - taken
-        behind = 0
+            due_after[deadline] = due_after.get(deadline, 0) + count - taken
+        due_so_far = 0
         for j in range(-1, bound + 1):
-            behind += remaining.get(version + 1 + j, 0)
-            if behind > (j + 1) * size:
-                # Those beyond the bound are unfinished: finished ones with such a deadline are in the batch.
+            due_so_far += due_after.get(version + 1 + j, 0)
+            if due_so_far > (j + 1) * size:
+                # The tickets above the bound are unfinished: the batch has finished ones with such deadlines.
                 return self.open[self.unfinished.first()]
         return None

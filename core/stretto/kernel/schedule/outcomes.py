@@ -1,5 +1,5 @@
-"""Outcomes of tickets, from the log, checked before the ledger takes them in. A group that no later step
-could use fails its ticket only. The check uses nothing but the outcome and its place in the log, so that a
+"""Outcomes of tickets, read from the log and checked before the ledger takes them in. A faulty group fails
+only its ticket. The check uses only the outcome and the outcome's sequence number in the log, so that a
 resumed run decides as the previous kernel did."""
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ _VARIES = re.compile(r"""'[^']*'|"[^"]*"|\d+""")
 """Parts of a reason that differ from row to row: quoted text and numbers."""
 _MOST_SAMPLES = 2**20
 _MOST = 2**40
-"""No number of tokens or versions is as high. Sums of such numbers fit into messages."""
+"""Upper limit of valid numbers of tokens and versions. Sums of valid numbers fit into messages."""
 _MOST_METRICS = 200
 """The metrics of a sample may have this many names, each of at most `_LONGEST_NAME` characters."""
 _LONGEST_NAME = 200
 
 
 def without_details(reason: str) -> str:
-    """Return what is the same in reasons that differ only in numbers and quoted text."""
+    """Return a reason with its numbers and quoted text replaced by `…`."""
     return _VARIES.sub("…", reason)
 
 
 async def follow_outcomes(
     bus: Bus, names: Subjects, *, start: int, samples: bool
 ) -> AsyncIterator[tuple[int, Outcome]]:
-    """Yield (sequence number, outcome) of every outcome in the log from `start` on. It never ends."""
+    """Yield (sequence number, outcome) of every outcome in the log from `start` on, until cancelled."""
     async for sequence, outcome in bus.store.follow(names.log_stream, names.groups, Outcome, start=start):
         yield sequence, admit(outcome, sequence, samples=samples)
 
 
 def admit(outcome: Outcome, sequence: int, *, samples: bool) -> Outcome:
-    """Return what the ledger can take in of the outcome at `sequence` of the log: the failure of the attempt
-    if its group is faulty, else the outcome. A failure's reason is printable text of at most 500 characters.
+    """Return the outcome for the ledger: a failure of the attempt if its group is faulty, else the outcome at
+    `sequence` of the log. A failure's reason becomes printable text of at most 500 characters.
 
-    Unless the policy `samples` the sequences that the run trains, the kernel wrote the groups of the training
-    tickets, whose members name rows of the dataset.
+    With `samples`, the policy samples the sequences that the run trains. Without, the kernel wrote the groups
+    of the training tickets, and the members of these groups name rows of the dataset.
     """
     if isinstance(outcome, GroupFailed):
         reason, filtered = outcome.reason, outcome.filtered
@@ -58,8 +58,8 @@ def admit(outcome: Outcome, sequence: int, *, samples: bool) -> Outcome:
         return outcome
     reason = printable(reason[:_LONGEST_REASON])
     prompt = outcome.prompt if 0 <= outcome.prompt < _MOST else 0
-    place = (outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker)
-    return GroupFailed(*place, reason, filtered, prompt=prompt)
+    fields = (outcome.purpose, outcome.ticket, outcome.attempt, outcome.worker)
+    return GroupFailed(*fields, reason, filtered, prompt=prompt)
 
 
 def refs_of(groups: Iterable[GroupDone]) -> tuple[RowRef, ...]:
@@ -72,7 +72,7 @@ def refs_of(groups: Iterable[GroupDone]) -> tuple[RowRef, ...]:
 
 
 def _faults(group: GroupDone, sequence: int, *, stored: bool) -> Iterator[str]:
-    """Yield why a group, whose data a rollout worker wrote to the log if it is `stored`, cannot be used."""
+    """Yield the faults of a group. With `stored`, a rollout worker wrote the group's data to the log."""
     if not group.members:
         yield "it has no member"
     for name in ("seconds", "generate_s", "score_s", "tool_s", "environment_s", "own_s"):
@@ -108,7 +108,7 @@ def _failure_faults(group: GroupDone) -> Iterator[str]:
 
 
 def _sample_faults(group: GroupDone, member: Member, sequence: int) -> Iterator[str]:
-    # The data comes before the outcome. Those of an evaluation have the number 0.
+    # The log has a sample before its outcome. Samples of an evaluation have the number 0.
     if not (0 if group.purpose == "eval" else 1) <= member.sequence < sequence:
         yield f"{member.id} lies at {member.sequence} of the log; its outcome lies at {sequence}"
     if not 0 < member.sampled <= member.length < _MOST:

@@ -73,23 +73,23 @@ class Ledger(msgspec.Struct):
 
 
 Phase = Literal["new", "waiting", "training", "ending", "over"]
-"""`new`: nothing has happened yet. `waiting`: a kernel owns the run whose workers are not ready; outcomes are
-taken in, and nothing begins."""
+"""`new`: nothing has happened yet. `waiting`: a kernel owns the run, but its workers are not ready; the
+scheduler takes in outcomes, and begins nothing."""
 Setback = Literal["failed", "filtered", "left out"]
-"""Why a ticket has no group to train on. The row of a ticket left out is not fit to train on."""
+"""Why a ticket has no group to train on. `left out`: the ticket's row is not fit to train on."""
 
 
 class Setbacks(msgspec.Struct):
-    """Attempts that failed, and tickets that were filtered or left out, one after the other."""
+    """Numbers in a row of failed attempts, of filtered tickets, and of tickets that were left out."""
 
     failed: int = 0
     filtered: int = 0
     left_out: int = 0
     rows: set[int] = set()
-    """Rows that are not fit to train on."""
+    """Rows whose tickets were left out."""
 
     def add(self, setback: Setback, row: int, reason: str, settings: SchedulerSettings) -> Fail | None:
-        """Count a ticket, or an attempt that failed. Return a command to end the run if they are too many."""
+        """Count a ticket, or a failed attempt. Return a command to end the run if there are too many."""
         if setback == "failed":
             self.failed += 1
             if self.failed == settings.max_failures:
@@ -131,7 +131,7 @@ class Snapshot(msgspec.Struct):
     staleness: dict[int, int] = {}
     reasons: dict[str, int] = {}
     gate: DivergenceGate | None = None
-    """None where the run has no bound on divergence."""
+    """None if the run has no bound on divergence."""
     limits: dict[int, int] = {}
     evaluation: EvaluationState = msgspec.field(default_factory=EvaluationState)
     variants: dict[str, VariantAccount] = {}
@@ -139,11 +139,11 @@ class Snapshot(msgspec.Struct):
     failures: Failures = msgspec.field(default_factory=Failures)
     given_up: dict[int, int] = {}
     draws: DrawState | None = None
-    """None where the run has no curriculum."""
+    """None if the run has no curriculum."""
 
 
 def _urgency(ticket: OpenTicket) -> tuple[int, bool, int]:
-    """Sort key for the order of training: deadline, finished groups before unfinished ones, number."""
+    """Return a sort key: by deadline, then finished tickets before unfinished ones, then by number."""
     return ticket.deadline, ticket.done is None, ticket.id
 
 
@@ -169,7 +169,7 @@ class Scheduler:
         self.variants = VariantAccounts(settings.seed, settings.variants)
         self.members, self.failures = MemberLedger(), Failures()
         self.given_up: Counter[int] = Counter()
-        """Rows whose tickets were given up, with the number of these tickets."""
+        """Row -> number of its tickets that failed after `max_attempts`."""
         self._keep = keep
         self.draws = Draws(settings.rows, shuffle=settings.shuffle, seed=settings.seed, curriculum=curriculum)
         self._ledger = Ledger()
@@ -181,11 +181,11 @@ class Scheduler:
             "eval": self.evaluation.tickets,
         }
         self.waits_for: Cause | None = None
-        """What the next step waits for, or the end of the run; None while a batch is trained."""
+        """What the next step, or the end of the run, waits for; None while a batch is trained."""
         self._setbacks = Setbacks()
         self._health = Health()
         self.failure = ""
-        """Why the run has to end; empty if it goes on, or if its user knows."""
+        """Why the run has to end; empty if it continues, or if a former kernel has reported the reason."""
         self._phase: Phase = "new"
         self._closing = False
         self._held = False
@@ -210,14 +210,14 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """Training tickets that may be in flight: (η_eff + 1)·B, at most what the remaining steps use."""
+        """Maximum number of training tickets in flight: (η_eff + 1)·B, or what the remaining steps need."""
         wanted = (self.settings.steps - self.version) * self.settings.batch_size
         return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
 
     def commands(self) -> list[Command]:
         """Return the commands that the kernel has to carry out, in order. Each command is returned once."""
         commands = self._commands[:]
-        self._commands.clear()  # the tickets and the rounds have this list too
+        self._commands.clear()  # not a new list: tickets and evaluation append to this one
         return commands
 
     def snapshot(self) -> Snapshot:
@@ -253,14 +253,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------ events
 
     def owned(self, attempts_from: int) -> None:
-        """Another kernel owns the run. Until `start`, take in what former workers finish, and begin nothing.
-        Then attempts count from `attempts_from` + 1, and groups of former ones are ignored."""
+        """Another kernel owns the run. Until `start`, take in outcomes of former workers, and begin nothing.
+        After `start`, attempts count from `attempts_from` + 1, and groups of former attempts are ignored."""
         self._phase = "waiting"
         self.tickets.attempts_from = self.evaluation.tickets.attempts_from = attempts_from
 
     def start(self, held: Iterable[TicketStarted] = ()) -> None:
-        """Start the run, or continue it after `owned`: issue the unfinished tickets again, except those that
-        are `held` by workers of the former kernel. Failures before that no longer count.
+        """Start the run, or continue the run after `owned`: issue the unfinished tickets again, except the
+        tickets `held` by workers of the former kernel. Earlier failures no longer count.
 
         With a new η, B or number of steps, finished groups get no later deadline than η allows. The scheduler
         then keeps the open tickets that can be trained in time, earliest deadline first. The other tickets
@@ -278,7 +278,7 @@ class Scheduler:
         self._proceed()
 
     def restore(self, snapshot: Snapshot, recorded: Mapping[int, RecordedDraw] | None = None) -> None:
-        """Take over a snapshot's state, and no other. `recorded` has the journal's draws of later tickets."""
+        """Replace the state by a snapshot's. `recorded` are the draws of later tickets in the journal."""
         self.version = snapshot.version
         self._phase = snapshot.phase
         self._held, self._closing = snapshot.held, snapshot.closing
@@ -297,7 +297,7 @@ class Scheduler:
             snapshot.draws, cursor=snapshot.cursor, again=snapshot.again, recorded=recorded or {}
         )
         self.staleness = Counter(snapshot.staleness)
-        self.reasons.clear()  # the rounds of evaluation have this counter too
+        self.reasons.clear()  # not a new counter: the evaluation counts in this one
         self.reasons.update(snapshot.reasons)
         self.limits = Counter(snapshot.limits)
         self.members = msgspec.structs.replace(snapshot.members)
@@ -312,8 +312,8 @@ class Scheduler:
         self.variants.restore(snapshot.variants)
 
     def fit(self, expire: str = "") -> None:
-        """Continue with other values, or without what is lost; an evaluation under way begins again. Nothing
-        begins before `start`. With a reason to `expire`, all finished groups expire."""
+        """Prepare to continue with other values, or after a loss of data: an evaluation under way will begin
+        again. Nothing begins before `start`. With a reason in `expire`, all finished groups expire."""
         assert not self.training
         self._phase = "waiting"
         finished = [ticket for ticket in self.tickets.open.values() if ticket.done is not None]
@@ -326,92 +326,92 @@ class Scheduler:
         self._closing = True
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
-        """A rollout worker has taken an attempt. If nobody waits for it, the worker has to stop: the server
-        delivers a ticket that has ended again if the acknowledgement was lost, a former kernel may issue one
-        more, and the engines of an evaluation that is over do not return."""
+        """A rollout worker has begun an attempt. Withdraw the attempt if it is not needed: the server delivers
+        an ended ticket again if the acknowledgement was lost, a former kernel may still issue a ticket, and
+        the engines of an evaluation that is over do not return."""
         tickets = self._tickets_of[purpose]
-        found = tickets.find(ticket)
-        is_current = found is not None and found.attempt == attempt and found.done is None
-        if found is not None and is_current and self._phase != "waiting":
-            tickets.started(found, worker)
+        open_ticket = tickets.find(ticket)
+        is_current = open_ticket is not None and open_ticket.attempt == attempt and open_ticket.done is None
+        if open_ticket is not None and is_current and self._phase != "waiting":
+            tickets.started(open_ticket, worker)
             return
         self._commands.append(Withdraw(purpose, ticket, attempt))
-        if found is not None and is_current:
-            tickets.stop(found)  # its worker may have said that it holds it
+        if open_ticket is not None and is_current:
+            tickets.stop(open_ticket)  # the worker may have joined with this attempt in `held`
 
     def first_token(self, ticket: int, attempt: int, version: int) -> None:
-        """The version of an attempt's oldest token is known, although its group is not finished."""
-        found = self.tickets.find(ticket)
-        if found is not None and found.bounds.get(attempt, version) < version <= self.version:
-            found.bounds = {**found.bounds, attempt: version}
-            self.tickets.date(found)
+        """The version of an attempt's oldest token is known before the attempt's group is finished."""
+        open_ticket = self.tickets.find(ticket)
+        if open_ticket is not None and open_ticket.bounds.get(attempt, version) < version <= self.version:
+            open_ticket.bounds = {**open_ticket.bounds, attempt: version}
+            self.tickets.date(open_ticket)
             self._proceed()
 
     def group_done(self, group: GroupDone) -> None:
-        """All trajectories of a ticket are in the log. The first complete attempt wins."""
-        found = self._tickets_of[group.purpose].find(group.ticket)
-        if found is None or found.done is not None or group.attempt not in found.bounds:
-            return  # nobody waits for it, or this attempt has failed elsewhere
-        is_former = group.attempt <= self.tickets.attempts_from and group.attempt != found.attempt
+        """All trajectories of a group are in the log. The first complete attempt of a ticket counts."""
+        ticket = self._tickets_of[group.purpose].find(group.ticket)
+        if ticket is None or ticket.done is not None or group.attempt not in ticket.bounds:
+            return  # the ticket needs no group any more, or this attempt has failed
+        is_former = group.attempt <= self.tickets.attempts_from and group.attempt != ticket.attempt
         if is_former and self._phase != "waiting":
             return
         oldest, newest = versions_of(group)
-        allowed = found.bounds[group.attempt]
-        most = self.version if group.purpose == "train" else found.since
+        allowed = ticket.bounds[group.attempt]
+        most = self.version if group.purpose == "train" else ticket.since
         if not allowed <= oldest <= newest <= most:
-            # Either the worker's claim is false, or the engine broke the ticket's terms.
+            # Either the worker reports false versions, or an engine served a version that is not allowed.
             reason = f"tokens of versions {oldest} to {newest}; allowed {allowed} to {most}"
-            self.group_failed(GroupFailed(group.purpose, found.id, group.attempt, group.worker, reason))
+            self.group_failed(GroupFailed(group.purpose, ticket.id, group.attempt, group.worker, reason))
             return
-        if group.attempt != found.attempt and self._phase != "waiting":
-            self._commands.append(Withdraw(group.purpose, found.id, found.attempt))
+        if group.attempt != ticket.attempt and self._phase != "waiting":
+            self._commands.append(Withdraw(group.purpose, ticket.id, ticket.attempt))
         if group.purpose == "eval":
-            self.evaluation.finish(found, group)
+            self.evaluation.finish(ticket, group)
             self._proceed()
             return
         self._setbacks.failed = self._setbacks.left_out = 0
         self.evaluation.grant()
         self.variants.observe(group)
-        found.done = group
+        ticket.done = group
         self.failures.finish(group, self.members, self.reasons)
-        self.tickets.date(found)
+        self.tickets.date(ticket)
         lengths = tuple(member.sampled for member in group.members)
         is_kept = self._keep(Group(tuple(member.reward for member in group.members), lengths))
-        refusal = self.draws.refusal(found.row, rewards_of(group)) if is_kept else "by the algorithm"
+        refusal = self.draws.refusal(ticket.row, rewards_of(group)) if is_kept else "by the algorithm"
         if refusal:
-            self._retire(found, "filtered", refusal)
-            self._count("filtered", found.row, refusal)
+            self._retire(ticket, "filtered", refusal)
+            self._count("filtered", ticket.row, refusal)
         else:
             self._setbacks.filtered = 0
         self._proceed()
 
     def group_failed(self, failure: GroupFailed) -> None:
-        """The current attempt of a ticket produces no group. Failures of previous attempts do not count."""
-        found = self._tickets_of[failure.purpose].find(failure.ticket)
-        if found is None or found.done is not None or failure.attempt != found.attempt:
+        """The current attempt of a ticket has failed or was left out. Previous attempts do not count."""
+        ticket = self._tickets_of[failure.purpose].find(failure.ticket)
+        if ticket is None or ticket.done is not None or failure.attempt != ticket.attempt:
             return
-        self._tickets_of[failure.purpose].failed(found, failure.worker)
+        self._tickets_of[failure.purpose].failed(ticket, failure.worker)
         if failure.purpose == "eval":
             if failure.filtered:
-                self.evaluation.finish(found, None, failure.reason)
-            elif self._phase != "waiting":  # `start` issues all that nobody works on
-                self.evaluation.reissue(found, failure.reason)
+                self.evaluation.finish(ticket, None, failure.reason)
+            elif self._phase != "waiting":  # `start` issues all tickets without a worker
+                self.evaluation.reissue(ticket, failure.reason)
         elif failure.filtered:
-            self._retire(found, "filtered", failure.reason)
-            self._count("left out", found.row, failure.reason)
+            self._retire(ticket, "filtered", failure.reason)
+            self._count("left out", ticket.row, failure.reason)
         else:
             self.members.count_missing(self.settings.group_size)
             if self._phase != "waiting":
-                self._count("failed", found.row, failure.reason)
-                if not self._closing and not self._reissue(found, failure.reason):
+                self._count("failed", ticket.row, failure.reason)
+                if not self._closing and not self._reissue(ticket, failure.reason):
                     self.failures.give_up(failure.prompt, self.settings.group_size)
         self._proceed()
 
     def worker_gone(self, worker: str, *, drained: bool) -> None:
-        """Issue a gone worker's tickets again; after a loss also those that nobody has begun, which may have
-        been on their way. A drained worker's attempt does not count to `max_attempts`."""
+        """Issue the tickets of a gone worker again. A lost worker may also have received tickets whose start
+        it did not report, so issue all of these again. Drained attempts do not count to `max_attempts`."""
         if self._phase == "waiting":
-            return  # `start` issues all of them
+            return  # `start` issues all tickets without a worker
         workers = (worker,) if drained else ("", worker)
         reason = f"its worker {worker} {'left' if drained else 'was lost'}"
         for ticket in self.tickets.held_by(*workers):
@@ -425,8 +425,8 @@ class Scheduler:
     def step_finished(
         self, *, hold: bool = False, divergence: float | None = None, skipped: bool = False
     ) -> None:
-        """The batch is trained and its weights are published. With `hold`, no batch starts before `release`.
-        `divergence` is in nats per token, None if not measured; `skipped`: some model is unchanged."""
+        """The batch is trained. With `hold`, no batch starts before `release`. `divergence` is in nats per
+        token, None if not measured. `skipped`: the step left at least one model unchanged."""
         self._held = hold
         self.waits_for = Cause("checkpoint") if hold else None
         assert self.training, "no batch was started"
@@ -455,7 +455,7 @@ class Scheduler:
         self._proceed()
 
     def expire_batch(self, reason: str) -> None:
-        """Give up the batch that was started: its tickets expire."""
+        """Let the tickets of the batch that was started expire."""
         assert self.training, "no batch was started"
         ids, self.tickets.batch = sorted(self.tickets.batch), frozenset[int]()
         for id in ids:
@@ -468,7 +468,7 @@ class Scheduler:
         self._proceed()
 
     def replay(self, tickets: Iterable[int], groups: Iterable[GroupDone]) -> StartBatch:
-        """Start a recorded batch in a replay. Its groups are those of the attempts that were trained."""
+        """Start a recorded batch in a replay. `groups` are the groups that were trained in it."""
         assert not self.training
         ids, finished = sorted(tickets), {group.ticket: group for group in groups}
         for id in ids:
@@ -483,7 +483,7 @@ class Scheduler:
         if self._phase == "training":
             self._start_batch()
             self._admit()
-            if not self._closing:  # last, because the next batch must not wait for the many tickets
+            if not self._closing:  # last, so that the next batch is not delayed by the many tickets
                 evaluation.begin_next()
             if self.version == self.settings.steps and not evaluation.needed_versions and not self._held:
                 self._phase = "ending"
@@ -506,7 +506,7 @@ class Scheduler:
         self._issue(admitted)
 
     def _issue(self, tickets: Iterable[OpenTicket]) -> None:
-        """Record the draws before, also those whose records a damaged store has lost."""
+        """Issue tickets, after recording their draws and draws whose records a damaged store has lost."""
         if draws := self.draws.take_unrecorded():
             self._commands.append(RecordDraws(self.version, draws))
         for ticket in tickets:
@@ -523,12 +523,12 @@ class Scheduler:
         return ticket
 
     def _expire_unfit(self) -> None:
-        """See `start`."""
+        """Expire the open tickets that cannot be trained in time; see `start`."""
         settings, kept = self.settings, 0
         for ticket in self.tickets.open.values():
             if ticket.done is not None or ticket.worker:
                 ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
-            else:  # it is issued again at this version
+            else:  # the ticket is issued again at this version
                 ticket.deadline = self.version + settings.max_staleness
             self.tickets.place(ticket)
         for ticket in sorted(self.tickets.open.values(), key=_urgency):
@@ -544,7 +544,7 @@ class Scheduler:
                 self.draws.again.append((ticket.row, ticket.drops))
 
     def _reissue(self, ticket: OpenTicket, reason: str) -> bool:
-        """Issue the next attempt of a ticket, or give the ticket up. Return whether it was issued."""
+        """Issue the next attempt of a ticket, or retire the ticket. Return whether it was issued."""
         if refusal := self.tickets.issue(ticket, self.version, reason, self.variants.of(ticket.id)):
             self._retire(ticket, "failed", refusal)
             self.given_up[ticket.row] += 1
@@ -561,8 +561,8 @@ class Scheduler:
             self.members.count(account, ticket.done)
 
     def _count(self, setback: Setback, row: int, reason: str) -> None:
-        """End the run if there were too many setbacks."""
-        if self._phase != "waiting":  # with `start` the count begins
+        """Count a setback, and end the run if there were too many in a row."""
+        if self._phase != "waiting":  # `start` sets the counts to 0
             too_many = self._setbacks.add(setback, row, reason, self.settings)
             if too_many and not (self._closing and setback == "left out"):
                 self._stop(too_many)
@@ -593,7 +593,7 @@ class Scheduler:
                 self._commands.append(Withdraw("train", late.id, late.attempt))
             self._retire(late, "expired", f"due at version {self.version} and unfinished")
             if late.drops + 1 < self.settings.max_attempts:
-                self.draws.again.append((late.row, late.drops + 1))  # its prompt, in a new ticket
+                self.draws.again.append((late.row, late.drops + 1))  # for a new ticket with this row
         if self.evaluation.must_hold_back(self.version + 1):
             self.waits_for = Cause("evaluation", needed[0])
             return

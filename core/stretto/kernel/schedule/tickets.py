@@ -18,8 +18,8 @@ log = structlog.get_logger()
 
 
 class TicketQueue:
-    """Puts tickets on the bus and follows their outcomes. Unless the policy `samples`, trainers read the
-    sequences from the dataset, and a training ticket is finished when it is issued."""
+    """Puts tickets on the bus and follows their outcomes. Without `samples`, trainers read the sequences from
+    the dataset, and a training ticket is finished when it is issued."""
 
     def __init__(self, bus: Bus, names: Subjects, lease_epoch: int, *, samples: bool) -> None:
         self._bus = bus
@@ -29,7 +29,7 @@ class TicketQueue:
         self._queued: dict[tuple[Purpose, int, int], int] = {}
         """(purpose, ticket, attempt) -> sequence number in the work queue."""
         self._log_at_issue: dict[int, int] = {}
-        """Training ticket -> `log_sequence` at its first issue. The ticket's data comes later in the log."""
+        """Training ticket -> `log_sequence` at its first issue. The ticket's data follows in the log."""
         self._log_at_evaluation: int | None = None
         """`log_sequence` at the first ticket of the evaluation under way; None if none is under way."""
         self._left_out = Counter[str]()
@@ -39,8 +39,8 @@ class TicketQueue:
     def continue_from(
         self, log_sequence: int, lowest_sequence: int, *, tickets: Iterable[int], evaluating: bool
     ) -> None:
-        """Continue a former kernel's queue, whose workers may go on with `tickets` without an outcome, and
-        may have stored some data. The newest checkpoint needs the log from `lowest_sequence` on."""
+        """Continue the queue of a former kernel. Its workers may still work on `tickets`, which have no
+        outcome yet, and may have stored data. The newest checkpoint needs the log from `lowest_sequence` on."""
         self.log_sequence = log_sequence
         self._log_at_issue = dict.fromkeys(tickets, lowest_sequence - 1)
         self._log_at_evaluation = lowest_sequence - 1 if evaluating else None
@@ -66,12 +66,12 @@ class TicketQueue:
         await self._bus.publish(self._names.abort_ticket, abort)
 
     async def clear(self, last: int) -> None:
-        """Remove a previous kernel's tickets, up to this sequence number: no engine is lent to its
-        evaluation, so they would never end. The tickets of a kernel that has replaced this one stay."""
+        """Remove the tickets of previous kernels, up to this sequence number: no engine is lent to their
+        evaluation, so its tickets would never end. Tickets of a kernel that has replaced this one stay."""
         await self._bus.store.purge(self._names.tickets_stream, below=last + 1)
 
     async def follow(self, accept: Callable[[int, Outcome], None]) -> None:
-        """Call `accept` with every later (sequence number, outcome) of the log. It never ends."""
+        """Call `accept` with every later (sequence number, outcome) of the log, until cancelled."""
         start = self.log_sequence + 1
         outcomes = follow_outcomes(self._bus, self._names, start=start, samples=self._samples)
         async for sequence, outcome in outcomes:
@@ -81,7 +81,7 @@ class TicketQueue:
             self.take_in(sequence, outcome, accept)
 
     def _log(self, outcome: GroupFailed) -> None:
-        """Of the rows that are left out for one reason, which may be all, log only some."""
+        """Log a failure. Of the rows left out for the same reason, log the 1st, 2nd, 4th, 8th and so on."""
         fields = {"ticket": outcome.ticket, "worker": outcome.worker, "reason": outcome.reason}
         if not outcome.filtered:
             log.warning("ticket failed", **fields)
@@ -92,7 +92,7 @@ class TicketQueue:
             log.info("row left out", **fields, rows=self._left_out[kind])
 
     def take_in(self, sequence: int, outcome: Outcome, accept: Callable[[int, Outcome], None]) -> None:
-        """Take in an outcome. A checkpoint stores the ledger together with its number in the log."""
+        """Take in an outcome. A checkpoint stores the ledger together with the outcome's sequence number."""
         accept(sequence, outcome)
         self.log_sequence = sequence
 
@@ -118,7 +118,7 @@ class TicketQueue:
 
 
 def _dataset_group(ticket: Ticket) -> GroupDone:
-    """The members name the row from which the trainers make the sequences."""
+    """Return a finished group whose members name the row from which trainers make the sequences."""
     members = tuple(
         messages.Member(
             id=f"{ticket.name}/{index}",

@@ -1,4 +1,4 @@
-"""The variants of an A/B test: which ticket gets which one, and what became of them. No I/O."""
+"""The variants of an A/B test: the variant of each ticket, and the accounts of each variant. No I/O."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 Account = Literal["issued", "trained", "filtered", "expired", "failed"]
 
 _MOST_FIGURES = 64
-"""Maximum number of figures of a variant. Rewards name their metrics, and may name ever new ones."""
+"""Maximum number of figures of a variant. A reward may return metrics of new names at any time."""
 
 
 class VariantAccount(msgspec.Struct):
-    """What became of one variant's tickets. Tickets in `issued` and in no other account are in flight."""
+    """Accounts of one variant's tickets. Tickets in `issued` and in no other account are in flight."""
 
     issued: int = 0
     trained: int = 0
@@ -30,7 +30,7 @@ class VariantAccount(msgspec.Struct):
 
 
 class VariantAccounts:
-    """The variants of a run and their accounts. Without any, all tickets have the name `""`."""
+    """The variants of a run and their accounts. In a run without variants, every ticket's variant is `""`."""
 
     def __init__(self, seed: int, weights: Mapping[str, float]) -> None:
         self._seed = seed
@@ -38,7 +38,7 @@ class VariantAccounts:
         self.accounts = {name: VariantAccount() for name in weights}
 
     def restore(self, accounts: Mapping[str, VariantAccount]) -> None:
-        """Take over the accounts of a previous kernel."""
+        """Replace the accounts by those of a previous kernel."""
         self.accounts |= {name: _copy(account) for name, account in accounts.items() if name in self.accounts}
 
     def snapshot(self) -> dict[str, VariantAccount]:
@@ -50,13 +50,13 @@ class VariantAccounts:
         return variant_of(self._seed, ticket, self.weights) if self.weights else ""
 
     def count(self, ticket: int, account: Account) -> None:
-        """A training ticket is issued, or has ended in an account."""
+        """Count a training ticket that is issued, or that has ended in an account."""
         if self.weights:
             counts = self.accounts[self.of(ticket)]
             setattr(counts, account, getattr(counts, account) + 1)
 
     def observe(self, group: GroupDone) -> None:
-        """A training ticket has its group. It is called once for each ticket."""
+        """Add the figures of a training ticket's group. Called once for each ticket."""
         if not self.weights:
             return
         figures = self.accounts[self.of(group.ticket)].figures
@@ -72,10 +72,10 @@ class VariantAccounts:
         }
 
     def differences(self) -> dict[str, dict[str, Estimate]]:
-        """Return how the means of each variant but the first differ from those of the first."""
+        """Return the differences between the means of each other variant and the means of the first."""
         if not self.accounts:
             return {}
-        first, *others = self.accounts
+        first, *later = self.accounts
         base = self.accounts[first].figures
         return {
             name: {
@@ -83,7 +83,7 @@ class VariantAccounts:
                 for figure, moments in sorted(self.accounts[name].figures.items())
                 if figure in base
             }
-            for name in others
+            for name in later
         }
 
 
@@ -95,7 +95,7 @@ def variant_of(seed: int, ticket: int, weights: Mapping[str, float]) -> str:
         place -= weight
         if place < 0:
             return name
-    return list(weights)[-1]  # the differences were rounded
+    return list(weights)[-1]  # only after rounding errors of the subtractions
 
 
 def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
@@ -111,7 +111,7 @@ def figures_of(members: tuple[Member, ...]) -> dict[str, float]:
 
 
 def metric_figures(samples: Sequence[Member], beginning: str, names: Iterable[str]) -> dict[str, float]:
-    """Return means such as `reward/accuracy`, and `reward/accuracy/answers` if some lack the metric."""
+    """Return means such as `reward/accuracy`; `reward/accuracy/answers` if some samples lack the metric."""
     figures: dict[str, float] = {}
     for name in names:
         values = [each.metrics[name] for each in samples if name in each.metrics]
