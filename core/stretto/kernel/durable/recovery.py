@@ -358,7 +358,7 @@ class Repetition:
             self._writer.hear(decision)
 
     async def _train(self, start: StartBatch) -> StepResult:
-        """Train a batch and compare its digest. No await until the batch is recorded: new trainers repeat it."""
+        """Train a batch. No await follows the comparison: new trainers must find the batch recorded."""
 
         async def train() -> tuple[StepResult, WeightsNote]:
             step = await self._trainers.step(self._state.incarnation, start.version, refs_of(start.groups))

@@ -1,4 +1,4 @@
-"""How workers come into a run, and what follows when one is ready, has left, or is lost."""
+"""Admits workers to a run, and tells the kernel's parts when a worker is ready, has left, or is lost."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Admission:
     _engines: Engines
     _routes: RouteSender
     _on_gone: Callable[[str, bool], None]
-    """Called when a rollout worker is no member any more, with its id and whether it has drained."""
+    """Called with a rollout worker that has left or is lost: its id, and whether it has drained."""
 
     def __post_init__(self) -> None:
         self._fleet = fleet = self._setup.fleet
         self._lock = KernelLock.of(self._setup.folder / "bus")
         self.on_trainer_lost: Callable[[str, str], None] = self._end_start
-        """Called with a trainer that is lost, and how."""
+        """Called with a lost trainer, and with how it was lost."""
         self._changed = anyio.Event()
         fleet.on_ready = self._on_ready
         fleet.on_lost = self._on_lost
@@ -65,7 +65,7 @@ class Admission:
         self._engines.on_callable = self._look
 
     async def serve(self) -> None:
-        """Subscribe to what workers say of themselves."""
+        """Subscribe to the workers' messages: joins, heartbeats, and leaving."""
         bus, names = self._bus, self._setup.names
         for role in ROLES:
             await bus.serve(names.kernel(role, "join"), Join, partial(self._welcome, role))
@@ -84,7 +84,7 @@ class Admission:
         """Wait until all workers can be called."""
         with self._in_time():
             while missing := self._missing():
-                # Wait for one after the other: to look at all of them at every change would take long.
+                # Wait for one worker after the other: a check of all workers at every change would take long.
                 while not self._is_callable(missing[0]):
                     with anyio.move_on_after(_WAITING_LOG_S) as waiting:
                         await self._changed.wait()
@@ -92,7 +92,7 @@ class Admission:
                         log.info("waiting", workers=", ".join(late_workers(self._fleet)))
 
     def held(self) -> tuple[TicketStarted, ...]:
-        """Return the attempts of a former kernel on which rollout workers go on."""
+        """Return the attempts of a former kernel on which rollout workers still work."""
         return tuple(
             msgspec.structs.replace(each, worker=member.worker)
             for member in self._fleet.members.values()
@@ -106,7 +106,7 @@ class Admission:
 
     async def _welcome(self, role: Role, message: Join) -> Welcome:
         if self._ending.over.is_set():
-            await anyio.sleep_forever()  # it may be a worker of the kernel that owns the run now
+            await anyio.sleep_forever()  # the worker may belong to the kernel that owns the run now
         if message.stretto != own_version():
             raise ConfigError(
                 f"{message.worker} has stretto {message.stretto or 'of an older version'}, and the run has "
@@ -130,7 +130,7 @@ class Admission:
         )
 
     async def _take_beat(self, role: Role, message: Heartbeat) -> None:
-        """A process that is no worker of the run must leave: it takes tickets, but nobody could stop it."""
+        """Take in a heartbeat. Dismiss a process that is no member: nobody could stop its work."""
         if not self._fleet.beat(message):
             subject = self._setup.names.worker(role, message.worker, message.nonce, "dismiss")
             await self._bus.publish(subject, Dismissal(self._journal.epoch))
@@ -146,13 +146,13 @@ class Admission:
         return [worker.id for worker in self._setup.workers if worker.role == "trainer"]
 
     def _nonces_of_trainers(self) -> dict[str, str]:
-        """If one of them is lost, all are replaced, so they belong together."""
+        """Return the nonces of all trainers, which belong together: one loss replaces all trainers."""
         return {worker: self._fleet.members[worker].nonce for worker in self._trainers}
 
     def _missing(self) -> list[str]:
-        """Return who cannot be called yet. The evaluator can be when it has an evaluation."""
-        every = (worker.id for worker in self._setup.workers if worker.id != EVALUATOR)
-        return sorted(worker for worker in every if not self._is_callable(worker))
+        """Return the workers that cannot be called yet, without the evaluator: it may have no evaluation."""
+        ids = (worker.id for worker in self._setup.workers if worker.id != EVALUATOR)
+        return sorted(worker for worker in ids if not self._is_callable(worker))
 
     def _is_callable(self, worker: str) -> bool:
         member = self._fleet.members.get(worker)

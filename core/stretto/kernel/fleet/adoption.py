@@ -1,4 +1,4 @@
-"""The workers of a former kernel that live on: their processes, and who may join again."""
+"""Takes over the workers of a former kernel: finds their processes, and lets these join again."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ log = structlog.get_logger(__name__)
 
 _FILE = "processes.json"
 _QUIET_S = 3.0
-"""A worker that leaves out three heartbeats has left, or is cut off: what it sends has a former lease."""
+"""Seconds without heartbeats of former workers, 3 missed ones, after which they have left or are cut off."""
 _LEAVE_S = 30.0
-"""Wait this long for former workers to leave. They need 10 s, unless their event loops stand still."""
+"""Seconds to wait for former workers to leave. They need 10 s, unless their event loops stand still."""
 
 
 class _Processes(msgspec.Struct, frozen=True):
     values: int
-    """Number of the run's values that they have."""
+    """Number of the run's values that the processes have."""
     workers: dict[str, str]
     """Worker -> the launcher's record of its process."""
     folder: str
-    """`folder_id` of the folder with this file. In a copy of it the workers are those of another run."""
+    """`folder_id` of the folder with this file. A copy of the folder names the workers of another run."""
 
 
 class Adoption:
-    """Records one kernel's worker processes, and finds the former one's, unless they have other `values`."""
+    """Records one kernel's worker processes, and finds a former kernel's, if they have the same `values`."""
 
     def __init__(self, launcher: Launcher, folder: Path, values: int) -> None:
         self._launcher = launcher if isinstance(launcher, AdoptingLauncher) else None
@@ -43,15 +43,15 @@ class Adoption:
         self.absent: set[str] = set()
         """Adopted workers that have not joined again."""
         self.stranger_heard = 0.0
-        """When a process that is no member of the fleet has last sent a heartbeat."""
+        """Time of the last heartbeat of a process that is no member of the fleet."""
 
     @property
     def has_trainers(self) -> bool:
-        """Whether trainers have not joined again."""
+        """Whether adopted trainers have not joined again."""
         return any(worker.startswith("trainer") for worker in self.absent)
 
     def record(self, workers: Iterable[str]) -> None:
-        """Write how a later kernel finds the processes of these workers."""
+        """Write the records by which a later kernel finds the processes of these workers."""
         if self._launcher is not None:
             records = {worker: self._launcher.record(worker) for worker in workers}
             write_private(
@@ -60,26 +60,26 @@ class Adoption:
             )
 
     async def find(self, jobs: Sequence[Job]) -> list[tuple[Job, Handle]]:
-        """Return the jobs whose processes a former kernel left. If one trainer is missing, end the others."""
+        """Return the jobs whose processes a former kernel left. If a trainer is missing, end all trainers."""
         former = self._former()
         if self._launcher is None or former is None or former.values != self._values:
             return []
-        found: list[tuple[Job, Handle]] = []
+        adopted: list[tuple[Job, Handle]] = []
         for job in jobs:
             handle = await self._launcher.adopt(job, former.workers.get(job.worker, ""))
             if handle is not None:
-                found.append((job, handle))
-        trainers = [handle for job, handle in found if job.role == "trainer"]
+                adopted.append((job, handle))
+        trainers = [handle for job, handle in adopted if job.role == "trainer"]
         if len(trainers) < sum(job.role == "trainer" for job in jobs):
             for handle in trainers:
                 await handle.stop(0)
-            found = [(job, handle) for job, handle in found if job.role != "trainer"]
-        self.absent = {job.worker for job, _ in found}
-        return found
+            adopted = [(job, handle) for job, handle in adopted if job.role != "trainer"]
+        self.absent = {job.worker for job, _ in adopted}
+        return adopted
 
     async def until_others_left(self, over: anyio.Event, reconnect_s: float) -> None:
-        """Where the launcher takes over no workers, wait until a former kernel's have left: they hear this
-        one's beacons, may not join, and end. Otherwise each would share its GPU with its successor."""
+        """If the launcher cannot take over workers, wait until those of a former kernel have left: they hear
+        this kernel's beacons, may not join, and end. Else old and new workers would share the GPUs."""
         if self._launcher is not None:
             return
         log.info("all workers start again: the launcher takes over none of a former kernel")
@@ -104,5 +104,5 @@ class Adoption:
         return former
 
     def admits(self, join: Join) -> bool:
-        """Whether a process may join: adopted, or a user's (see `stretto.bus.joining.reserve_worker`)."""
+        """Return whether a process may join again: adopted, or started by a user (`bus.joining`)."""
         return join.worker in self.absent or join.worker.rpartition("-")[2].startswith("h")

@@ -1,13 +1,13 @@
-"""Which engines and verifiers each rollout worker may call. A plain class without I/O.
+"""Chooses the engines and verifiers that each rollout worker may call. A plain class without I/O.
 
-Routing needs a few candidates, not all workers. In each group of workers, a rollout worker knows
+Routing needs a few candidates, not all workers. In each group, a rollout worker has these candidates:
 
-- its part: the ids of the workers divide them among the rollout workers, so that nobody is forgotten;
-- further ones up to a fixed number: those that follow places of its own on a ring with some points of each.
+- its part: a hash of each worker's id assigns the worker to one rollout worker, so that every worker is used;
+- more workers up to a fixed number: those at the points that follow its own hashes on a hash ring.
 
-So of a small group everybody knows all. In a large one, a worker that joins or leaves changes few candidates:
-conversations stay where their prefixes are cached. A group is the engines of training, or those lent to one
-evaluation.
+So in a small group all workers are candidates. In a large group, a worker that joins or leaves changes few
+candidates: conversations stay at engines that cache their prefixes. A group is all verifiers, the engines of
+training, or the engines that are lent to one evaluation.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from itertools import count
 from zlib import crc32
 
 _POINTS = 8
-"""Points of a worker on the ring. With fewer, the numbers of rollout workers that know it differ more."""
+"""Points of a worker on the ring. With fewer points, workers are candidates less evenly often."""
 
 
 class Candidates:
-    """The m rollout workers and the n workers they can call; deterministic. A change is O((m + n) log n)."""
+    """The m rollout workers and the n workers they may call; deterministic. A change is O((m + n) log n)."""
 
     def __init__(self) -> None:
         self._rollouts: dict[str, None] = {}
         self._group_of: dict[str, tuple[Hashable, int]] = {}
-        """Worker -> its group, and the candidates of a rollout worker in it, if it has that many."""
+        """Worker -> its group, and the least number of candidates that a rollout worker has in the group."""
         self._known: dict[str, dict[str, Hashable]] | None = None
         """Rollout worker -> its candidates with their groups; None after a change."""
         self._told: dict[str, dict[str, Hashable]] = {}
@@ -55,7 +55,7 @@ class Candidates:
         self._known = None
 
     def put(self, worker: str, group: Hashable, least: int) -> None:
-        """Move a worker to a group, of which a rollout worker knows `least`, if there are as many."""
+        """Move a worker to a group, in which a rollout worker has at least `least` candidates if possible."""
         if self._group_of.get(worker) != (group, least):
             self._group_of[worker], self._known = (group, least), None
 
@@ -84,8 +84,8 @@ class Candidates:
             for worker, group in self._group_of.items():
                 groups.setdefault(group, []).append(worker)
             for (group, least), workers in groups.items():
-                for rollout, found in _choices(list(self._rollouts), workers, least).items():
-                    self._known[rollout] |= dict.fromkeys(found, group)
+                for rollout, candidates in _choices(list(self._rollouts), workers, least).items():
+                    self._known[rollout] |= dict.fromkeys(candidates, group)
         return self._known
 
 
@@ -96,14 +96,14 @@ def _choices(rollouts: list[str], workers: list[str], least: int) -> dict[str, l
     for worker in workers if rollouts else ():
         parts[rollouts[crc32(worker.encode()) % len(rollouts)]].append(worker)
     ring = sorted((place, worker) for worker in workers for place in _places(worker))
-    for rollout, found in parts.items():
-        known, numbers = set(found), count()
-        while len(found) < least:
+    for rollout, candidates in parts.items():
+        known, numbers = set(candidates), count()
+        while len(candidates) < least:
             place = crc32(f"{next(numbers)} {rollout}".encode())
             _, worker = ring[bisect(ring, (place, "")) % len(ring)]
             if worker not in known:
                 known.add(worker)
-                found.append(worker)
+                candidates.append(worker)
     return parts
 
 

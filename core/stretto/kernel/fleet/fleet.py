@@ -1,5 +1,5 @@
 """The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones. It has no
-handle of a worker that a user has started: its loss never ends the run, and nothing restarts it."""
+handle of a worker that a user started: it does not restart such a worker, whose loss never ends the run."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _SILENT_S = 15.0
 _HUNG_S = 600.0
 """The fleet treats a ready worker as lost after its event loop has stood still for this many seconds."""
 _STACKS_S = 1.0
-"""A worker that is stopped because it hangs has this many seconds to write the stacks of its threads."""
+"""A hanging worker has this many seconds to write the stacks of its threads before the fleet kills it."""
 _KILLED_S = 30.0
-"""Wait for a killed process to end: one that hangs in a driver or on a network disk ends at no signal."""
+"""Seconds to wait for a killed process: one that hangs in a driver or on a network disk ends at no signal."""
 _LONG_LIFE_S = 600.0
 """If a worker ran longer than this many seconds, the count of its restarts begins again at 1."""
 _TAIL_LINES = 15
@@ -76,7 +76,7 @@ class FleetMember:
     held: tuple[TicketStarted, ...] = ()
     """The attempts on which it worked when it joined."""
     paused: str = ""
-    """Why its reward or environment pauses; empty if it does not."""
+    """Why the worker's reward or environment pauses; empty if it does not pause."""
     has_beaten: bool = False
 
     @property
@@ -86,7 +86,7 @@ class FleetMember:
 
     @property
     def kind(self) -> str:
-        """What its figures count for: its role, or the evaluator."""
+        """The kind under which its figures are added up: its role, or the evaluator."""
         return EVALUATOR if self.is_evaluator else self.role
 
 
@@ -120,9 +120,9 @@ class Fleet:
         self._loads: list[Load] = []
         self._verifiers_used: list[float] = []
         self._sampled = self._lost = 0
-        """Since the last `load_figures`: of heartbeats, verifiers, tokens sampled and computed again."""
+        """The last four: loads, use of verifiers, tokens sampled and computed again, since `load_figures`."""
         self._lasting: set[str] = set()
-        """Workers that did enough since their start that the count of their restarts begins again."""
+        """Workers that did enough work since their start to reset the count of their restarts."""
         self._hanging: set[str] = set()
         self._given_up: set[str] = set()
         """Workers that said that a restart would fail in the same way."""
@@ -130,17 +130,17 @@ class Fleet:
         self._ending = False
         self.on_ready: Callable[[FleetMember], None] = lambda member: None
         self.on_lost: Callable[[FleetMember, str, bool], None] = lambda member, how, final: None
-        """Gets each lost worker before its restart, how it was lost, and whether it does not restart."""
+        """Called with a lost worker before its restart, how it was lost, and whether the loss is final."""
         self.on_left: Callable[[FleetMember, str], None] = lambda member, why: None
-        """Gets each worker that has left after a drain, and the reason."""
+        """Called with a worker that has left after a drain, and the reason."""
         self.on_change: Callable[[FleetMember], None] = lambda member: None
-        """Gets each worker that begins to drain."""
+        """Called with a worker that begins to drain."""
         self.explain: Callable[[str], str] = lambda worker: ""
-        """Returns what is known of why a worker ends again and again."""
+        """Returns an explanation for an error message about a worker that ends again and again."""
         self.needs: Callable[[Role], bool] = lambda role: True
-        """Whether lost workers of a role start again."""
+        """Returns whether lost workers of a role start again."""
         self.hears: Callable[[], bool] = lambda: True
-        """Whether heartbeats can arrive now."""
+        """Returns whether heartbeats can arrive now."""
         self.reconnect_s = 0.0
         """Seconds for which a worker may look for another server of a cluster before it counts as silent."""
         self.members: dict[str, FleetMember] = {}
@@ -150,7 +150,7 @@ class Fleet:
     # -------------------------------------------------------------------------------- launching
 
     async def adopt(self, workers: Iterable[Worker], tasks: TaskGroup) -> None:
-        """Take over the workers of a former kernel whose processes run; tasks watch and restart them."""
+        """Take over the workers of a former kernel that still run; tasks watch and restart these workers."""
         for job, handle in await self.adoption.find([self._job(worker) for worker in workers]):
             self._handles[job.worker], self._jobs[job.worker] = handle, job
             self.starting[job.worker] = "joining again"
@@ -160,7 +160,7 @@ class Fleet:
             tasks.start_soon(self._end_absent)
 
     async def _end_absent(self) -> None:
-        """End the adopted workers that do not join again. They start again."""
+        """Kill the adopted workers, except trainers, that do not join again. The fleet then restarts them."""
         await anyio.sleep(_AGAIN_S + self.reconnect_s)
         async with anyio.create_task_group() as tasks:
             for worker in sorted(each for each in self.adoption.absent if not each.startswith("trainer")):
@@ -171,7 +171,7 @@ class Fleet:
         """Start the workers that are not adopted; tasks watch and restart them."""
         jobs = [self._job(worker) for worker in workers if worker.id not in self._handles]
         async with self._launching:
-            # Some may be ready, or have failed for good, before all run.
+            # Before the launch: some workers may be ready, or have failed for good, before all run.
             self.starting |= {job.worker: "starting" for job in jobs}
             self._jobs |= {job.worker: job for job in jobs}
             try:
@@ -188,12 +188,12 @@ class Fleet:
             self.adoption.record(self._handles)
 
     async def stop(self, grace_s: float) -> None:
-        """Wait for workers to leave; stop the rest after `grace_s`, and at once those that never joined."""
+        """Wait for workers to leave; stop the rest after `grace_s`, or at once if they have not joined."""
         async with self._launching:  # after a launch in progress, so that its handles are stopped too
             self._ending = True
 
         async def end(worker: str, handle: Handle) -> None:
-            joined = worker in self.members  # the others cannot have received the last beacon
+            joined = worker in self.members  # a worker that has not joined received no last beacon
             with anyio.move_on_after(grace_s if joined else 0):
                 await handle.wait()
                 return
@@ -201,8 +201,8 @@ class Fleet:
             await self._kill(worker, handle, 1.0)
 
         async with anyio.create_task_group() as tasks:
-            for each in self._handles.items():
-                tasks.start_soon(end, *each)
+            for worker_handle in self._handles.items():
+                tasks.start_soon(end, *worker_handle)
 
     async def _look_after(self, job: Job) -> None:
         last = await supervised(
@@ -237,7 +237,7 @@ class Fleet:
                 how = f"exit status {status}"
         member = self.members.get(job.worker)
         is_orderly = member is not None and member.leaving and status in (0, UNKNOWN_STATUS)
-        if member is not None and is_orderly:  # its last message is still on its way
+        if member is not None and is_orderly:  # the worker's `Leaving` message has not arrived yet
             self._leave(member, "its work was finished")
         else:
             self._lose(job.worker, how)
@@ -252,9 +252,9 @@ class Fleet:
         return Failure(how, lasted)
 
     async def _restart(self, job: Job, pause_s: float) -> bool:
-        """Return whether the worker has started again: it may not be needed any more."""
+        """Start a worker again after a pause, if it is still needed. Return whether it was started."""
         await anyio.sleep(pause_s)
-        while not self.hears():  # a worker that cannot connect would only end again
+        while not self.hears():  # without a connection, the worker would end again
             await anyio.sleep(0.2)
         async with self._launching:
             if self._ending or not self.needs(job.role):
@@ -269,13 +269,13 @@ class Fleet:
         return True
 
     async def _until_end(self, worker: str, handle: Handle) -> int | None:
-        """Return the exit status; None if `_kill` has given the process up."""
+        """Wait for the end of a process. Return its exit status; None if `_kill` has given the process up."""
         with anyio.CancelScope() as self._waits[worker]:
             return await handle.wait()
         return None
 
     async def _kill(self, worker: str, handle: Handle, grace_s: float) -> None:
-        """After SIGKILL a process does nothing more: if it does not end, another one can take its place."""
+        """Stop a process. After SIGKILL it does nothing more, so give up a process that then does not end."""
         with anyio.move_on_after(grace_s + _KILLED_S) as waiting:
             await handle.stop(grace_s)
         if waiting.cancelled_caught:
@@ -288,14 +288,14 @@ class Fleet:
             self._lose(member.worker, why)
 
     async def end_all(self, role: Role) -> None:
-        """End the processes of a role at once; those that hang end in a moment. They start again."""
+        """Kill the processes of a role; `_end_hanging` kills those that hang. All processes start again."""
         async with anyio.create_task_group() as tasks:
             for worker in self.started(role):
                 if worker not in self._hanging:
                     tasks.start_soon(self._kill, worker, self._handles[worker], 0)
 
     def lasts(self, role: Role) -> None:
-        """Begin the count of restarts again, for all workers of a role: they did what they are for."""
+        """Reset the count of restarts for all workers of a role, because they have done their work."""
         self._lasting.update(self.started(role))
 
     def _job(self, worker: Worker) -> Job:
@@ -306,10 +306,10 @@ class Fleet:
     # ---------------------------------------------------------------------------------- retiring
 
     def started(self, role: Role) -> list[str]:
-        """Return the workers of a role that the fleet has started and that stay, without the evaluator."""
-        gone = self._retired | {EVALUATOR}
-        mine = [each for each in self._handles if each.startswith(f"{role}-") and each not in gone]
-        return sorted(mine, key=lambda worker: int(worker.rpartition("-")[2]))
+        """Return the workers of a role that the fleet has started and not retired, without the evaluator."""
+        excluded = self._retired | {EVALUATOR}
+        started = [each for each in self._handles if each.startswith(f"{role}-") and each not in excluded]
+        return sorted(started, key=lambda worker: int(worker.rpartition("-")[2]))
 
     def free_ids(self, role: Role, count: int) -> list[str]:
         """Return ids for new workers of a role: the lowest numbers that no worker has."""
@@ -318,7 +318,7 @@ class Fleet:
         return list(itertools.islice((name for name in names if name not in taken), count))
 
     def retire(self, worker: str) -> FleetMember | None:
-        """Give a worker no new work, and do not restart it when it has ended. Return it, if it has joined."""
+        """Give a worker no new work, and do not restart it. Return its member; None if it has not joined."""
         self._retired.add(worker)
         self.starting.pop(worker, None)
         member = self.members.get(worker)
@@ -354,7 +354,7 @@ class Fleet:
     # ------------------------------------------------------------------------------- membership
 
     def join(self, role: Role, message: Join) -> None:
-        """A process with the credentials of a role joins, in the place of one with the same worker id."""
+        """Admit a process with the credentials of a role. It replaces a process with the same worker id."""
         if message.role != role or not is_token_of(self._bootstraps, role, message.worker, message.token):
             raise Refused(
                 "kernel",
@@ -383,7 +383,7 @@ class Fleet:
         if member is None or member.nonce != message.nonce:
             self.adoption.stranger_heard = clock.now()
             return False
-        if member.again and not member.has_beaten:  # what it did for the former kernel does not count
+        if member.again and not member.has_beaten:  # its figures for the former kernel do not count
             self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) - message.busy_s
             self._ended_tokens -= message.load.generated_tokens if message.load else 0
             self._ended_refused -= message.refused
@@ -415,16 +415,16 @@ class Fleet:
         return True
 
     def serves(self, member: FleetMember, version: int) -> None:
-        """Record that an engine has swapped: routing must not wait for its next heartbeat."""
+        """Record that an engine serves a version, so that routing need not wait for the next heartbeat."""
         if member.load is not None:
             member.load = msgspec.structs.replace(member.load, version=version)
 
     def leaving(self, message: Leaving) -> None:
-        """A worker leaves of its own accord. If the failure is final, the fleet does not restart it."""
+        """Remove a worker that leaves. If its message is final, the fleet does not restart the worker."""
         member = self.members.get(message.worker)
         if member is not None and member.nonce == message.nonce:
-            orderly = message.drained or message.worker in self._retired
-            if orderly and member.role != "trainer":
+            is_orderly = message.drained or message.worker in self._retired
+            if is_orderly and member.role != "trainer":
                 self._leave(member, message.reason)
                 return
             if message.final:
@@ -432,17 +432,17 @@ class Fleet:
             self._lose(message.worker, message.reason)
 
     async def watch(self) -> None:
-        """Stop silent workers, so that they start again. While the bus is out, none counts as silent."""
+        """Stop silent and hanging workers; they start again. Without a connection, no worker is silent."""
         async with anyio.create_task_group() as tasks:
             while True:
-                late = await sleep_and_measure_delay(1)
+                delay_s = await sleep_and_measure_delay(1)
                 now, hears = clock.now(), self.hears()
                 for member in list(self.members.values()):
                     # The kernel's process was delayed, not the workers.
-                    member.heard = member.heard + late if hears else now
-                    silent = now - member.heard
-                    if silent > _SILENT_S + self.reconnect_s:
-                        how = f"silent for {silent:.0f} s"
+                    member.heard = member.heard + delay_s if hears else now
+                    silent_s = now - member.heard
+                    if silent_s > _SILENT_S + self.reconnect_s:
+                        how = f"silent for {silent_s:.0f} s"
                     elif member.ready and member.blocked_s > _HUNG_S:
                         how = f"its event loop stood still for {member.blocked_s:.0f} s"
                     else:
@@ -476,7 +476,7 @@ class Fleet:
 
     def _remove(self, member: FleetMember) -> None:
         del self.members[member.worker]
-        if member.worker not in self._jobs:  # nobody starts it again
+        if member.worker not in self._jobs:  # the fleet does not start it again
             self.starting.pop(member.worker, None)
         self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) + member.busy_s
         self._ended_tokens += member.load.generated_tokens if member.load else 0
@@ -489,7 +489,7 @@ class Fleet:
         return [member for member in self.members.values() if member.kind == role and member.ready]
 
     def evaluators(self) -> frozenset[str]:
-        """Return the evaluator's id, if it is ready and stays."""
+        """Return a set with the evaluator's id, empty if the evaluator is not ready or drains."""
         member = self.members.get(EVALUATOR)
         return frozenset([EVALUATOR] if member is not None and member.ready and not member.leaving else ())
 

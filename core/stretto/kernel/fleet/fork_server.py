@@ -1,10 +1,10 @@
 """`python -m stretto.kernel.fleet.fork_server FOLDER SOCKET MODULE ...`: import once, and fork processes.
 
-The kernel's process starts it with one end of a socket pair (see `stretto.kernel.fleet.forks`); the run's
-folder is there for `ps`. A forked process does what `python -m MODULE ARGUMENT ...` does in a new
-interpreter: it has its own session, its log as output, and no part of another one's work, because the server
-only imports. It becomes a child of the kernel. The server ends when the kernel closes the socket or is gone;
-the processes continue, and look after themselves.
+The kernel's process starts the server with one end of a socket pair (see `stretto.kernel.fleet.forks`);
+FOLDER is the run's folder, for `ps`. A forked process does what `python -m MODULE ARGUMENT ...` does in a new
+interpreter: it has its own session, its log as output, and no state of other processes, because the server
+only imports. A forked process becomes a child of the kernel. The server ends when the kernel closes the
+socket or is gone; the forked processes continue.
 
 Requests and answers are JSON, one a packet. `{"import": [...]}` names modules to import before the processes
 that need them. `{"fork": ID, "module": ..., "arguments": [...], "needs": [...]}` comes with the file for the
@@ -50,7 +50,7 @@ class _ForkLoop:
         self._orders: list[_ForkOrder] = []
 
     def run(self) -> _ForkOrder | None:
-        """Serve until the kernel is gone, and return None. In each forked process, return its order."""
+        """Serve until the kernel is gone, and return None. In a forked process, return the process' order."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
             has_work = self._to_import or self._orders
@@ -65,7 +65,7 @@ class _ForkLoop:
                 del self._to_import[0]
 
     def _read(self) -> bool:
-        """Take one packet. Return whether the kernel is still there."""
+        """Receive one packet. Return whether the kernel is still connected."""
         packet, descriptors, _, _ = socket.recv_fds(self._socket, _PACKET, 1)
         if not packet:
             return False
@@ -80,7 +80,7 @@ class _ForkLoop:
         return True
 
     def _fork(self, order: _ForkOrder) -> bool:
-        """Return whether this is the fork. None is made while threads run, whose locks it would keep."""
+        """Fork; return True in the new process. Refuse while threads run: a fork would keep their locks."""
         threads = len([*Path("/proc/self/task").iterdir()])
         if threads > 1:
             self._answer({"id": order.id, "error": f"the fork server has {threads} threads"})
@@ -88,7 +88,7 @@ class _ForkLoop:
             return False
         ours, theirs = socket.socketpair()
         if between := os.fork():
-            with ours:  # the new process begins at its end
+            with ours:  # the new process continues when this end is closed
                 theirs.close()
                 pid = int(ours.recv(_PACKET))
                 os.waitpid(between, 0)
@@ -97,7 +97,7 @@ class _ForkLoop:
             return False
         if os.fork():
             os._exit(0)  # makes the new process an orphan, which the kernel adopts
-        os.setsid()  # before the kernel knows it: the kernel ends it by its session
+        os.setsid()  # before the kernel gets the pid: the kernel ends the process by its session
         signal.signal(signal.SIGINT, signal.default_int_handler)
         ours.close()
         with theirs:
@@ -109,17 +109,17 @@ class _ForkLoop:
         return True
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        with suppress(BrokenPipeError, ConnectionResetError):  # of a kernel that is gone
+        with suppress(BrokenPipeError, ConnectionResetError):  # the kernel is gone
             self._socket.send(json.dumps(answer).encode())
 
 
 def _import(module: str) -> None:
-    """Import a module. If that fails, the process that needs it raises the same error, to its own log."""
+    """Import a module. If the import fails, the process that needs the module raises the error in its log."""
     try:
         importlib.import_module(module)
     except Exception:  # noqa: BLE001 - foreign modules may raise anything
         traceback.print_exc()
-    gc.freeze()  # a collection in a forked process would copy every page that it looks at
+    gc.freeze()  # a collection in a forked process would copy every page with objects
 
 
 def _write_to(file: int) -> None:
@@ -147,7 +147,7 @@ def _draw_new_random_state() -> None:
 
 
 def _show_command(command: list[str]) -> None:
-    """Have `ps` show the process's own command, as far as there is room, instead of the server's."""
+    """Let `ps` show the process's own command instead of the server's, cut to the room of the server's."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(fields[45]), int(fields[46])  # where the arguments are: fields 48 and 49 of all
     text = "\0".join(command).encode()[: end - begin - 1]
@@ -160,7 +160,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[2]))
     order = _ForkLoop(connection, sys.argv[3:]).run()
     if order is None:
-        os._exit(0)  # it has nothing to clean up, and an ordinary end with torch takes a while
+        os._exit(0)  # nothing is left to clean up, and an ordinary exit with torch takes a while
     _run(order)
 
 

@@ -1,4 +1,4 @@
-"""The kernel's side of the fork server: processes that need not import everything again.
+"""The kernel's side of the fork server, which starts processes without repeated imports.
 
 A process of a run spends most of its start on imports: half a second of processor time without torch, several
 seconds with it. The fork server (`stretto.kernel.fleet.fork_server`) imports once and forks the processes.
@@ -42,7 +42,7 @@ _KILLED_S = 5.0
 
 
 class ForkedProcess:
-    """A process that the fork server has started: a child of this process, which outlives the server."""
+    """A process that the fork server has started. It is a child of this process, and outlives the server."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -87,16 +87,16 @@ class ForkedProcess:
 
 @contextmanager
 def fork_server(assembly: Assembly) -> Generator[ForkServer | None]:
-    """Yield a fork server that imports what the workers need; None except on Linux with pidfds. The imports
-    are the longest part of a start: call it as soon as the run file is read, before the checks."""
+    """Yield a fork server that imports the workers' modules; None except on Linux with pidfds. The imports
+    are the longest part of a start, so enter this as soon as the run file is read, before the checks."""
     if sys.platform != "linux" or not hasattr(os, "pidfd_open"):
         yield None
         return
     server = ForkServer(assembly.folder)
     try:
-        with suppress(Exception):  # whatever a plugin raises here, the run's checks report
-            suited = [each for each in assembly.workers if server.suits(each.resources)]
-            server.prepare([module for each in suited for module in assembly.imports_of(each)])
+        with suppress(Exception):  # the run's checks report the errors of plugins
+            forkable = [each for each in assembly.workers if server.suits(each.resources)]
+            server.prepare([module for each in forkable for module in assembly.imports_of(each)])
         yield server
     finally:
         server.close()
@@ -126,25 +126,25 @@ class ForkServer:
             )
 
     def keep_output(self, file: Path) -> None:
-        """Append to a file what the imports have written so far, and what they write from now on."""
+        """Append the past and future output of the imports to a file."""
         with file.open("ab") as output:
             self._output.seek(0)
             shutil.copyfileobj(self._output, output)
-            self._output.truncate(0)  # a later kernel of the run asks again
+            self._output.truncate(0)  # a later kernel of the run calls this again
             with suppress(ConnectionError):  # it has ended, which `fork` finds and logs
                 socket.send_fds(self._socket, [json.dumps({"output": True}).encode()], [output.fileno()])
 
     def prepare(self, modules: Sequence[str]) -> None:
-        """Have the server import modules now, for processes that are forked later."""
+        """Ask the server to import modules now, for processes that are forked later."""
         with suppress(OSError):  # it has ended, which `fork` finds and logs
             self._socket.send(json.dumps({"import": list(modules)}).encode())
 
     def suits(self, resources: Resources) -> bool:
-        """Whether processes with these resources have the server's environment."""
+        """Return whether processes with these resources have the server's environment."""
         return not resources.gpus and process_environment(resources, ()) == self._env
 
     def can_fork(self, command: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether the server runs and can start a command: `python -m MODULE` in the server's environment."""
+        """Return whether the server can start a command: `python -m MODULE` in the server's environment."""
         return self.is_open and [*command[:2]] == [sys.executable, "-m"] and env == self._env
 
     @property
@@ -155,11 +155,11 @@ class ForkServer:
     async def fork(
         self, command: Sequence[str], log_file: Path, imports: Sequence[str]
     ) -> ForkedProcess | None:
-        """Start a command in its own session, its output in `log_file`; None, with a log line, on failure."""
+        """Start a command in its own session, with output to `log_file`. Log a failure and return None."""
         if not self.is_open:
             return None  # a killed server takes requests until it has ended, but nobody reads its answers
         loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # each kernel of a run has its own
+        if loop is not self._loop:  # each kernel of a run has its own event loop
             self._loop = loop
             loop.add_reader(self._socket, self._read)
         id = next(self._ids)
@@ -177,7 +177,7 @@ class ForkServer:
             return None
 
     def close(self) -> None:
-        """End the server. Processes that are left live on."""
+        """End the server. Forked processes continue."""
         self._lose_server()
         self._socket.close()
         self._server.kill()
@@ -201,7 +201,7 @@ class ForkServer:
         if "error" in answer:
             if not waiting.done():
                 waiting.set_exception(ForkRefused(answer["error"]))
-        elif waiting.done():  # nobody waits for the process any more
+        elif waiting.done():  # `fork` has given up, so nothing needs the process
             ForkedProcess(answer["pid"]).kill()
         else:
             waiting.set_result(ForkedProcess(answer["pid"]))
@@ -217,4 +217,4 @@ class ForkServer:
 
 
 class ForkRefused(Exception):
-    """The fork server does not fork; the text says why."""
+    """The fork server refuses to fork; the text is the reason."""

@@ -1,6 +1,6 @@
-"""Sends each rollout worker its few candidates (`stretto.kernel.fleet.candidates`) with their load, as one
-whole list: every second, and at once when a candidate appears, is lost or is lent. So a lost message does no
-harm, and a change costs the same with any number of workers."""
+"""Sends each rollout worker its few candidates (`stretto.kernel.fleet.candidates`) with their load, always as
+a complete list: every second, and at once when a candidate appears, is lost or is lent. So a lost message
+does no harm, and a change costs the same with any number of workers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from stretto.kernel.fleet.candidates import Candidates
 from stretto.kernel.fleet.fleet import Fleet, FleetMember
 from stretto.machine import clock
 
-_REFRESH_S = 1.0  # rollout workers balance by figures of this age; a lost message is made good after it
+_REFRESH_S = 1.0  # maximum age of the load figures, and of routes after a lost message
 _LEAST = {"inference": 8, "verifier": 4}
-"""Candidates of a rollout worker. More verifiers would not balance better: they send no figures."""
+"""Least number of a rollout worker's candidates. Verifiers send no figures: more would not balance better."""
 _PART = 50
-"""Rollout workers whose routes are sent at a time, so that the event loop stays free. Up to this many hear of
-an engine's new version at once, more of them with the next routes."""
+"""Number of rollout workers whose routes are sent at a time, so that the event loop stays free. Up to this
+number of rollout workers hear of an engine's new version at once; more hear of it with the next routes."""
 _GAP_S = 0.05
 """Seconds between two rounds of changes. Workers that join together cause one message, not many."""
 
 
 class RouteSender:
-    """Routes of a kernel's rollout workers. Calls to a former candidate may finish within `finish_s`."""
+    """Sends routes to a kernel's rollout workers. Calls to former candidates may finish within `finish_s`."""
 
     def __init__(self, bus: Bus, names: Subjects, fleet: Fleet, lease_epoch: int, *, finish_s: float) -> None:
         self._bus = bus
@@ -44,7 +44,7 @@ class RouteSender:
         self._changed = anyio.Event()
 
     def look(self, member: FleetMember) -> None:
-        """Take in any change of a worker. A rollout worker keeps its routes while it drains."""
+        """Update the candidates after any change of a worker. A draining rollout worker keeps its routes."""
         is_callable = member.callable and self._fleet.members.get(member.worker) is member
         is_open = is_callable and not member.leaving
         match member.role:
@@ -75,7 +75,7 @@ class RouteSender:
             await anyio.sleep(_GAP_S)
 
     async def refresh(self) -> None:
-        """Send all routes every second, a part after the other, until cancelled."""
+        """Send all routes every second, one part after the other, until cancelled."""
         while True:
             rollouts = self._candidates.rollouts
             parts = max(1, math.ceil(len(rollouts) / _PART))
@@ -85,7 +85,7 @@ class RouteSender:
 
     async def _send(self, rollouts: Iterable[str]) -> None:
         for rollout in rollouts:
-            # While others got theirs, its process may have been lost, and another one may have joined.
+            # While other routes were sent, the rollout worker may have been lost or replaced.
             if rollout in self._candidates and (member := self._fleet.members.get(rollout)):
                 routes = Routes(self._lease_epoch, self._peers_of(rollout))
                 subject = self._names.worker("rollout", rollout, member.nonce, "routes")

@@ -1,4 +1,4 @@
-"""Starts the sample writer and keeps the log for it. The kernel itself never reads or writes a sample."""
+"""Supervises the sample writer, and keeps the log until it has read it. The kernel never reads a sample."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from stretto.machine import clock
 
 log = structlog.get_logger()
 
-_POLL_S = 0.2  # retired tickets go to the log together, and the end of a writer is noticed
-_FIRST_PAUSE_S = 1.0  # against a loop of starts where a writer ends at once
+_POLL_S = 0.2  # between two writes of retired tickets, and between two looks at the writer's process
+_FIRST_PAUSE_S = 1.0  # before a restart, so that a writer that ends at once is not restarted all the time
 _LONGEST_PAUSE_S = 30.0
-"""A writer that ends is started again after a pause, which doubles up to this."""
+"""Maximum pause before the writer is started again. The pause doubles with each failure in a row."""
 _LONG_LIFE_S = 60.0
-"""After a life of this many seconds, the pause is the first one again."""
+"""After a writer has run for this many seconds, the next pause is the first one again."""
 _SILENT_S = 60.0
-"""A writer this long silent is killed. It has more time than a worker: only the purge waits for it."""
+"""A writer that sends nothing for this many seconds is killed. Only the purge of the log waits for it."""
 _IMPORTS_S = 120.0
-"""A writer has this many seconds more before it is heard for the first time."""
+"""Additional seconds before the writer's first message."""
 _KILLED_S = 10.0
-_START_S = 30.0  # the first tickets wait no longer for a writer: a run can go on without one
+_START_S = 30.0  # the first tickets wait this long for the writer; the run can continue without it
 _STOP_S = 20.0
 """At the end of the run, the writer has this many seconds to write what is in the log."""
 
@@ -49,23 +49,23 @@ class SampleWriterSupervisor:
         self.on = config.keeps_row(0) or (config.samples.keep != "none" and setup.graph.samples)
         """Whether the run keeps samples."""
         self._kept_below = 0
-        """The samples of log messages below this sequence number are on disk."""
+        """Sequence number in the log: the samples of all messages below it are on disk."""
         self._process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self._fault = ""
         """Why no writer runs now, after the first start."""
         self._silent_s = 0.0
-        """Seconds since the writer was heard, in which this process ran and had a connection."""
+        """Seconds since the writer's last message, counting only time with a connection."""
         self._followed = anyio.Event()
         self._retired: list[tuple[int, str, str]] = []
         self._retired_batches = 0
         self._stopping = False
 
     def purgeable(self, below: int) -> int:
-        """Return up to where the log may be purged: `below`, or less if the writer still needs a part."""
+        """Return the sequence number below which the log may be purged: `below`, or less for the writer."""
         return min(below, self._kept_below if self.on else below)
 
     def retire(self, ticket: int, account: Account, reason: str) -> None:
-        """Note that a training ticket ended without being trained. `run` writes it to the log."""
+        """Note that a training ticket ended without being trained. `run` writes the note to the log."""
         if self.on:
             self._retired.append((ticket, account, reason))
 
@@ -86,8 +86,8 @@ class SampleWriterSupervisor:
                 await self._send_retired()
 
     async def until_followed(self) -> None:
-        """Wait until the writer reads the log, so that it notices what comes after a loss. If it does not
-        start, the run continues, and the log is kept for it."""
+        """Wait until the writer reads the log, so that it notices messages that follow a loss. If the writer
+        does not start, the run continues and the log is kept."""
         if self.on:
             with anyio.move_on_after(_START_S) as waiting:
                 await self._followed.wait()
@@ -95,7 +95,7 @@ class SampleWriterSupervisor:
                 log.warning("the sample writer does not start", log=str(self._log_file))
 
     async def stop(self, *, at_once: bool) -> None:
-        """End the writer after the workers. Unless `at_once`, it first writes what is in the log."""
+        """End the writer after the workers. Unless `at_once`, the writer first writes the rest of the log."""
         self._stopping = True
         if self._process is None or self._fault:
             if self._fault:
@@ -129,7 +129,7 @@ class SampleWriterSupervisor:
         return not self._stopping
 
     async def _until_end(self, process: subprocess.Popen[bytes] | ForkedProcess) -> str:
-        """Return how a writer ended. Kill a writer that hangs."""
+        """Wait for the end of a writer, and return how it ended. Kill a writer that hangs."""
         self._silent_s = -_IMPORTS_S
         while (status := process.poll()) is None:
             await anyio.sleep(_POLL_S)
@@ -177,7 +177,7 @@ class SampleWriterSupervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # ^C is for the kernel
+                start_new_session=True,  # so that ^C reaches only the kernel
             )
 
     async def _follow(self, message: Follow) -> Following:

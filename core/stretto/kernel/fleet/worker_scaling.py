@@ -1,6 +1,6 @@
-"""The numbers of a living run's workers: the kernel starts more, or lets those with the highest numbers
-drain. Workers that were started by hand are not counted. For other trainers, which need new processes of the
-whole group, the kernel writes a checkpoint and ends, and the next kernel continues with them."""
+"""Changes the numbers of workers while a run continues: the kernel starts more workers, or lets those with
+the highest ids drain. Workers that a user started do not count. Another number of trainers needs new
+processes of the whole group: the kernel writes a checkpoint and ends, and the next kernel starts them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAVE_S = 20.0
 
 
 class WorkerScaler:
-    """The workers of one kernel, by role."""
+    """Changes the numbers of one kernel's workers."""
 
     def __init__(self, setup: RunSetup, bus: Bus, lease_epoch: int, ending: Ending, tasks: TaskGroup) -> None:
         self._setup = setup
@@ -38,7 +38,7 @@ class WorkerScaler:
         self._tasks = tasks
         self._scaling = anyio.Lock()
         self._next_groups: dict[str, int] = {}
-        """Path of a worker group -> the number of processes that the next kernel gives it."""
+        """Path of a worker group -> its number of processes in the next kernel."""
         self.roles: tuple[Role, ...] = tuple(
             role for role in NUMBER_KEYS if any(worker.role == role for worker in setup.workers)
         )
@@ -51,12 +51,12 @@ class WorkerScaler:
             added = [worker for role, number in roles.items() for worker in self._missing(role, number)]
             if faults := [each.message for each in self._fleet.problems(added) if each.severity != "warning"]:
                 raise ConfigError("; ".join(faults))  # the launcher has no resources for them
-            done = [await self._scale_role(role, number) for role, number in roles.items()]
+            lines = [await self._scale_role(role, number) for role, number in roles.items()]
             groups = {name: number for name, number in numbers.items() if name not in roles}
-            return (*done, *self._scale_groups(groups))
+            return (*lines, *self._scale_groups(groups))
 
     def write_groups(self) -> None:
-        """Write the groups' new numbers, after the last checkpoint: repeated steps need the old processes."""
+        """Write the groups' new numbers, after the last checkpoint: repeated steps need the old numbers."""
         for path, number in self._next_groups.items():
             self._setup.assembly.numbers.change(f"{path}.processes", number)
 
@@ -91,7 +91,7 @@ class WorkerScaler:
         return change
 
     async def _dismiss(self, role: Role, worker: str) -> None:
-        """A worker that has no work yet is stopped."""
+        """Drain a worker and wait for its end. Stop it at once if it has no work yet or does not drain."""
         member = self._fleet.retire(worker)
         limit_s = self._setup.config.launcher.drain_s + _LEAVE_S
         if member is None or not member.ready:
@@ -108,7 +108,7 @@ class WorkerScaler:
         await self._fleet.until_ended(worker, limit_s)
 
     def _scale_groups(self, numbers: Mapping[str, int]) -> list[str]:
-        """Ask for a checkpoint, at which worker groups get other numbers of processes."""
+        """Ask for a checkpoint, with which a kernel begins that gives worker groups these numbers."""
         lines: list[str] = []
         for path, number in numbers.items():
             former = self._setup.composed.section(path).processes

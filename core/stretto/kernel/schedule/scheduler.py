@@ -326,8 +326,8 @@ class Scheduler:
         self._closing = True
 
     def ticket_started(self, purpose: Purpose, ticket: int, attempt: int, worker: str) -> None:
-        """A rollout worker has begun an attempt. Withdraw the attempt if it is not needed: the server delivers
-        an ended ticket again if the acknowledgement was lost, a former kernel may still issue a ticket, and
+        """A rollout worker has begun an attempt. Withdraw an attempt that is not needed: the server delivers
+        an ended ticket again if the acknowledgement was lost, a former kernel may issue a late ticket, and
         the engines of an evaluation that is over do not return."""
         tickets = self._tickets_of[purpose]
         open_ticket = tickets.find(ticket)

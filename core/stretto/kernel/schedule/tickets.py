@@ -39,8 +39,8 @@ class TicketQueue:
     def continue_from(
         self, log_sequence: int, lowest_sequence: int, *, tickets: Iterable[int], evaluating: bool
     ) -> None:
-        """Continue the queue of a former kernel. Its workers may still work on `tickets`, which have no
-        outcome yet, and may have stored data. The newest checkpoint needs the log from `lowest_sequence` on."""
+        """Continue a former kernel's queue. Its workers may still work on `tickets`, which have no outcome
+        yet, and may have stored data. The newest checkpoint needs the log from `lowest_sequence` on."""
         self.log_sequence = log_sequence
         self._log_at_issue = dict.fromkeys(tickets, lowest_sequence - 1)
         self._log_at_evaluation = lowest_sequence - 1 if evaluating else None
