@@ -1,9 +1,9 @@
 """Runs from Python: `stretto.run` starts one, and its `RunHandle` follows, awaits and stops it.
 
-The kernel of the run is a process of its own, as with `stretto run`: signals, the fork server and the event
-loop of a notebook do not meet. The handle reads the files in the run's folder. The run belongs to its handle:
-when the handle is dropped, or when the program ends, however it ends, the run finishes the step under way,
-writes a checkpoint and ends.
+The kernel of the run is a separate process, as with `stretto run`, so its signals, fork server and event loop
+do not disturb those of a notebook. The handle reads the files in the run's folder. The run belongs to its
+handle: when the handle is dropped or the program ends in any way, the run finishes the step under way, writes
+a checkpoint and ends.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 __all__ = ["RunHandle", "run"]
 
 _LOOK_S = 0.1
-"""Seconds between two looks at the run's files and its process."""
+"""Seconds between two checks of the run's files and process."""
 _DRAIN_S = 600.0
-"""A program that ends waits this long for the step under way and the checkpoint of each of its runs."""
+"""A program that ends waits this many seconds for the last step and the checkpoint of each of its runs."""
 _HURRY_S = 30.0
-"""A run that is stopped at once ends within this many seconds; otherwise its kernel is killed."""
+"""A run that is stopped at once has this many seconds to end; then its kernel is killed."""
 _LAST_LINES = 20
 """Lines of a kernel's output that an error quotes if the kernel ended without a reason."""
 
 _kernels: set[_KernelProcess] = set()
-"""The kernels that this program has started, and that had not ended at the last look."""
+"""The kernels that this program has started and that had not ended at their last `poll`."""
 
 
 def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any) -> RunHandle:
-    """Start a run, and return its handle when the run is checked and starts its processes.
+    """Start a run. Return its handle when the run is checked and starts its processes.
 
     Checking takes a few seconds, as with `stretto check`. A program whose event loop must continue meanwhile
     calls `await asyncio.to_thread(stretto.run, …)`.
@@ -60,8 +60,8 @@ def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any)
             `**{"training.lr": 1e-4}`. A mapping overrides the keys that it has.
 
     Raises:
-        ConfigError: for a key, a value or a path that is wrong, and if this machine cannot carry the run. The
-            text is that of the command line; `path` is the key.
+        ConfigError: for a wrong key, value or path, and if this machine has too few resources for the run.
+            The text is the same as on the command line; `path` is the key.
         PluginError: for a component that is not installed or cannot be loaded.
     """
     is_file = isinstance(config, (str, os.PathLike))
@@ -82,11 +82,11 @@ def run(config: str | os.PathLike[str] | Mapping[str, Any], /, **overrides: Any)
 class RunHandle:
     """A run that `stretto.run` has started.
 
-    `await run` and `run.wait()` wait for its end and return its summary. `async for step in run` yields the
-    line of metrics of each step, as they come. As a context manager, also an asynchronous one, it stops the
-    run at the end of the block and waits for its end.
+    `await run` and `run.wait()` wait for the end of the run and return its summary. `async for step in run`
+    yields the metrics of each step when the step ends. As a context manager, also an asynchronous one, the
+    handle stops the run at the end of the block and waits for the end of the run.
 
-    Not for several threads.
+    A handle must not be used from several threads.
     """
 
     def __init__(self, kernel: _KernelProcess, folder: Path) -> None:
@@ -94,7 +94,7 @@ class RunHandle:
         self._kept_record: RunFolder | None = None
         weakref.finalize(self, kernel.stop)
         self.folder = folder
-        """The run's folder. The commands of stretto, such as `stretto ui`, read it too."""
+        """The run's folder. The commands of stretto, such as `stretto ui`, also read this folder."""
         self.notices = tuple(kernel.notices)
         """Notes and warnings of the check, as texts. Warnings are also Python warnings."""
 
@@ -124,14 +124,14 @@ class RunHandle:
 
     @property
     def status(self) -> Status | None:
-        """What the run does now, as `stretto status` shows it; None before its first seconds have passed."""
+        """The current status of the run, as in `stretto status`; None in its first seconds."""
         from stretto.records.status import read_status
 
         return read_status(self.folder)
 
     @property
     def state(self) -> State:
-        """`running`, `completed`, `interrupted`, `failed`, or `stopped` if its kernel was killed."""
+        """`running`, `completed`, `interrupted`, `failed`, or `stopped` if the run's kernel was killed."""
         if self._kernel.poll() is None:
             return "running"
         record = self._record()
@@ -146,22 +146,22 @@ class RunHandle:
     # ------------------------------------------------------------------------------------- its end
 
     def stop(self, *, now: bool = False) -> None:
-        """Ask the run to end, as Ctrl-C does: it finishes the step and writes a checkpoint, from which
-        `stretto resume` continues. With `now` it ends at once, as at the second Ctrl-C: a resume repeats the
-        step."""
+        """Ask the run to end, as Ctrl-C does: the run finishes the step and writes a checkpoint, from which
+        `stretto resume` continues. With `now`, as with a second Ctrl-C, the run ends at once and a resume
+        repeats the step."""
         self._kernel.stop(now=now)
 
     def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Wait for the end of the run, and return its summary. Ctrl-C stops the run and is raised at its end;
-        a second one ends the run at once.
+        """Wait for the end of the run, and return its summary. Ctrl-C stops the run, and KeyboardInterrupt is
+        raised when the run has ended. A second Ctrl-C ends the run at once.
 
         Args:
             timeout_s: wait at most this many seconds; None for no limit.
 
         Raises:
-            TimeoutError: if the run has not ended in time. It continues.
+            TimeoutError: if the run has not ended in time. The run continues.
             RunError: if the run failed; `reason` says why.
-            StrettoError: if it was refused when its kernel began.
+            StrettoError: if the run was refused when its kernel began.
         """
         begun = time.monotonic()
         interrupt: KeyboardInterrupt | None = None
@@ -183,7 +183,7 @@ class RunHandle:
         return self._until_the_end().__await__()
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield the line of each step, from the first one on, and end with the run. Raises as `wait`."""
+        """Yield the metrics of each step, from the first step to the end of the run. Raises as `wait`."""
         from anyio import sleep
 
         seen = 0
@@ -219,7 +219,7 @@ class RunHandle:
                 await sleep(_LOOK_S)
 
     def _record(self) -> RunFolder | None:
-        """Return the run's files as they are now; None while there are none."""
+        """Return the current content of the run's files; None while the folder has no files of a run."""
         from stretto.records.run_folder import RunFolder, is_run
 
         if self._kept_record is not None:
@@ -236,7 +236,7 @@ class RunHandle:
         return self._result()
 
     def _result(self) -> dict[str, Any]:
-        """Return the summary of the run, which has ended. Raises as `wait`."""
+        """Return the summary of a run that has ended. Raises as `wait`."""
         if self._kernel.refusal is not None:
             raise self._kernel.refusal
         summary = self.summary
@@ -248,16 +248,16 @@ class RunHandle:
 
 
 class _KernelProcess:
-    """The process that runs `stretto.cli.start.child`. Any thread may poll it."""
+    """The process that runs `stretto.cli.start.child`. Any thread may call `poll`."""
 
     def __init__(self, request: RunRequest) -> None:
         import msgspec
 
         self.notices: list[str] = []
         self.refusal: StrettoError | None = None
-        """The error that ended the process, if the run has no summary with it."""
+        """The error that ended the process, if the run has no summary that contains the error."""
         self.last_words = ""
-        """How the process has ended, with the last lines that it printed."""
+        """How the process ended, with the last lines of its output."""
         self._lock = threading.Lock()
         self._output = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - as long as the process
         reader, writer = os.pipe()
@@ -278,7 +278,7 @@ class _KernelProcess:
         finally:
             os.close(writer)
         _kernels.add(self)
-        with suppress(BrokenPipeError):  # `accepted` says why it has ended
+        with suppress(BrokenPipeError):  # the process has ended; `accepted` raises its error
             self._input.write(msgspec.json.encode(request) + b"\n")
             self._input.flush()
 
@@ -318,12 +318,12 @@ class _KernelProcess:
             with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
                 self._process.wait(seconds)
         if self._process.poll() is None:
-            self._process.kill()  # its workers and its server notice, and leave
+            self._process.kill()  # the kernel's workers and server notice this, and end
         self._process.wait()
         self.poll()
 
     def _take_in(self, line: bytes) -> Path | None:
-        """Take in a message. Return the run's folder if the message says that the run is accepted."""
+        """Record a message of the process. Return the run's folder if the message is `RunAccepted`."""
         match message_of(line):
             case RunAccepted(folder):
                 return Path(folder)
@@ -331,8 +331,8 @@ class _KernelProcess:
                 self.notices.append(text)
                 if level == "warning":
                     warnings.warn(text, stacklevel=4)
-            case refused:
-                self.refusal = _error_of(refused)
+            case refusal:
+                self.refusal = _error_of(refusal)
         return None
 
     def _take_leave(self, status: int) -> None:
@@ -358,7 +358,7 @@ def _error_of(refused: RunRefused) -> StrettoError:
 
 
 def _override_texts(overrides: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield `dotted.key=value` for each value of nested mappings. A JSON text is a YAML text too."""
+    """Yield `dotted.key=value` for each value of nested mappings, in JSON, which is valid YAML."""
     for key, value in overrides.items():
         path = f"{above}{key}"
         if isinstance(value, Mapping) and value:
@@ -368,7 +368,7 @@ def _override_texts(overrides: Mapping[str, Any], above: str = "") -> Iterator[s
 
 
 def _plain(value: Any, path: str) -> Any:
-    """Return a value of a run file as JSON can hold it; raise ConfigError if it is none."""
+    """Return a value of a run file with types of JSON; raise ConfigError if JSON has no such value."""
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value).items()
         return {str(key): _plain(item, f"{path}.{key}" if path else str(key)) for key, item in items}
@@ -385,7 +385,7 @@ def _plain(value: Any, path: str) -> Any:
 
 @atexit.register
 def _end_all() -> None:
-    """Leave no run behind when the program ends."""
+    """Stop all runs when the program ends, and wait for their end."""
     kernels = list(_kernels)
     for kernel in kernels:
         kernel.stop()  # all at the same time

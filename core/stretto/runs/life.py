@@ -1,7 +1,7 @@
-"""The life of a run's kernels, from the command to the summary. It leaves no process behind.
+"""Runs the kernels of a run, from the command to the summary, and leaves no process behind.
 
-`run` starts a run and `resume_to_end` continues one: for each kernel with a server, the bus, the observers
-and, at its end, `summary.json`. Both need the lock of the run's folder before they touch a file in it.
+`run` starts a run and `resume_to_end` continues one. Each kernel gets a server, a bus connection, observers
+and, at its end, `summary.json`. Both functions lock the run's folder before they touch a file in it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from stretto.records.origin import write_origin
 log = structlog.get_logger()
 
 _NO_ROOM = ("No space left", "no space left", "Disk quota", "insufficient resources", "insufficient storage")
-"""Words of the system and of nats-server for a disk without room."""
+"""Words in errors of the system and of nats-server about a disk without room."""
 _LITTLE_ROOM = 2**20
-"""Bytes. With less room, workers fail or fall silent for reasons that do not name the disk."""
+"""Free bytes. With less room, workers fail or become silent with errors that do not name the disk."""
 
 
 def run_to_end(assembly: Assembly, forks: ForkServer | None) -> int:
@@ -52,7 +52,7 @@ def run_to_end(assembly: Assembly, forks: ForkServer | None) -> int:
 
 
 def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
-    """Train a run, and return its summary. Raise ConfigError if its folder cannot be used."""
+    """Train a run, and return its summary. Raise ConfigError if the run's folder cannot be used."""
     folder, composed = assembly.folder, assembly.composed
     with lock_run(folder / "bus"):
         if (folder / "config.yaml").exists():
@@ -68,7 +68,7 @@ def run(assembly: Assembly, forks: ForkServer | None) -> dict[str, Any]:
 
 @contextmanager
 def owned(folder: Path) -> Generator[None]:
-    """Own the run in a folder for the duration of the block: outside it, no file of a run may be changed."""
+    """Own the run in a folder during the block. Without owning a run, do not change its files."""
     if not (folder / "config.yaml").exists():
         raise ConfigError(f"{folder} holds no run: it has no config.yaml")
     if (folder / REPLAY).exists():
@@ -81,8 +81,8 @@ def owned(folder: Path) -> Generator[None]:
 
 
 def resume_to_end(assembly: Assembly, *, accept_dataset: bool = False, expire_batch: bool = False) -> int:
-    """Continue a run, which this process owns, and return the exit status. With `accept_dataset`, also if the
-    rows of a dataset have changed; with `expire_batch`, without the batch under way, whose groups expire."""
+    """Continue a run, which this process owns, and return the exit status. With `accept_dataset`, the rows of
+    datasets may have changed. With `expire_batch`, the groups of the batch under way expire."""
     checkpoint = checkpoint_to_resume(assembly)
     with listed(assembly.folder), Interruptions() as interruptions, fork_server(assembly) as forks:
         kernels = kernels_to_the_end(assembly, checkpoint, forks, expire_batch=expire_batch)
@@ -97,7 +97,7 @@ Kernels = Generator[RunSetup, dict[str, Any], dict[str, Any]]
 
 
 def checkpoint_to_resume(assembly: Assembly) -> Checkpoint:
-    """Return an incomplete run's newest checkpoint; print how many steps changed values train again."""
+    """Return an incomplete run's newest checkpoint. If values have changed, print the steps to repeat."""
     folder = assembly.folder
     if is_complete(folder, assembly.config.steps):
         raise ConfigError(
@@ -120,8 +120,8 @@ def kernels_to_the_end(
     *,
     expire_batch: bool = False,
 ) -> Kernels:
-    """Yield kernels until the run ends; `checkpoint` is None for a new run. For another number of trainers, a
-    kernel writes a checkpoint and ends, and the next continues (`stretto.kernel.fleet.worker_scaling`)."""
+    """Yield kernels until the run ends; `checkpoint` is None for a new run. To change the number of trainers,
+    a kernel writes a checkpoint and ends, and the next continues (`stretto.kernel.fleet.worker_scaling`)."""
     values = newest_values(assembly.folder)
     while True:
         summary = yield RunSetup(
@@ -191,12 +191,12 @@ def live(setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = F
 
 
 async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> dict[str, Any]:
-    """Run one kernel with its server. Write the summary, and return it."""
+    """Run one kernel with its server. Write its summary, and return the summary."""
     ending = setup.facts.ending
     observers = Observers(setup)
     with interruptions.obeyed_by(ending):  # before the first process starts
         error = await _live(setup, observers)
-        if error is None and not setup.facts.begun:  # it has found a newer checkpoint
+        if error is None and not setup.facts.begun:  # the kernel has found a newer checkpoint
             return {"status": "repeated"}
         status, reason = ending.status, ending.reason
         if ending.replaced:
@@ -219,7 +219,7 @@ async def live_and_sum_up(setup: RunSetup, interruptions: Interruptions) -> dict
 
 
 async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
-    """Run one kernel with its server. Return the error that ended it, if there was one."""
+    """Run one kernel with its server. Return the error that ended the kernel, if there was one."""
     ending, view = setup.facts.ending, View(observers.status.status)
     try:
         async with anyio.create_task_group() as tasks:
@@ -245,8 +245,8 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
 
 
 def _full_disk(folder: Path, reason: str) -> str:
-    """Return which disk has no room, and how much it has, if that ended the run or may have; empty otherwise.
-    It is the disk of the file that the reason names, or else that of the run."""
+    """Return a message about a full disk, if that ended the run or may have; else empty. The disk is that of
+    the file that `reason` names, or else the disk of the run."""
     is_named = any(words in reason for words in _NO_ROOM)
     named = [Path(text) for text in re.findall(r"(?<!\S)['\"]?(/[^\s'\":;,]+)", reason)] if is_named else []
     disk = (named or [folder])[0]
@@ -265,9 +265,9 @@ def _full_disk(folder: Path, reason: str) -> str:
 
 @asynccontextmanager
 async def served(setup: RunSetup) -> AsyncGenerator[None]:
-    """Run the bundled server during the block, unless `bus.url` names another, and remove published weights
-    afterwards; but not those of a kernel that has taken over, nor, if this one has not begun, server and
-    weights of a former one: its workers wait for the next."""
+    """Run the bundled server during the block, unless `bus.url` names another server. Then stop it and remove
+    published weights, but keep the weights if another kernel owns the run now. If this kernel has not begun,
+    keep a former kernel's server and weights: its workers wait for the next kernel."""
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:

@@ -1,8 +1,8 @@
-"""Train the recorded steps of a run again in a folder of their own: trainers only, nothing is generated.
+"""Train the recorded steps of a run again in a new folder, with trainers only; nothing is generated.
 
 The store of a replay is filled with the trajectories of the recorded batches. Steps with the same values and
-numbers of processes are one segment: a kernel trains its batches, writes the digests that it reaches into its
-journal, and a checkpoint with which the next kernel begins. The caller compares the digests.
+numbers of processes form a segment. One kernel trains a segment's batches, writes their digests into its
+journal, and writes a checkpoint with which the next kernel begins. The caller compares the digests.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ReplaySegment:
 
     assembly: Assembly
     batches: tuple[RecordedBatch, ...]
-    """As the recorded journal has them. At least one."""
+    """At least one batch, as in the recorded journal."""
     draws: Mapping[int, int]
     """Ticket -> row of the dataset, of the tickets that a curriculum drew."""
 
@@ -112,8 +112,8 @@ def train_again(
     start: tuple[Path, KernelState] | None,
     source: GroupSource,
 ) -> tuple[dict[str, Any], list[StepWeights]]:
-    """Train the segments' batches in a new folder, from `start` or, if None, from the initial models. Return
-    the last kernel's summary, and all trajectories' importance weights, none if a kernel did not complete."""
+    """Train the segments' batches in a new folder, from the checkpoint `start` or from the initial models.
+    Return the last kernel's summary, and all importance weights, or none if a kernel did not complete."""
     with lock_run(folder / "bus"):
         for number, segment in enumerate(segments[:-1], 1):
             text = yaml.safe_dump(dict(segment.assembly.composed.document), sort_keys=False)
@@ -146,7 +146,7 @@ def train_again(
 
 
 async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -> tuple[Path, KernelState]:
-    """Copy a checkpoint as the one that a segment begins with: no ticket is open in it."""
+    """Copy a checkpoint for the beginning of a segment, without the checkpoint's open tickets."""
     clean = msgspec.structs.replace(
         KernelState.initial(),
         version=state.version,
@@ -166,7 +166,7 @@ async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -
 
 
 def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource, replay: Replay) -> None:
-    """Write the segment's groups to the log, and its batches to the replay."""
+    """Write a segment's groups to the log, and put the segment's batches into `replay`."""
     log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
     try:
         anyio.run(_fill, setup, segment, source, replay)
@@ -196,29 +196,29 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
 
 
 async def _weights(setup: RunSetup) -> list[StepWeights]:
-    """Read from the log of a replay what its trainers have sent to it: a replay keeps no samples."""
-    names, found = setup.names, list[StepWeights]()
+    """Read the importance weights that trainers wrote to the log: a replay keeps no samples."""
+    names, weights = setup.names, list[StepWeights]()
     async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
         if last := await bus.store.last_sequence(names.log_stream, names.trained):
             messages = bus.store.follow(names.log_stream, names.trained, TrainedRows, start=1)
             async for sequence, message in messages:
                 for row in message.rows:
-                    found.append((message.version + 1, row.id, row.importance_weights.numpy().ravel()))
+                    weights.append((message.version + 1, row.id, row.importance_weights.numpy().ravel()))
                 if sequence >= last:
                     break
-    return found
+    return weights
 
 
 async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:
     names, name = setup.names, f"{group.ticket}/{group.attempt}"
     members: list[Member] = []
-    former = -1
+    last_sample = -1
     for number, bundle in enumerate(bundles_of(group.trajectories)):
         message = TrajectoryBundle(group.ticket, group.attempt, group.row, tuple(bundle))
         sequence = await bus.store.append(names.trajectories, message, id=f"{name}/bundle/{number}")
         for index, trajectory in enumerate(bundle):
-            members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == former))
-            former = trajectory.sample
+            members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == last_sample))
+            last_sample = trajectory.sample
     images = [
         await bus.store.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
         for digest, file in group.images.items()

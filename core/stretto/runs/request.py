@@ -1,4 +1,4 @@
-"""What a program and the kernel process of a run that it starts say to each other."""
+"""The messages between a program and the kernel process of a run that the program starts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The run that a program asks for."""
+    """The run that a program starts."""
 
     file: str
-    """The run file. If there is a `document`, only messages name it."""
+    """The run file. With a `document`, the file is only a name for messages."""
     document: dict[str, Any] | None = None
-    """The content in place of that of a file."""
+    """The content of the run file; None to read `file`."""
     overrides: list[str] = []
 
 
@@ -32,7 +32,7 @@ class RunAccepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class RunRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """The run was refused, or failed before it had a summary: the error's class and what it carries."""
+    """The run was refused, or failed before it had a summary: class, text and facts of the error."""
 
     error: str
     text: str
