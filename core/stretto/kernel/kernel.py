@@ -219,7 +219,7 @@ class Kernel:
                 await self._tickets.withdraw(held_ticket.purpose, held_ticket.ticket, held_ticket.attempt)
 
     async def _living_trainers(self, resumption: Resumption) -> Living | None:
-        """Return the weights of the former kernel's trainers. If these cannot continue, stop them: None."""
+        """Return the weights of former trainers. If these cannot continue, stop them and return None."""
         living: Living | None = None
         with anyio.move_on_after(_JOIN_AGAIN_S) as waiting, suppress(BusError):
             self._admission.on_trainer_lost = lambda worker, how: waiting.cancel()

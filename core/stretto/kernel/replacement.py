@@ -145,7 +145,7 @@ class TrainerReplacement:
             self._engines.remember([note])
 
     def _explain(self, worker: str) -> str:
-        """Return a message with the batch's longest rows if it has lost trainers repeatedly; else empty."""
+        """Return an explanation with the longest rows if this batch lost trainers twice; else empty."""
         version = self._scheduler.version
         if not worker.startswith("trainer") or self._deaths[version] < 2 or self._steps.under_way is None:
             return ""

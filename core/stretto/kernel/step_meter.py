@@ -165,8 +165,8 @@ class StepMeter:
     def _of_gate(self, divergence: float | None) -> dict[str, float]:
         if self._scheduler.settings.max_divergence is None:
             return {}
-        known = {} if divergence is None else {"divergence": divergence}
-        return {**known, "staleness_limit": self._scheduler.staleness_limit}
+        measured = {} if divergence is None else {"divergence": divergence}
+        return {**measured, "staleness_limit": self._scheduler.staleness_limit}
 
     def _of_engines(self, start: StartBatch) -> dict[str, float]:
         """Return the parts of the batch's ticket times, and the engines' load since the previous step."""

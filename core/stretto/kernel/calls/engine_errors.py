@@ -22,8 +22,8 @@ class EngineErrors:
     def add(self, worker: str, done: SwapDone) -> None:
         """Add what an engine measured after a swap, on rows that the trainer scored too."""
         if done.engine_kl is not None:
-            former = self._kl.get(worker, done.engine_kl)
-            self._kl[worker] = former + _WEIGHT * (done.engine_kl - former)
+            average = self._kl.get(worker, done.engine_kl)
+            self._kl[worker] = average + _WEIGHT * (done.engine_kl - average)
         elif done.rows_unscored and self._unscored.get(worker) != done.rows_unscored:
             self._unscored[worker] = done.rows_unscored
             log.warning(

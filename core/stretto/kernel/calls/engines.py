@@ -128,7 +128,7 @@ class Engines:
         """Lend engines to the evaluation under way and take them back, until cancelled."""
         while True:
             news, now = self._lending_news, clock.now()
-            former = self._lending.lent
+            lent_before = self._lending.lent
             workers = {
                 member.worker: member.exact_version
                 for member in self._fleet.of("inference")
@@ -136,7 +136,7 @@ class Engines:
             }
             evaluators = self._fleet.evaluators() if self._has_evaluator else None
             next_look = self._lending.choose(self._demand, workers, now, evaluators)
-            if self._lending.lent != former:
+            if self._lending.lent != lent_before:
                 log.info("engines lent", version=self._demand.version, workers=sorted(self._lending.lent))
                 self._notify_engines()
                 continue
@@ -208,9 +208,9 @@ class Engines:
                 member.load, member.busy_s = report.load, report.load.busy_s
             except NoAnswer as error:
                 log.warning("no load figures", worker=member.worker, error=str(error))
-        former, self._busy = self._busy, {member.nonce: member.busy_s for member in members}
-        new = sum(busy_s - former.get(nonce, 0.0) for nonce, busy_s in self._busy.items())
-        self._mean_busy_s += new / max(1, len(members))
+        former_busy, self._busy = self._busy, {member.nonce: member.busy_s for member in members}
+        added_s = sum(busy_s - former_busy.get(nonce, 0.0) for nonce, busy_s in self._busy.items())
+        self._mean_busy_s += added_s / max(1, len(members))
         return self._mean_busy_s
 
     def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:

@@ -72,7 +72,7 @@ class StepResult:
 
     @property
     def skipped(self) -> list[str]:
-        """Models that a gradient that is not finite left unchanged: `name/`, or empty for the lead model."""
+        """Models without an update, as their gradient was not finite: `name/`, empty for the lead model."""
         names = [name for name, value in self.statistics.items() if value == 1]
         return [name.removesuffix("skipped") for name in names if name.rpartition("/")[2] == "skipped"]
 

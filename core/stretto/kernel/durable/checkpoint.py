@@ -69,8 +69,8 @@ class LostData(msgspec.Struct, frozen=True):
         return self != LostData()
 
     def __add__(self, other: LostData) -> LostData:
-        own, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
-        return LostData(*map(sum, zip(own, others, strict=True)))
+        counts, other_counts = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
+        return LostData(*map(sum, zip(counts, other_counts, strict=True)))
 
 
 class KernelState(msgspec.Struct, frozen=True):
@@ -207,14 +207,14 @@ def damage_of(folder: Path) -> str:
         manifest = (folder / _MANIFEST).read_bytes()
         hashes = msgspec.json.decode(manifest, type=dict[str, str])
         remote = _remote_of(folder)
-        here = {name for name in hashes if remote is None or (folder / name).exists()}
-        wrong = [name for name in hashes if name in here and file_hash(folder / name) != hashes[name]]
+        local = {name for name in hashes if remote is None or (folder / name).exists()}
+        wrong = [name for name in hashes if name in local and file_hash(folder / name) != hashes[name]]
         state_of(folder)
     except (OSError, msgspec.DecodeError) as error:
         return str(error)
     if wrong:
         return f"{wrong[0]} differs from its hash in {_MANIFEST}"
-    return _damage_in_store(remote, manifest, {*hashes} - here) if remote else ""
+    return _damage_in_store(remote, manifest, {*hashes} - local) if remote else ""
 
 
 def place_of(folder: Path | None) -> tuple[str, str]:

@@ -116,7 +116,7 @@ class Checkpointer:
             await anyio.sleep(pause_s)
 
     async def prune(self) -> None:
-        """Remove old checkpoints, and the messages on disk of log and journal that only these needed."""
+        """Remove old checkpoints, and the bus messages that only they needed and the run's folder has too."""
         config, scheduler = self._setup.config.checkpoint, self._setup.scheduler
         if not self._newest:
             return
@@ -137,12 +137,12 @@ class Checkpointer:
         return self._saved == (self._setup.scheduler.version, self._journal.incarnation)
 
     async def _write(self, name: str, copied: anyio.Event, note: WeightsNote | None = None) -> None:
-        """Write a checkpoint. Set `copied` when trainers may continue, before the weights are announced."""
+        """Write a checkpoint, maybe of weights not announced yet. Set `copied` when trainers may continue."""
         await self._journal.settle()
         state = self._state()  # no await in between: all later events must follow this state
 
         async def ask_trainers() -> None:
-            await self._trainers.save(draft, state.version, tuple(each.version for each in state.needed))
+            await self._trainers.save(draft, state.version, tuple(needed.version for needed in state.needed))
             copied.set()
             draft.digest = (note or await self._engines.announced(state.version)).digest
             await self._trainers.saved(draft, state.version)

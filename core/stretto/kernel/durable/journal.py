@@ -27,7 +27,7 @@ OnStored = Callable[[int, EventBatch, Sequence[Event]], None]
 
 
 class JournalWriter:
-    """Appends a kernel's events. `end` is its lease, numbered `epoch`; `head` is of the former kernels."""
+    """Appends a kernel's events after `end`, its lease `epoch`. `head` is the newest former message."""
 
     def __init__(self, bus: Bus, names: Subjects, epoch: int, end: StreamEnd, head: JournalHead) -> None:
         self._bus = bus
@@ -69,7 +69,7 @@ class JournalWriter:
                 await self._store_events()
 
     async def settle(self) -> None:
-        """Wait until all events are stored. Until the next await, `events_after` is the scheduler's state."""
+        """Wait until all events are stored. Until the next await, the state is that of `events_after`."""
         while self._waiting:
             await self.flush()
 

@@ -1,5 +1,5 @@
-"""Recovery after a restart. The scheduler takes in the events since the checkpoint again, and the trainers
-train the batches that these events start again, to the same digests.
+"""Recovery after a restart. The scheduler takes in again the events since the checkpoint, and the trainers
+train again the batches that these events start, to the same digests.
 
 The batches that the scheduler starts are compared with the recorded ones. A kernel takes in only events of
 the checkpoint's incarnation: those before the next `RunOwned` of another incarnation. After a checkpoint with
@@ -101,6 +101,7 @@ class Fold(msgspec.Struct):
     """Training version after the batches that the events start."""
     end: Snapshot = msgspec.field(default_factory=Snapshot)
     is_whole: bool = True
+    """Whether the scheduler could take in all events of the journal."""
     is_left: bool = False
     """Whether events of another incarnation or of other values follow."""
 
@@ -217,7 +218,7 @@ async def read_store(
     fold = _fold(scheduler, journal.heard if fits else (), usable, state)
     end = fold.version
     newest = max(reached, *journal.digests, end)
-    is_cut = newest > end or end in journal.started or fold.is_left
+    is_cut = newest > end or end in journal.started or fold.is_left  # the events do not lead to all steps
     lost_steps = newest - end if is_cut else 0
     begins_again = not fits and 0 in journal.started  # the journal is whole: there was no checkpoint yet
     if lost_steps and folder is None and not end and not begins_again:
@@ -478,12 +479,12 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
     journal, after, stream = Journal(), state.events_after, names.journal_stream
     last = await bus.store.last_sequence(stream, names.events)
     journal.is_damaged = await _lacks(bus, names, state)
-    former = None if state.journal.sequence > after else state.journal.digest
+    former_digest = None if state.journal.sequence > after else state.journal.digest
     if last <= after:
         return journal
     async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
-        journal.is_damaged |= former not in (None, batch.former)
-        former = batch.digest
+        journal.is_damaged |= former_digest not in (None, batch.former)
+        former_digest = batch.digest
         journal.heard_at = batch.times[-1]
         for event in _events_of(batch, sequence):
             _add(journal, sequence, event, state.incarnation)
@@ -543,10 +544,10 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
 
 def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
     """Return the snapshot without its failure, and with only those evaluations due that have no result."""
-    former = snapshot.evaluation
-    known = [*former.results, *(each for each in results if each.version <= snapshot.version)]
-    due = [each for each in former.needed_versions if each not in {result.version for result in known}]
-    evaluation = msgspec.structs.replace(former, results=known, round=None, open=[], due=due)
+    state = snapshot.evaluation
+    all_results = [*state.results, *(each for each in results if each.version <= snapshot.version)]
+    due = [each for each in state.needed_versions if each not in {result.version for result in all_results}]
+    evaluation = msgspec.structs.replace(state, results=all_results, round=None, open=[], due=due)
     return msgspec.structs.replace(snapshot, failure="", evaluation=evaluation)
 
 

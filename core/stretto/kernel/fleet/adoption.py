@@ -104,5 +104,5 @@ class Adoption:
         return former
 
     def admits(self, join: Join) -> bool:
-        """Return whether a process may join again: adopted, or started by a user (`bus.joining`)."""
+        """Return whether a process may join again: adopted, or a user's (`bus.joining.reserve_worker`)."""
         return join.worker in self.absent or join.worker.rpartition("-")[2].startswith("h")

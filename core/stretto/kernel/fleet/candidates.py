@@ -97,12 +97,12 @@ def _choices(rollouts: list[str], workers: list[str], least: int) -> dict[str, l
         parts[rollouts[crc32(worker.encode()) % len(rollouts)]].append(worker)
     ring = sorted((place, worker) for worker in workers for place in _places(worker))
     for rollout, candidates in parts.items():
-        known, numbers = set(candidates), count()
+        chosen, numbers = set(candidates), count()
         while len(candidates) < least:
             place = crc32(f"{next(numbers)} {rollout}".encode())
             _, worker = ring[bisect(ring, (place, "")) % len(ring)]
-            if worker not in known:
-                known.add(worker)
+            if worker not in chosen:
+                chosen.add(worker)
                 candidates.append(worker)
     return parts
 

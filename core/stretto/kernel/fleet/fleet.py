@@ -120,7 +120,7 @@ class Fleet:
         self._loads: list[Load] = []
         self._verifiers_used: list[float] = []
         self._sampled = self._lost = 0
-        """The last four: loads, use of verifiers, tokens sampled and computed again, since `load_figures`."""
+        """`_loads` to `_lost` count since the last `load_figures`; lost tokens have to be computed again."""
         self._lasting: set[str] = set()
         """Workers that did enough work since their start to reset the count of their restarts."""
         self._hanging: set[str] = set()

@@ -50,7 +50,7 @@ class _ForkLoop:
         self._orders: list[_ForkOrder] = []
 
     def run(self) -> _ForkOrder | None:
-        """Serve until the kernel is gone, and return None. In a forked process, return the process' order."""
+        """Serve until the kernel is gone; return None. In a forked process, return the order for it."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         while True:
             has_work = self._to_import or self._orders
@@ -104,8 +104,8 @@ class _ForkLoop:
             theirs.send(str(os.getpid()).encode())
             theirs.recv(1)
         self._socket.close()
-        for other in self._orders:
-            os.close(other.output)
+        for pending in self._orders:
+            os.close(pending.output)
         return True
 
     def _answer(self, answer: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Supervises the sample writer, and keeps the log until it has read it. The kernel never reads a sample."""
+"""Supervises the sample writer, and keeps the log for it. The kernel itself reads and writes no sample."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class WorkerScaler:
         await self._fleet.until_ended(worker, limit_s)
 
     def _scale_groups(self, numbers: Mapping[str, int]) -> list[str]:
-        """Ask for a checkpoint, with which a kernel begins that gives worker groups these numbers."""
+        """Ask for a checkpoint, from which the next kernel continues with these numbers of processes."""
         lines: list[str] = []
         for path, number in numbers.items():
             former = self._setup.composed.section(path).processes

@@ -79,7 +79,7 @@ class Draws:
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
             version, row = min(recorded.version, version), recorded.row % self._rows
-            drops = next((each for again, each in self.again if again == row), 0)
+            drops = next((row_drops for again_row, row_drops in self.again if again_row == row), 0)
             if (row, drops) in self.again:
                 self.again.remove((row, drops))
             elif self._curriculum is not None:
@@ -133,7 +133,7 @@ class Draws:
     ) -> None:
         """Replace the state. `recorded` are the draws of tickets that were issued after this state."""
         self.cursor = cursor
-        self.again = deque((row % self._rows, drops) for row, drops in again)  # there may be fewer rows now
+        self.again = deque((row % self._rows, drops) for row, drops in again)  # the dataset may be shorter
         self._recorded = dict(recorded)
         self._unrecorded = []
         if self._curriculum is not None and state is not None:

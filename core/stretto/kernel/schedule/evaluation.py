@@ -42,7 +42,7 @@ class Round(msgspec.Struct):
             accuracy=_mean(accuracies) if all_have_accuracy else None,
             samples=len(rewards),
             failed=self.failed,
-            sources={name: float(np.mean(each)) for name, each in sorted(sources.items()) if name},
+            sources={name: float(np.mean(scores)) for name, scores in sorted(sources.items()) if name},
             reward=_mean(rewards),
             reward_std=pstdev(rewards) if rewards else 0.0,
             some_accuracy=None if all_have_accuracy else _mean(accuracies),
@@ -146,7 +146,7 @@ class EvaluationRounds:
         return any(evaluation.version == version for evaluation in self.results)
 
     def must_hold_back(self, version: int) -> bool:
-        """Return whether the step to this version would make a second evaluation wait; if so, log it once."""
+        """Return whether the step to this version would make a second evaluation wait. Report it once."""
         if len(self.needed_versions) < 2 or not self.is_due(version):
             return False
         if not self._holding_back:
@@ -156,7 +156,7 @@ class EvaluationRounds:
         return True
 
     def reached(self, version: int) -> None:
-        """Note that training has reached this version, and whether an evaluation of it is due."""
+        """Queue an evaluation of the version that training has reached, if one is due."""
         if self.is_due(version) and not self.is_complete(version):
             self._due.append(version)
 

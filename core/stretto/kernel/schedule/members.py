@@ -54,8 +54,8 @@ class LengthBias(msgspec.Struct):
     @property
     def error(self) -> float:
         """Standard error of `shift`. A single length has no spread."""
-        spread = [each for each in (self.done, self.failed) if each.count > 1]
-        return self._share * math.sqrt(sum(each.variance_of_mean for each in spread))
+        with_spread = [moments for moments in (self.done, self.failed) if moments.count > 1]
+        return self._share * math.sqrt(sum(moments.variance_of_mean for moments in with_spread))
 
     @property
     def _share(self) -> float:
@@ -90,19 +90,19 @@ class Failures(msgspec.Struct):
         members.count_missing(len(group.missing))
         samples = samples_of(group)
         members.sampled += samples
-        for each in group.missing:
-            _add_reason(reasons, f"missing: {each.kind}", each.reason)
-        for each in group.penalized:
-            _add_reason(reasons, "penalized", each.reason)
-        self.missing = _sum(self.missing, Counter(each.kind for each in group.missing))
+        for failed in group.missing:
+            _add_reason(reasons, f"missing: {failed.kind}", failed.reason)
+        for failed in group.penalized:
+            _add_reason(reasons, "penalized", failed.reason)
+        self.missing = _sum(self.missing, Counter(failed.kind for failed in group.missing))
         self.retried = _sum(self.retried, group.retried)
         self.penalized += len(group.penalized)
         self.redrawn += group.redrawn
         for length in _lengths(group):
             self.answers.done.add(length)
-        for each in group.missing:
-            if each.sampled:
-                self.answers.failed.add(each.sampled)
+        for failed in group.missing:
+            if failed.sampled:
+                self.answers.failed.add(failed.sampled)
         for _ in range(samples):
             self.prompts.done.add(group.prompt)
         self.give_up(group.prompt, len(group.missing))

@@ -183,13 +183,13 @@ class OpenTickets:
         for ticket in self.open.values():
             if ticket.done is None:
                 ticket.worker, ticket.tries = "", 0
-        for each in held:
-            ticket = self.find(each.ticket) if each.purpose == self._purpose else None
-            is_current = ticket is not None and ticket.attempt == each.attempt
-            if ticket is not None and is_current and ticket.done is None and each.attempt in ticket.bounds:
-                self.started(ticket, each.worker)
-            elif each.purpose == self._purpose:
-                self._commands.append(Withdraw(self._purpose, each.ticket, each.attempt))
+        for message in held:
+            ticket = self.find(message.ticket) if message.purpose == self._purpose else None
+            is_current = ticket is not None and ticket.attempt == message.attempt
+            if ticket is not None and is_current and ticket.done is None and message.attempt in ticket.bounds:
+                self.started(ticket, message.worker)
+            elif message.purpose == self._purpose:
+                self._commands.append(Withdraw(self._purpose, message.ticket, message.attempt))
         for ticket in self.open.values():
             if ticket.done is None and not ticket.worker:
                 ticket.bounds = {}

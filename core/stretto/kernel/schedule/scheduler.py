@@ -210,7 +210,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """Maximum number of training tickets in flight: (η_eff + 1)·B, or what the remaining steps need."""
+        """Maximum number of training tickets in flight: (η_eff + 1)·B, or fewer before the last steps."""
         wanted = (self.settings.steps - self.version) * self.settings.batch_size
         return min((self.staleness_limit + 1) * self.settings.batch_size, wanted)
 
@@ -524,7 +524,7 @@ class Scheduler:
 
     def _expire_unfit(self) -> None:
         """Expire the open tickets that cannot be trained in time; see `start`."""
-        settings, kept = self.settings, 0
+        settings, kept_count = self.settings, 0
         for ticket in self.tickets.open.values():
             if ticket.done is not None or ticket.worker:
                 ticket.deadline = min(ticket.deadline, ticket.oldest + settings.max_staleness)
@@ -533,8 +533,8 @@ class Scheduler:
             self.tickets.place(ticket)
         for ticket in sorted(self.tickets.open.values(), key=_urgency):
             batches = min(ticket.deadline + 1, settings.steps) - self.version
-            if kept < batches * settings.batch_size:
-                kept += 1
+            if kept_count < batches * settings.batch_size:
+                kept_count += 1
             else:
                 terms = f"max_staleness={settings.max_staleness}, batch_size={settings.batch_size}"
                 reason = f"does not fit {terms}, steps={settings.steps} from version {self.version} on"
