@@ -1,6 +1,6 @@
 """A simulated world: the kernel and the workers of a run in one process, on virtual time, with faults.
 
-A universe is a `Tape`: a seed, a run file, and faults. It gives the same `Outcome` whenever it runs, because
+A universe is a `Tape`: a seed, a run file, and faults. The same tape always gives the same `Outcome`, because
 time, network, threads, processes and randomness are simulated. Kernel, workers, bus and nats-py are those of
 production; engines are `mock`.
 
@@ -11,7 +11,7 @@ for tape, outcome in search(tapes_of(Path("run.yaml"), range(1000)), jobs=2):
         print("\\n".join(describe(fewest, outcome)))
 ```
 
-`stretto simulate` does that. Begin to read with `universe.py`, `faults.py` and `loop.py`.
+`stretto simulate` does this. Read `universe.py`, `faults.py` and `loop.py` first.
 """
 
 from __future__ import annotations

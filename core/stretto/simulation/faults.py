@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from stretto.simulation.universe import Universe
 
 _CALM_S = 4.0
-"""How long bad weather lasts."""
+"""Seconds that bad weather lasts."""
 _LONGEST_S = 8.0
-"""Longest absence of the server, shorter than what workers wait for it."""
+"""Longest absence of the server, in seconds; workers wait longer than this for the server."""
 _REPLACED_S = 25.0
-"""A silent worker has been killed and replaced after this time."""
+"""Seconds after which a silent worker has been killed and replaced."""
 _AFTER_S = 0.3
-"""Longest time between a named point and its fault."""
+"""Longest time between a named point and its fault, in seconds."""
 
 POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "a swap is asked": lambda subject, data: subject.endswith(".swap"),
@@ -38,11 +38,11 @@ POINTS: dict[str, Callable[[str, bytes], bool]] = {
     "before a checkpoint is renamed": lambda subject, data: subject.startswith("file.rename.step-"),
     "before a file is renamed": lambda subject, data: subject.startswith("file.rename."),
 }
-"""Name of a moment at which a kill hurts -> whether a message, or a file's new name, shows it."""
+"""Name of a critical moment -> whether a message, or the rename of a file, shows this moment."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that goes wrong."""
+    """One fault to inject."""
 
     kind: str
     at: float
@@ -50,32 +50,32 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     point: str = ""
     """Key of `POINTS`; empty for a moment in time."""
     nth: int = 1
-    """Which of these moments it is."""
+    """Which occurrence of the point, from 1 on."""
     who: str = ""
-    """Role of the process that it hits."""
+    """Role of the process that the fault hits."""
     pick: float = 0.0
-    """Which process of the role: a share of their number. For `scale`, the new number."""
+    """Which process of the role, as a share of their number. For `scale`, it draws the new number."""
     seconds: float = 0.0
     share: float = 0.0
-    """Share of messages that it hits."""
+    """Share of messages that the fault hits."""
 
     @property
     def changes_model(self) -> bool:
-        """Whether a run without staleness may end with another model: other tickets are trained, or several
-        trainers of `mock`, which then have no checksum."""
+        """Whether a run without staleness may end with another model: because other tickets are trained, or
+        because several trainers of `mock` have no checksum."""
         return self.kind in ("fail", "full store") or self.who == "training"
 
 
 class Tape(msgspec.Struct, frozen=True, kw_only=True):
-    """A universe: seed, run file and faults. With these, it repeats itself."""
+    """The description of a universe: seed, run file and faults. The same tape gives the same universe."""
 
     seed: int
     run: dict[str, Any]
     """The run file, without its paths."""
     faults: tuple[Fault, ...]
     patience_s: float = 60.0
-    """Virtual seconds within which the journal gets a batch, a version or an evaluation, from the last one or
-    from the end of the last fault on."""
+    """A run is stuck after this many virtual seconds without a new batch, version or evaluation in the
+    journal, counted from the end of the last fault at the earliest."""
     model: str = ""
     """Digest of the version that the run must end with; empty if unknown."""
     may_fail: bool = False
@@ -108,18 +108,18 @@ KINDS = {
     "tear": 1,
     "full disk": 1,
 }
-"""Kind -> weight of its draw if no kinds are named."""
+"""Kind of fault -> its weight in a draw from all kinds."""
 _VICTIMS = {"inference": 4, "rollout": 3, "verifier": 2, "trainer": 2, "kernel": 4}
 _OF_THE_SERVER = ("outage", "hang", "full store", "full disk")
 _SILENCING = ("stop", "cut")
 _DRAINING = ("int", "scale")
 _SECONDS = (0.1, 0.3, 1.0, 2.5, 6.0, 18.0, 100.0)  # below and above the deadlines of workers
 _TAKEN_OVER_S = 3.0
-"""Longest time from the moment at which a kernel takes the run of a killed one to its own mishap."""
+"""Longest time from the lease of a kernel that replaces a killed one to the second fault of `takeover`."""
 
 
 def draw(rng: Random, number: int, until_s: float, kinds: Collection[str] = ()) -> tuple[Fault, ...]:
-    """Draw faults of `kinds`, or all: half at named points, the others before `until_s`."""
+    """Draw faults of `kinds`, or of all kinds: about half at named points, the others before `until_s`."""
     weights = {kind: max(1, KINDS[kind]) for kind in KINDS if kind in kinds} or KINDS
     return tuple(sorted((_draw(rng, until_s, weights) for _ in range(number)), key=lambda fault: fault.at))
 
@@ -130,9 +130,9 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
     who = rng.choices([*_VICTIMS], [*_VICTIMS.values()])[0]
     if kind == "scale":
         who = rng.choice(["inference", "rollout", "verifier", "training"])
-    if kind == "rival":  # stopped for so long that the other one has taken the run over
+    if kind == "rival":  # stopped for so long that the next kernel owns the run
         who, seconds = "kernel", max(1.0, seconds)
-    if kind == "takeover":  # the kernel is killed, and then this happens while the next one begins
+    if kind == "takeover":  # from the next kernel's lease to the second fault
         seconds = round(rng.random() ** 2 * _TAKEN_OVER_S, 6)
     if kind == "tear":
         who = rng.choice(["kernel", "kernel", "trainer"])
@@ -158,21 +158,21 @@ def _draw(rng: Random, until_s: float, weights: Mapping[str, int]) -> Fault:
 
 
 def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
-    """Let faults happen when their time has come."""
-    waiting: dict[str, list[Fault]] = {}
+    """Schedule faults: each at its time, or at its named point."""
+    by_point: dict[str, list[Fault]] = {}
     for fault in faults:
         if fault.point:
-            waiting.setdefault(fault.point, []).append(fault)
+            by_point.setdefault(fault.point, []).append(fault)
         else:
             universe.later(fault.at, happen, universe, fault)
-    seen = dict.fromkeys(waiting, 0)
+    num_seen = dict.fromkeys(by_point, 0)
 
     def watch(sender: str, subject: str, data: bytes, head: bytes) -> None:
-        for point, due in waiting.items():
+        for point, point_faults in by_point.items():
             if POINTS[point](subject, data):
-                seen[point] += 1
-                for fault in due:
-                    if fault.nth != seen[point]:
+                num_seen[point] += 1
+                for fault in point_faults:
+                    if fault.nth != num_seen[point]:
                         continue
                     if fault.at:
                         universe.later(fault.at, happen, universe, fault)
@@ -184,23 +184,23 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
 
 
 def happen(universe: Universe, fault: Fault) -> None:
-    """Let a fault happen now; ValueError if there is no such kind."""
+    """Inject a fault now. Raises ValueError for an unknown kind."""
     if fault.kind not in KINDS:
         raise ValueError(f"no such kind of fault: {fault.kind}")
-    hit = _HITS.get(fault.kind)
-    living = universe.machine.alive("kernel" if fault.kind == "takeover" else fault.who) if hit else []
-    victim = living[min(int(fault.pick * len(living)), len(living) - 1)] if living else None
+    effect = _HITS.get(fault.kind)
+    candidates = universe.machine.alive("kernel" if fault.kind == "takeover" else fault.who) if effect else []
+    victim = candidates[min(int(fault.pick * len(candidates)), len(candidates) - 1)] if candidates else None
     universe.report("fault", fault.kind, victim.name if victim else "", f"{fault.seconds:g} s")
     universe.be_patient(max(_lasts_s(fault, victim), _CALM_S))
-    if hit is None:
+    if effect is None:
         _change_world(universe, fault)
     elif victim is not None:
-        hit(universe, victim, fault)
+        effect(universe, victim, fault)
 
 
 def _lasts_s(fault: Fault, victim: SimulatedProcess | None) -> float:
-    """Return for how long a fault hinders the run. A worker whose heartbeats end is replaced; the kernel
-    waits for one that has not joined yet. One that drains may hold tickets for which no engine is there."""
+    """Return for how long a fault may stop progress. A silent worker is replaced if it has joined; the kernel
+    waits for one that has not. A draining worker may hold tickets that no engine can serve."""
     if fault.kind in _DRAINING:
         return LauncherConfig().drain_s
     is_replaced = fault.kind in _SILENCING and victim is not None and victim.joined
@@ -230,11 +230,11 @@ def _change_world(universe: Universe, fault: Fault) -> None:
         case "clock":
             universe.world.wall_offset_s += seconds * (60 if fault.pick < 0.5 else -60)
         case _:
-            pass  # one of `_SHARES`
+            pass  # a kind of `_SHARES`, handled above
 
 
 def _take_over(universe: Universe, kernel: SimulatedProcess, fault: Fault) -> None:
-    """Kill a kernel. While the next one begins, set the clock, and kill a worker or interrupt that kernel."""
+    """Kill a kernel. While the next one begins, set the clock, and kill a worker or interrupt the kernel."""
     kernel.end(-signal.SIGKILL)
 
     def begun() -> None:
@@ -254,7 +254,7 @@ _SHARES = {
     "busy store": ("store_fails",),
     "fail": ("failing",),
 }
-"""Kind -> shares of the `Weather`."""
+"""Kind of fault -> the shares of `Weather` that it sets."""
 _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "kill": lambda universe, victim, fault: victim.end(-signal.SIGKILL),
     "term": lambda universe, victim, fault: victim.signal(signal.SIGTERM),
@@ -267,4 +267,4 @@ _HITS: dict[str, Callable[[Universe, SimulatedProcess, Fault], None]] = {
     "break": lambda universe, victim, fault: universe.server.break_connections(victim.name),
     "cut": lambda universe, victim, fault: universe.server.cut_off(victim, fault.seconds),
 }
-"""Kind -> effect on a process."""
+"""Kind of fault -> its effect on a process."""

@@ -1,4 +1,4 @@
-"""Faults of files, which are real: a process ends in a write or before a rename, or the disk is full."""
+"""Faults of real files: a process is killed in a write or before a rename, or the disk is full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SimulatedFiles:
 
     def __init__(self) -> None:
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Called with process and `file.rename.NAME` before a final name is given."""
+        """Called with the process's name and `file.rename.NAME` before a file gets its final name."""
         self.full_until = 0.0
         self._tearing: SimulatedProcess | None = None
 
@@ -29,7 +29,7 @@ class SimulatedFiles:
         self._tearing = process
 
     def places(self) -> Iterator[tuple[Any, str, Any]]:
-        """Yield what takes the place of functions of the standard library (module, name, function)."""
+        """Yield the replacements of functions of the standard library: (module, name, function)."""
         for name in ("unlink", "rmdir", "mkdir"):
             yield os, name, _of_the_living(getattr(os, name))
         for name in ("rename", "replace"):
@@ -44,7 +44,7 @@ class SimulatedFiles:
             if process := _living_process():
                 for observe in self.observers:
                     observe(process.name, f"file.rename.{Path(target).name}", b"", b"")
-                _living_process()  # unless that has killed it
+                _living_process()  # raises if an observer has killed the process
             function(source, target, **options)
 
         return rename
@@ -108,7 +108,7 @@ def _of_the_living(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _living_process() -> SimulatedProcess | None:
-    """Return the process whose code runs, None for the world around them, or raise ProcessEnded."""
+    """Return the process whose code runs, None outside of processes. Raises ProcessEnded if it has ended."""
     process = current_process()
     if process is not None and process.status is not None:
         raise ProcessEnded

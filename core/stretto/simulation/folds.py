@@ -1,5 +1,5 @@
-"""An oracle: each scheduler is the fold of the stored events of all kernels of its run, however it was
-recovered, and the journal's decisions are the fold's."""
+"""An oracle: each scheduler, also a recovered one, equals the fold of its run's stored events (a scheduler to
+which they are applied again), and the journal's decisions are those of the fold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stretto.kernel.schedule.outcomes import Outcome, admit
 from stretto.kernel.schedule.scheduler import Scheduler
 
 _EVERY = 64
-"""Compare at each event with a number that this divides."""
+"""Compare only at event numbers that are multiples of this, because digests take time."""
 
 
 Kernel = tuple[str, int]
@@ -35,49 +35,49 @@ Kernel = tuple[str, int]
 
 
 class FoldOracle:
-    """Compares living schedulers with folds of their events. `read` returns a numbered message of a log."""
+    """Compares schedulers of kernels with folds of their events. `read` returns a message of a run's log."""
 
     def __init__(self, read: Callable[[str, int], bytes]) -> None:
         self.violations: list[str] = []
         self.samples = True
-        """Whether the run samples its sequences."""
+        """Whether the run samples the sequences that it trains on."""
         self._read = read
         self._folds: dict[str, tuple[tuple[int, int, int], Scheduler]] = {}
-        """Subject of a run's events -> (incarnation, values, number of rows) and the fold."""
+        """Subject of a run's events -> ((incarnation, values, number of rows), fold)."""
         self._decided: dict[str, list[Decision]] = {}
-        """Subject -> decisions of its fold that events do not record yet."""
+        """Subject -> decisions of the fold that no stored event records yet."""
         self._owner: dict[str, int] = {}
         """Subject -> lease epoch of the owning kernel."""
         self._heard: Counter[Kernel] = Counter()
         self._begun: dict[Kernel, Scheduler] = {}
-        """Copies of the schedulers of kernels that begin to own a run."""
+        """Kernel -> copy of its scheduler from before it owned the run."""
         self._digests: dict[tuple[Kernel, int], bytes] = {}
-        """(kernel, number of an event) -> digest of the living scheduler, until the fold has come there."""
+        """(kernel, number of an event) -> digest of the kernel's scheduler, until the fold gets the event."""
         self._latest: tuple[Scheduler, list[Any], Scheduler | None] | None = None
-        """(scheduler that has taken an event, its commands, for `RunOwned` a copy from before)."""
+        """(scheduler that has applied an event, its new commands, for `RunOwned` a copy from before)."""
 
     def apply(self, scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
-        """Take the place of `apply` in the kernel."""
-        before = copy.deepcopy(scheduler) if isinstance(event, RunOwned) else None
-        self._latest = scheduler, _apply(scheduler, event, outcome), before
+        """Apply an event as the kernel's `apply` does, and note the commands."""
+        scheduler_before = copy.deepcopy(scheduler) if isinstance(event, RunOwned) else None
+        self._latest = scheduler, _apply(scheduler, event, outcome), scheduler_before
 
     def hear(self, writer: JournalWriter, event: Event) -> None:
-        """Take the place of `JournalWriter.hear`."""
+        """Queue an event as `JournalWriter.hear` does, and note the digest of the scheduler."""
         _hear(writer, event)
         kernel = writer.names.events, writer.epoch
         number = self._heard[kernel]
         self._heard[kernel] += 1
         if self._latest is None:
-            return  # a step that is repeated
-        scheduler, commands, before = self._latest
+            return  # no scheduler has applied this event
+        scheduler, commands, scheduler_before = self._latest
         self._latest = None
-        if before is not None:
-            self._begun[kernel] = before
+        if scheduler_before is not None:
+            self._begun[kernel] = scheduler_before
         elif number % _EVERY == 0:
             self._digests[kernel, number] = _digest(scheduler, commands)
 
     def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
-        """Take a message that was published or stored."""
+        """Check the events in a message that was published or stored."""
         if not subject.endswith(".journal.events") or is_split(data):
             return
         events = msgspec.msgpack.decode(data, type=EventBatch)
@@ -96,23 +96,23 @@ class FoldOracle:
             if missing := self._decided.pop(subject, []):
                 self.violations.append(f"the kernel of lease {events.lease_epoch} has not recorded {missing}")
             self._decided[subject] = [*decisions(fold.commands())]
-            living = self._digests.pop((kernel, number), None)
-            if living is not None and living != _digest(fold, commands):
+            kernel_digest = self._digests.pop((kernel, number), None)
+            if kernel_digest is not None and kernel_digest != _digest(fold, commands):
                 self.violations.append(
                     f"after {event} the scheduler of the kernel of lease {events.lease_epoch} is not the "
                     "fold of its events"
                 )
 
     def _begin(self, kernel: Kernel, event: RunOwned) -> None:
-        """Compare the scheduler of a kernel that begins with the fold. Where it has other values, another
-        incarnation, or a dataset that has become smaller, the fold begins anew."""
-        begun = self._begun.pop(kernel)
-        now = event.incarnation, event.values, begun.settings.rows
-        former, fold = self._folds.get(kernel[0], (None, begun))
-        self._folds[kernel[0]] = now, fold if former == now else begun
+        """Compare the scheduler of a new kernel with the fold. If the kernel has another incarnation, other
+        values or another number of rows, its scheduler becomes the new fold."""
+        scheduler = self._begun.pop(kernel)
+        identity = event.incarnation, event.values, scheduler.settings.rows
+        former_identity, fold = self._folds.get(kernel[0], (None, scheduler))
+        self._folds[kernel[0]] = identity, fold if former_identity == identity else scheduler
         self._owner[kernel[0]] = kernel[1]
         self._decided.pop(kernel[0], None)
-        if former == now and _digest(fold, []) != _digest(begun, []):
+        if former_identity == identity and _digest(fold, []) != _digest(scheduler, []):
             self.violations.append(f"the kernel of lease {kernel[1]} begins in another state than the fold")
 
     def _compare(self, kernel: Kernel, decision: Event) -> None:
@@ -121,7 +121,7 @@ class FoldOracle:
             return
         if decision in expected:
             expected.remove(decision)
-        elif self._owner.get(kernel[0]) == kernel[1]:  # else its state is not that of the fold
+        elif self._owner.get(kernel[0]) == kernel[1]:  # a replaced kernel's state differs from the fold
             self.violations.append(
                 f"the kernel of lease {kernel[1]} has decided {decision}; the fold has not"
             )
@@ -132,20 +132,20 @@ class FoldOracle:
 
 
 _COMMANDS = "_commands"
-"""Attribute of a scheduler and its parts: commands that the kernel has not taken yet."""
-_hear = JournalWriter.hear  # before the oracle takes its place
+"""Attribute of a scheduler and its parts: commands that the kernel has not read yet."""
+_hear = JournalWriter.hear  # the real method, before the oracle replaces it
 
 
 def _apply(scheduler: Scheduler, event: Input, outcome: Outcome | None) -> list[Any]:
-    """Let a scheduler take an event. Return its commands, which also stay in it."""
+    """Apply an event to a scheduler. Return the new commands, which also stay in the scheduler."""
     commands = vars(scheduler)[_COMMANDS]
-    before = len(commands)
+    num_before = len(commands)
     apply(scheduler, event, outcome)
-    return commands[before:]
+    return commands[num_before:]
 
 
 def _digest(scheduler: Scheduler, commands: list[Any]) -> bytes:
     snapshot = scheduler.snapshot()
     rows = sorted(snapshot.setbacks.rows)
-    snapshot.setbacks.rows.clear()  # a set is in no order
+    snapshot.setbacks.rows.clear()  # a set has no order
     return hashlib.blake2b(msgspec.msgpack.encode([snapshot, rows, commands]), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""How fast a run will be: a universe without faults, with measured service times.
+"""Forecast the speed of a run with a universe without faults, with measured service times.
 
 Engines are `mock`, as slow as measured; processes share the cores of a host.
 """
@@ -28,38 +28,38 @@ from stretto.simulation.server import SimulatedServer
 from stretto.simulation.universe import Universe
 
 _SKIPPED = 3
-"""The queue fills in the first third of the steps, which does not count."""
+"""Divisor: the first third of the steps does not count, because the queue still fills."""
 _ON_ITS_WAY_S = 0.0001
-"""Time of a message within a machine, and of a thread until it runs."""
+"""Seconds of a message within a machine, and of a thread until it runs."""
 
 
 class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Costs of a run's work, in processor seconds of one core, or with GPUs in seconds of the clock."""
 
     callback_s: dict[str, float]
-    """Role -> a callback of the event loop of its processes."""
+    """Role -> time of a callback in the event loop of its processes."""
     message_s: float
-    """A message, in nats-server."""
+    """Time of a message in nats-server."""
     step_s: float = 0.0
-    """A decode step without samples."""
+    """Time of a decode step without samples."""
     sample_s: float = 0.0
-    """What each sample adds to a decode step."""
+    """Time that each sample adds to a decode step."""
     train_s: float = 0.0
-    """A train step without tokens."""
+    """Time of a train step without tokens."""
     token_s: float = 0.0
-    """What each token adds to a train step, for all processes together."""
+    """Time that each token adds to a train step, for all processes together."""
     swap_s: float = 0.0
     lengths: tuple[int, ...] = ()
     knows_slots: bool = True
-    """Whether the times of a decode step hold for other slots."""
+    """Whether the times of a decode step also hold for another number of slots."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The steady part of a simulated run."""
+    """The figures of the steady part of a simulated run."""
 
     step_s: float
     tokens_per_s: float
-    """Sampled tokens that are trained."""
+    """Sampled tokens that are trained, per second."""
     mean_staleness: float
     max_staleness: float
     cores: dict[str, float]
@@ -69,7 +69,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     engine_s: float
     """Processor seconds of the engines in a step."""
     sampled_tokens: float
-    """In a step."""
+    """Sampled tokens that are trained, in a step."""
     engine_busy: float
     """Share of the time in which the engines work."""
     train_share: float
@@ -79,7 +79,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Return a run file with all keys, absolute paths and the engine's slots, for `forecast`.
 
-    Raises ConfigError if it cannot be composed, or does not sample what it trains on.
+    Raises ConfigError if the run cannot be composed, or does not sample what it trains on.
     """
     run = compose(file, overrides)
     assembly = Assembly(run, folder="")
@@ -97,10 +97,10 @@ def composed(file: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, computes: bool) -> Forecast:
-    """Run a run file, with absolute paths and a few steps, on virtual time, and return how fast it is.
+    """Run a run file, with absolute paths and a few steps, on virtual time, and return its speed.
 
-    `computes`: whether the engines compute on the host's `cores`. Those of `mock` and on GPUs sleep; on GPUs,
-    several processes of a trainer are as many times as fast. Raises ConfigError if the run cannot be
+    `computes`: whether the engines compute on the host's `cores`. Engines of `mock` and on GPUs sleep; on
+    GPUs, a trainer with n processes is n times as fast. Raises ConfigError if the run cannot be
     simulated, and RunError if it does not complete.
     """
     document = _with_measured_engines(run, times, computes=computes) if times.lengths else dict(run)
@@ -119,9 +119,9 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
 
 
 def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, computes: bool) -> dict[str, Any]:
-    kept = ("slots", "replicas", "threads")
-    at_once = 1 if computes else run["training"].get("processes", 1)  # cores are shared by the host
-    engine = {key: value for key, value in run["inference"].items() if key in kept and value is not None}
+    kept_keys = ("slots", "replicas", "threads")
+    speedup = 1 if computes else run["training"].get("processes", 1)  # the host divides the cores
+    engine = {key: value for key, value in run["inference"].items() if key in kept_keys and value is not None}
     return {
         **run,
         "inference": {
@@ -137,7 +137,7 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, compu
             "threads": run["training"].get("threads", 1),
             "processes": run["training"].get("processes", 1),
             "seconds_per_step": times.train_s,
-            "tokens_per_s": at_once / times.token_s if times.token_s else None,
+            "tokens_per_s": speedup / times.token_s if times.token_s else None,
         },
     }
 
@@ -183,19 +183,19 @@ class _FaultlessUniverse(Universe):
 
     def _read(self) -> Forecast:
         file = self.folder / "run" / "metrics.jsonl"
-        lines = [line for each in file.open() if "step_s" in (line := msgspec.json.decode(each))]
+        lines = [line for text in file.open() if "step_s" in (line := msgspec.json.decode(text))]
         first, steady = lines[len(lines) // _SKIPPED - 1], lines[len(lines) // _SKIPPED :]
-        seconds, whole_s = steady[-1]["time"] - first["time"], self.loop.time() - self._began
+        steady_s, whole_s = steady[-1]["time"] - first["time"], self.loop.time() - self._began
         tokens = sum(line["tokens"] for line in steady)
         return Forecast(
-            step_s=seconds / len(steady),
-            tokens_per_s=tokens / seconds,
+            step_s=steady_s / len(steady),
+            tokens_per_s=tokens / steady_s,
             mean_staleness=statistics.mean(line["staleness"] for line in steady),
             max_staleness=max(line.get("staleness_max", line["staleness"]) for line in steady),
             cores={role: used / whole_s for role, used in sorted(self._host.used.items())},
             engine_s=self._host.computed_s["inference"] / len(lines),
             sampled_tokens=tokens / len(steady),
             callbacks={role: number / len(lines) for role, number in self._host.callbacks.items()},
-            engine_busy=sum(line["generate_busy_s"] for line in steady) / seconds,
-            train_share=sum(line["train_s"] for line in steady) / seconds,
+            engine_busy=sum(line["generate_busy_s"] for line in steady) / steady_s,
+            train_share=sum(line["train_s"] for line in steady) / steady_s,
         )

@@ -1,7 +1,7 @@
 """The processor cores that the processes of a simulated machine share.
 
-With a host, callbacks, messages and computations take processor time, and each is slower if more want to run
-than there are cores. Without one, they take none.
+With a host, callbacks, messages and computations take processor time, and all are slower if more of them
+want to run than there are cores. Without a host, they take no time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import anyio
 from stretto.simulation.loop import SimulatedLoop, SimulatedThread
 
 _QUANTUM_S = 0.0005
-"""A thread pays for its work in portions of this."""
+"""A thread is blocked for the time of its callbacks in portions of at least this many seconds."""
 _SLICE_S = 0.004
-"""A computation looks how many others want to run after this much work."""
+"""A computation adapts its speed to the load after this many seconds of work."""
 
 
 class Host:
-    """The cores of one machine. `callback_s`: processor seconds of a callback, by role; `message_s`: of the
-    server for a message. With `sleep_is_work`, an engine that sleeps stands for one that computes."""
+    """The cores of one machine. `callback_s`: role -> processor seconds of a callback; `message_s`: those of
+    the server for a message. With `sleep_is_work`, an engine that sleeps takes processor time."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Host:
         self.computed_s: defaultdict[str, float] = defaultdict(float)
         """Role -> processor seconds of computations."""
         self.callbacks: Counter[str] = Counter()
-        """Role -> callbacks so far; for the server, messages."""
+        """Role -> callbacks so far; `nats-server` -> messages so far."""
         self._context = contextvars.Context()
 
     def ran(self, thread: SimulatedThread) -> None:
-        """A thread has run a callback."""
+        """Count a callback that a thread has run."""
         if thread.process is not None:
             role = thread.process.name.partition("-")[0]
             self._count(thread, role, self._callback_s.get(role, 0.0))
 
     def carried(self, *message: object) -> None:
-        """The server has carried a message."""
+        """Count a message that the server has carried."""
         del message
         self._count(self._server, "nats-server", self._message_s)
 
@@ -70,17 +70,17 @@ class Host:
             thread.debt_s = 0.0
 
     def compute(self, seconds: float, done: Callable[[], None], role: str, threads: int = 1) -> None:
-        """Take processor seconds, of several cores at once, then call `done`."""
+        """Use processor seconds, on `threads` cores at once, then call `done`."""
         self.used[role] += seconds
         self.computed_s[role] += seconds
         self._running += threads
         self._slice(seconds / threads, done, threads)
 
     async def computed(self, seconds: float, role: str, threads: int = 1) -> None:
-        """Take processor seconds, and wait for their end."""
-        over = anyio.Event()
-        self.compute(seconds, over.set, role, threads)
-        await over.wait()
+        """Use processor seconds, and wait until they have passed."""
+        finished = anyio.Event()
+        self.compute(seconds, finished.set, role, threads)
+        await finished.wait()
 
     def _slice(self, left_s: float, done: Callable[[], None], threads: int) -> None:
         if left_s <= 0:

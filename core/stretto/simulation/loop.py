@@ -2,8 +2,8 @@
 
 Time jumps to the next timer when no callback is ready. Each simulated thread has a first-in, first-out queue
 of callbacks, as asyncio promises, and a seed draws the thread that runs next. Nothing else is reordered, so
-every order can happen between real processes. Whatever would leave the simulation, such as a socket, raises
-`Escaped`.
+each order could also occur between real processes. Code that would leave the simulation, for example by a
+socket, raises `Escaped`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from random import Random
 from typing import Any
 
 TICK_S = 1e-6
-"""Time of a callback: a timer wakes code exactly at its deadline, which it would otherwise await for ever."""
+"""Virtual time of a callback. Without it, code that is woken exactly at its deadline would wait again."""
 STANDSTILL = 20_000
-"""The world is a livelock after this many callbacks without a jump of the time."""
+"""The loop raises `Livelock` after about this many callbacks without a jump of the time."""
 _NAMED = 40
-"""Callbacks that a `Livelock` names."""
+"""Number of callbacks that a `Livelock` names."""
 _CANCEL_AGAIN_S = 1e-3  # see `SimulatedLoop.call_soon`
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 
@@ -39,11 +39,11 @@ class Livelock(Exception):
 
 
 class ProcessEnded(BaseException):
-    """Ends the code of a killed process. A `finally` then changes no file."""
+    """Raised where the code of a killed process would change a file, for example in a `finally`."""
 
 
 class Escaped(Exception):
-    """Code in the simulation has used what belongs to the real world."""
+    """Code in the simulation has used something of the real world."""
 
 
 class SimulatedThread:
@@ -59,11 +59,11 @@ class SimulatedThread:
         self.debt_s = 0.0
         """Processor time of its callbacks that has not passed yet."""
         self.listed = False
-        """Whether it is among the loop's runnable threads."""
+        """Whether the thread is among the loop's runnable threads."""
 
     @property
     def gone(self) -> bool:
-        """Whether its process has ended."""
+        """Whether the thread's process has ended."""
         return self.process is not None and self.process.status is not None
 
 
@@ -74,7 +74,7 @@ class SimulatedProcess:
         self.loop, self.name = loop, name
         self.pid = 1000 + len(loop.processes)
         self.place = f"simulated pid {self.pid}"
-        """Where it runs, for people."""
+        """Description of where the process runs."""
         self.began = loop.time()
         self.main = SimulatedThread(name, self)
         self.threads = [self.main]
@@ -82,10 +82,10 @@ class SimulatedProcess:
         """Exit status; negative for a signal; None while it runs."""
         self.stopped_until = 0.0
         self.joined = False
-        """Whether the kernel has let it join."""
+        """Whether the kernel has let this worker join."""
         self.ended = loop.create_future()
         self.on_end: list[Callable[[], None]] = []
-        """Called when the process ends: what the system does then, such as to close sockets."""
+        """Functions to call when the process ends, for what the system then does, such as closing sockets."""
         self.on_signal: list[Callable[[int], None]] = []
         loop.processes.append(self)
 
@@ -102,7 +102,7 @@ class SimulatedProcess:
         return thread
 
     def end(self, status: int) -> None:
-        """End the process at once: nothing of it runs any more, not even a `finally`."""
+        """End the process at once: none of its code runs any more, not even a `finally`."""
         if self.status is not None:
             return
         self.status = status
@@ -125,29 +125,29 @@ class SimulatedProcess:
                 self.end(-number)
 
     def stop(self, seconds: float) -> None:
-        """Let the process stand still, as SIGSTOP and SIGCONT do."""
+        """Stop the process for `seconds`, as SIGSTOP and SIGCONT do."""
         self.stopped_until = max(self.stopped_until, self.loop.time() + seconds)
         self.loop.note("stop", self.name, seconds)
         self.loop.call_later(seconds, self._resume_when_due, context=contextvars.Context())
 
     @property
     def stopped(self) -> bool:
-        """Whether it stands still."""
+        """Whether the process is stopped now."""
         return self.loop.time() < self.stopped_until
 
     def _resume_when_due(self) -> None:
-        if not self.stopped:  # else it was stopped once more
+        if not self.stopped:  # else the process was stopped once more
             self.resume()
 
     def resume(self) -> None:
-        """Let the process go on."""
+        """Resume the process."""
         self.stopped_until = 0.0
         self.loop.note("resume", self.name)
         for thread in self.threads:
             self.loop.wake(thread)
 
     def block(self, seconds: float) -> None:
-        """Let the main thread compute for a while; other threads of the process continue."""
+        """Let the main thread compute for `seconds`; other threads of the process continue."""
         self.loop.note("block", self.name, seconds)
         self.main.blocked_until = max(self.main.blocked_until, self.loop.time() + seconds)
 
@@ -167,8 +167,8 @@ class _NumberedTask(asyncio.Task[Any]):
         _NumberedTask.count += 1
         self._number = _NumberedTask.count
         super().__init__(*args, **options)
-        own: contextvars.Context = options.get("context") or contextvars.copy_context()
-        self.thread = own.get(_THREAD)
+        context: contextvars.Context = options.get("context") or contextvars.copy_context()
+        self.thread = context.get(_THREAD)
 
     def __hash__(self) -> int:
         return self._number
@@ -182,8 +182,8 @@ def _places(awaited: Any) -> Iterator[str]:
     while awaited is not None:
         frame = getattr(awaited, "cr_frame", None) or getattr(awaited, "ag_frame", None)
         if frame is not None and _is_ours((code := frame.f_code).co_filename):
-            whom = f"({frame.f_locals['who']})" if code.co_qualname == "Bus.request" else ""
-            yield f"{code.co_qualname}{whom}:{frame.f_lineno}"
+            peer = f"({frame.f_locals['who']})" if code.co_qualname == "Bus.request" else ""
+            yield f"{code.co_qualname}{peer}:{frame.f_lineno}"
         awaited = getattr(awaited, "cr_await", None) or getattr(awaited, "ag_await", None)
 
 
@@ -192,7 +192,7 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> as
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The loop. Its seed draws which thread runs next. The SHA-256 of its trace says what happened."""
+    """The event loop. Its seed draws which thread runs next. Equal digests of the trace mean equal events."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -210,11 +210,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._last: deque[str] = deque(maxlen=_NAMED)
         self.processes: list[SimulatedProcess] = []
         self.graves: list[Any] = []
-        """Remains of ended processes, kept from collection: nothing in them runs any more."""
+        """Callbacks of ended processes, kept because their collection would run `finally` blocks."""
         self.callbacks = 0
         self.errors: list[str] = []
         self.on_ran: Callable[[SimulatedThread], object] | None = None
-        """Called after each callback, with its thread."""
+        """Called after each callback, with the callback's thread."""
         self._hash = hashlib.sha256()
         self.trace: Callable[[str], None] | None = None
 
@@ -244,9 +244,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self._now
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
-        """Run a callback in the thread of its context, after those that are ready there."""
+        """Run a callback in the thread of its context, after the callbacks that are ready in this thread."""
         if getattr(callback, "__name__", "") == "_deliver_cancellation":
-            # anyio repeats it in each round until the scope is empty: no time would pass meanwhile.
+            # anyio calls this again at once until the scope is empty: without a delay, no time would pass.
             return self.call_later(_CANCEL_AGAIN_S, callback, *args, context=context)
         handle = asyncio.Handle(callback, args, self, context)
         self._add(handle)
@@ -259,7 +259,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Run a callback at a time."""
+        """Run a callback at the virtual time `when`."""
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         timer._scheduled = True  # type: ignore[attr-defined]
         self._numbered += 1
@@ -269,15 +269,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._num_cancelled += 1
         if self._num_cancelled > 1000 and self._num_cancelled > len(self._timers) / 2:
-            self._timers = [each for each in self._timers if not each[2].cancelled()]
+            self._timers = [timer for timer in self._timers if not timer[2].cancelled()]
             heapq.heapify(self._timers)
             self._num_cancelled = 0
 
     def _write_to_self(self) -> None:
-        """Nobody waits in a `select`."""
+        """Do nothing: no thread waits in a `select`."""
 
     def _process_events(self, event_list: object) -> None:
-        """There are none."""
+        """Do nothing: the simulation has no files or sockets with events."""
 
     def _escape(self, *args: Any, **options: Any) -> Any:
         raise Escaped(
@@ -293,15 +293,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     getaddrinfo = _escape
 
     def waiting(self) -> list[str]:
-        """Return who waits for whom: each living thread, and its functions of stretto, innermost last."""
+        """Return for each task of a living thread its stack of stretto's functions, the innermost last."""
         tasks: list[_NumberedTask] = sorted(asyncio.all_tasks(self), key=hash)  # type: ignore[assignment]
-        places = ((each.thread, " > ".join(_places(each.get_coro()))) for each in tasks)
-        return [f"{thread.name}: {text}" for thread, text in places if thread and not thread.gone and text]
+        stacks = ((task.thread, " > ".join(_places(task.get_coro()))) for task in tasks)
+        return [f"{thread.name}: {text}" for thread, text in stacks if thread and not thread.gone and text]
 
     # ------------------------------------------------------------------------------------ the order
 
     def wake(self, thread: SimulatedThread) -> None:
-        """Let a thread run, if one of its callbacks is ready."""
+        """Make a thread runnable, if one of its callbacks is ready."""
         if thread.ready and not thread.listed:
             thread.listed = True
             self._runnable.append(thread)
@@ -315,7 +315,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.wake(thread)
 
     def _run_once(self) -> None:
-        """Run until the loop is stopped. BaseEventLoop calls it."""
+        """Run callbacks until the loop is stopped. BaseEventLoop calls this method."""
         while not self._stopping:  # type: ignore[attr-defined]
             if self._timers and self._timers[0][0] <= self._now:
                 self._fire()

@@ -1,4 +1,4 @@
-"""Oracles: what must hold in every universe, whatever goes wrong."""
+"""Oracles: properties that every universe must have, whatever faults occur."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from stretto.bus.payloads import decoder, is_split
 from stretto.simulation.faults import Tape
 
 PLANTED = "planted by the simulation"
-"""Reason of what fails by a fault."""
+"""Reason of a failure that a fault has planted."""
 
 
 class Oracle:
-    """Watches what is stored, and judges the end. `violations` names what must not be. `bound` is η."""
+    """Checks stored messages, and the end of a run. `violations` lists broken properties. `bound` is η."""
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
@@ -36,17 +36,17 @@ class Oracle:
         """Ticket -> version of its batch."""
         self._digests: dict[int, str] = {}
         self._published: dict[tuple[int, int], tuple[int, int]] = {}
-        """(incarnation, version) -> (lease, number of the event): the same message may be stored again."""
+        """(incarnation, version) -> (lease, number of the event). The same event may be stored twice."""
         self._evaluated = set[int]()
         """Versions with an evaluation in the journal."""
         self._lease = 0
         self._values = 1
         self.steps = 0
         self.batches_left: int | None = None
-        """Batches that a kernel may still begin: one, in a race, after a signal."""
+        """Batches that a kernel may still begin, if limited: one after a signal, which may race with it."""
 
     def __call__(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
-        """Take a message that was published or stored."""
+        """Check a message that was published or stored."""
         if is_split(data):
             return
         if subject.endswith(".events"):
@@ -83,12 +83,12 @@ class Oracle:
                     self._violated(f"version {version} is evaluated twice")
                 self._evaluated.add(version)
             case _:
-                pass  # says nothing of samples
+                pass  # the oracle checks no other events
 
     def _forget_after(self, version: int) -> None:
         self._trained = {ticket: at for ticket, at in self._trained.items() if at < version}
-        self._digests = {each: digest for each, digest in self._digests.items() if each <= version}
-        self._evaluated = {each for each in self._evaluated if each <= version}
+        self._digests = {past: digest for past, digest in self._digests.items() if past <= version}
+        self._evaluated = {past for past in self._evaluated if past <= version}
         self.steps = version
 
     def _judge_batch(self, batch: BatchStarted) -> None:
@@ -114,19 +114,19 @@ class Oracle:
         return self._digests.get(self.steps, "")
 
     def end(self, summary: dict[str, Any], ledgers: Iterable[Mapping[str, int]], tape: Tape) -> None:
-        """Judge the end of the run, with the ledger of each step as `metrics.jsonl` has it."""
+        """Check the end of the run. `ledgers` has the ledger of each step in `metrics.jsonl`."""
         for ledger in [*ledgers, summary.get("ledger", {"issued": 0})]:
             if sum(count for name, count in ledger.items() if name != "issued") != ledger["issued"]:
                 self._violated(f"the ledger does not add up: {ledger}")
         members = dict(summary.get("members", {"sampled": 0}))
-        waiting = members.pop("sampled") - sum(members.values())
-        if waiting < 0 or (waiting and summary["status"] == "completed"):
+        num_waiting = members.pop("sampled") - sum(members.values())
+        if num_waiting < 0 or (num_waiting and summary["status"] == "completed"):
             self._violated(f"the samples do not add up: {summary['members']}")
         failed = (each for each in summary.get("reasons", ()) if each.startswith(("failed", "not evaluated")))
         causes = [PLANTED, *("insufficient resources" for each in tape.faults if each.kind == "full store")]
-        without = [each for each in failed if not any(cause in each for cause in causes)]
-        if not tape.may_fail and without:
-            self._violated(f"tickets have failed without a cause: {without}")
+        unexplained = [each for each in failed if not any(cause in each for cause in causes)]
+        if not tape.may_fail and unexplained:
+            self._violated(f"tickets have failed without a cause: {unexplained}")
         if summary["status"] == "completed":
             self._judge_completed(tape)
 
@@ -134,7 +134,7 @@ class Oracle:
         steps = tape.run["steps"]
         if self.steps != steps:
             self._violated(f"completed at version {self.steps}, not {steps}")
-        elif tape.model not in ("", self.model) and not any(each.changes_model for each in tape.faults):
+        elif tape.model not in ("", self.model) and not any(fault.changes_model for fault in tape.faults):
             self._violated(f"the last version is {self.model}, and without faults {tape.model}")
         if missing := {*range(1, steps + 1)} - self._digests.keys():
             self._violated(f"no digest of the versions {sorted(missing)} is in the journal")

@@ -1,4 +1,4 @@
-"""What the simulation puts in the place of time, threads, randomness and network, library by library."""
+"""Replace time, threads, randomness and network by simulated ones, library by library."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _EPOCH = 1_800_000_000.0
 _THREAD_S = 1e-3
 """Mean virtual time of a function in a thread."""
 _UNSEEDED = Random()
-"""The system's randomness. There is one, because a module imported meanwhile may keep it."""
+"""Replaces the system's randomness. All universes share it: an imported module may keep a reference."""
 
 
 class World:
-    """What the patches share: loop, clocks, randomness. The seed also draws how long threads take."""
+    """The state that the patches share: loop, clocks, randomness. The seed also draws the time of threads."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -56,48 +56,48 @@ class World:
         self.host: Host | None = None
         """The cores of the machine; None if processor time does not matter."""
         self.wall_offset_s = 0.0
-        """By how much the wall clock has been moved."""
+        """Seconds by which faults have moved the wall clock."""
         self._slept_s: float | None = None
-        """Seconds that the function which runs in a thread has slept; None outside of threads."""
+        """Seconds that the function in a thread has slept so far; None while no such function runs."""
 
     def now(self) -> float:
-        """The monotonic clock."""
+        """Return the time of the monotonic clock."""
         return self.loop.time() + (self._slept_s or 0.0)
 
     def wall(self) -> float:
-        """The wall clock."""
+        """Return the time of the wall clock."""
         return _EPOCH + self.wall_offset_s + self.now()
 
     def sleep(self, seconds: float) -> None:
-        """Let the thread sleep; `Escaped` outside of threads, where it would stop the event loop."""
+        """Let the thread sleep. Raises Escaped outside of threads: a sleep would stop the event loop."""
         if self._slept_s is None:
             raise Escaped("time.sleep outside of a thread stops the event loop")
         self._slept_s += seconds
 
     def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-        """Call what a thread runs. Return its result or exception, and its virtual seconds."""
-        before, self._slept_s = self._slept_s, 0.0
+        """Call a function as a thread does. Return its result or exception, and its virtual seconds."""
+        outer_slept_s, self._slept_s = self._slept_s, 0.0
         try:
             result = function(*args)
         except Exception as error:  # noqa: BLE001 - the caller raises it when the time has passed
             result = error
         finally:
-            slept_s, self._slept_s = self._slept_s, before
+            slept_s, self._slept_s = self._slept_s, outer_slept_s
         return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Take the place of `asyncio.run` in a thread, and add its loop's time to the thread's."""
-        loop, before = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
+        """Replace `asyncio.run` in a thread: run a new loop, and let the thread sleep for its time."""
+        loop, outer_loop = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)
         try:
             return contextvars.Context().run(loop.run_until_complete, coroutine)
         finally:
-            asyncio._set_running_loop(before)
+            asyncio._set_running_loop(outer_loop)
             self.sleep(loop.time() - began)
 
     async def in_thread(self, function: Callable[..., Any], *args: Any, abandon: bool = False) -> Any:
-        """Take the place of `anyio.to_thread.run_sync`."""
+        """Replace `anyio.to_thread.run_sync`."""
         await anyio.lowlevel.checkpoint()
         result, seconds = self.call(function, *args)
         with anyio.CancelScope(shield=not abandon):
@@ -108,7 +108,7 @@ class World:
 
 
 class _OrderedSet(dict[Any, None]):
-    """A set that is iterated over in the order of insertion, and not in that of addresses."""
+    """A set that iterates in the order of insertion, not in the order of addresses."""
 
     def add(self, item: Any) -> None:
         self[item] = None
@@ -145,7 +145,7 @@ _REAL_DATETIME = datetime.datetime
 
 
 class _Datetime(datetime.datetime, metaclass=_DatetimeType):
-    """Takes the place of `datetime.datetime`, whose methods read the clock below `time.time`."""
+    """Replaces `datetime.datetime`, whose methods read the real clock without `time.time`."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         return _REAL_DATETIME(*args, **options)
@@ -185,7 +185,7 @@ def _escape(*args: object, **options: object) -> Any:
 
 
 def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
-    """Yield what takes the place of the clocks (module, name, function)."""
+    """Yield the replacements of the clocks: (module, name, function)."""
 
     def in_ns(clock: Callable[[], float]) -> Callable[[], int]:
         return lambda: round(clock() * 1e9)
@@ -229,15 +229,15 @@ def patched(world: World) -> Generator[None]:
     def hex_of(stream: Random) -> Callable[..., str]:
         return lambda *number: bytes_of(stream)(*number).hex()
 
-    # A stream for each library: draws that happen once for many universes, as at an import, move no other
-    # stream.
+    # Each library has its own stream, so that a draw which only the first universe makes, such as at an
+    # import, moves no other stream.
     tokens, numbers, names, nats_tokens = (Random(world.random.random()) for _ in range(4))
     places: list[tuple[Any, str, Any]] = [
         *_clocks(world),
         (asyncio, "run", world.run),
         (os, "getpid", _process_id),
-        (shutil, "disk_usage", _always(_DISK_USAGE)),  # error texts name the free room
-        (adoption, "folder_id", _always("a folder")),  # an inode has another number each time
+        (shutil, "disk_usage", _always(_DISK_USAGE)),  # error texts name the free space
+        (adoption, "folder_id", _always("a folder")),  # it contains an inode, which differs each time
         (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),

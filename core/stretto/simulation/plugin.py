@@ -1,4 +1,4 @@
-"""The plugin file that a simulated run names: its launcher. And an environment for runs of several turns."""
+"""The plugin file of every simulated run: its launcher, and an environment for runs of several turns."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from stretto.simulation.processes import SimulatedConfig, SimulatedLauncher
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[SimulatedConfig]]:
-    """Yield the launcher."""
+    """Yield the launcher `simulated`."""
     yield Component("simulated", SimulatedLauncher, SimulatedConfig, "processes of a simulation")
 
 
 def guessing(completion: str, turn: int) -> dict[str, Any]:
-    """Judge an answer by its length, and let some answers have another turn. An environment."""
+    """An environment: reward an answer by its length, and ask for another turn after some answers."""
     if len(completion) % 3 and turn < 3:
         return {"feedback": "again"}
     return {"reward": float(len(completion) % 2)}

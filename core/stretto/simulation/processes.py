@@ -1,4 +1,4 @@
-"""The processes of a simulated run: kernels, workers, and what they use of their machine."""
+"""The processes of a simulated run: kernels, workers, and the parts of a machine that they use."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from stretto.workers.worker import work
 log = structlog.get_logger()
 
 _START_S = (0.2, 1.0)
-"""Shortest and longest time that a worker needs to start."""
+"""Shortest and longest time that a worker needs to start, in seconds."""
 _END_S = 0.05
-"""Time that a worker's process needs to end. Its last messages arrive before."""
+"""Seconds that a worker's process needs to end. Its last messages arrive before."""
 _CHILD_S = (0.1, 0.5)  # shortest and longest start of a process that scores
 _SCORE_S = 0.01  # mean time of a score
 
 
 class SimulatedMachine:
-    """Where the processes of a simulation run: it starts and finds them."""
+    """The machine of a simulation: it starts workers and finds processes."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -52,7 +52,7 @@ class SimulatedMachine:
         """Virtual time until which the machine is so busy that no worker starts."""
 
     def start_worker(self, bootstrap: Bootstrap) -> SimulatedProcess:
-        """Start a worker. It needs a moment to load."""
+        """Start a worker, which then loads for a drawn time."""
         process = SimulatedProcess(self.loop, bootstrap.worker)
 
         async def main() -> None:
@@ -60,10 +60,10 @@ class SimulatedMachine:
             status = 0
             try:
                 await work(bootstrap, _SimulatedHostProcess(self, process))
-            except Exception as error:  # noqa: BLE001 - as the process's `main`, which logs it
+            except Exception as error:  # noqa: BLE001 - like the process's `main`, which logs it
                 status = 1
-                for each in leaves(error):
-                    log.error("worker failed", error=f"{type(each).__name__}: {each}")
+                for cause in leaves(error):
+                    log.error("worker failed", error=f"{type(cause).__name__}: {cause}")
             await anyio.sleep(_END_S)
             process.end(status)
 
@@ -76,7 +76,7 @@ class SimulatedMachine:
         return process
 
     def alive(self, role: str = "") -> list[SimulatedProcess]:
-        """Return the processes that run, all or those whose names begin with a role."""
+        """Return the running processes whose names begin with `role`; all running processes by default."""
         return [each for each in self.loop.processes if each.status is None and each.name.startswith(role)]
 
 
@@ -85,7 +85,7 @@ class SimulatedConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedHandle:
-    """A worker of the simulation."""
+    """The handle of a simulated worker."""
 
     def __init__(self, process: SimulatedProcess) -> None:
         self.place, self._process = process.place, process
@@ -136,11 +136,11 @@ class SimulatedLauncher:
         return self._places[worker]
 
     async def adopt(self, job: Job, record: str) -> SimulatedHandle | None:
-        """Take over a process, if it runs."""
+        """Return a handle of the worker with this place if it still runs, else None."""
         self._places[job.worker] = record
         alive = self.machine.alive(job.worker)
-        found = (each for each in alive if each.name == job.worker and each.place == record)
-        return next(map(SimulatedHandle, found), None)
+        matches = (process for process in alive if process.name == job.worker and process.place == record)
+        return next(map(SimulatedHandle, matches), None)
 
 
 class _InlineExecutor(Executor):
@@ -160,9 +160,9 @@ class _InlineExecutor(Executor):
     def _next(self) -> None:
         if self._busy or not self._jobs:
             return
-        if needed := [each for each in _futures(self._jobs[0][2]) if not each.done()]:
-            # In one thread, a job has to come after those that it waits for.
-            needed[0].add_done_callback(lambda _: self.world.loop.call_soon(self._next))
+        if unfinished := [needed for needed in _futures(self._jobs[0][2]) if not needed.done()]:
+            # With one thread, a job must run after the jobs that it waits for.
+            unfinished[0].add_done_callback(lambda _: self.world.loop.call_soon(self._next))
             return
         self._busy = True
         future, function, args = self._jobs.popleft()
@@ -175,7 +175,7 @@ class _InlineExecutor(Executor):
 
     def _finish(self, future: Future[Any], result: Any) -> None:
         self._busy = False
-        if not future.cancelled():  # its task may be cancelled, and asyncio passes that on
+        if not future.cancelled():  # asyncio cancels it if the task that awaits it is cancelled
             if isinstance(result, Exception):
                 future.set_exception(result)
             else:
@@ -184,9 +184,9 @@ class _InlineExecutor(Executor):
 
 
 def _futures(args: tuple[Any, ...]) -> Iterator[Future[Any]]:
-    for each in args:
-        if isinstance(each, partial):
-            yield from (inner for inner in each.args if isinstance(inner, Future))
+    for arg in args:
+        if isinstance(arg, partial):
+            yield from (inner for inner in arg.args if isinstance(inner, Future))
 
 
 class _SimulatedHostProcess(HostProcess):
@@ -238,14 +238,14 @@ class _SimulatedHostProcess(HostProcess):
 
 
 class _ChildExit(BaseException):
-    """Ends a question to a reward that ends its process; the text is the exit status."""
+    """Raised where a reward ends its process; the text is the exit status."""
 
 
-_exit, _process_id = os._exit, os.getpid  # before the simulation takes their places
+_exit, _process_id = os._exit, os.getpid  # the real ones, before the simulation replaces them
 
 
 def _end_child(parent: int, status: int) -> None:
-    """Take the place of `os._exit` in a process that scores. What the reward has forked really ends."""
+    """Replace `os._exit` in a process that scores. A process that the reward has forked really exits."""
     if _process_id() != parent:
         _exit(status)
     raise _ChildExit(status)

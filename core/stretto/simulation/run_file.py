@@ -1,4 +1,4 @@
-"""The run file of a universe: a user's own, with simulated parts in the place of those of a machine."""
+"""Make the run file of a universe: a user's run file, with simulated parts for those of a machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from stretto.launcher import LauncherConfig
 
 _OUTSIDE = ("agent", "online", "verifiers")
 """Workflows that need servers or libraries of their own."""
-_NOWHERE = ("trackers", "metrics", "groups")
-_KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")
+_NOWHERE = ("trackers", "metrics", "groups")  # sections that no simulated run has
+_KEPT_OF_BUS = ("grace_s", "outage_s", "max_payload_mb")  # keys of the section `bus`
 
 
 def simulated(document: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a run file for a universe in `folder`, from one with absolute paths. Engines are `mock`, or
-    extend it in the run's plugin files. Launcher, bus and weights are simulated; trackers, metrics and kept
-    samples are off.
+    """Return the run file of a universe in `folder`, from one with absolute paths. Engines are `mock`, or
+    those of the run's plugin files whose config extends that of `mock`. Launcher, bus and weights are
+    simulated; trackers, metrics and kept samples are off.
 
     Raises ConfigError if the workflow cannot be simulated.
     """
@@ -70,6 +70,6 @@ def _with(default: str, sections: Mapping[str, Any], kind: Kind) -> dict[str, An
 
 
 def _known(section: Mapping[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the keys that another component of the kind has, too. For None, it computes a value itself."""
+    """Return the keys that the config `kind` has too, without None, for which it computes a value itself."""
     known = kind.__struct_fields__
     return {key: value for key, value in section.items() if key in known and value is not None}

@@ -1,4 +1,4 @@
-"""Many universes: each in a process of its own, and the failing ones with as few faults as possible."""
+"""Run many universes, each in a process of its own, and remove needless faults from failing ones."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from stretto.user_code.guard import end_with_parent
 _CPU_S = 60
 """A universe is killed after these processor seconds."""
 _FOLDER = 900
-"""File descriptor of a universe's folder in its fork. By it the folder has the same name in each universe,
-whose files then are the same, also where they have digests of files that name it."""
+"""File descriptor of a universe's folder in its fork. Its path names the folder in all files of a universe,
+so that these files, and digests of them, are the same in each universe."""
 
 
 class CalmRunFails(RunError):
-    """A run that does not complete although nothing goes wrong; its tape has no faults."""
+    """The simulated run does not complete although its tape has no faults."""
 
     def __init__(self, tape: Tape, outcome: Outcome) -> None:
         text = "\n".join(describe(tape, outcome))
@@ -53,9 +53,9 @@ def tapes_of(
     num_faults: int = 6,
     kinds: Collection[str] = (),
 ) -> list[Tape]:
-    """Return a tape of a run file for each seed. Its faults, of `kinds` or of all, are drawn over the time
-    that the run needs without them. A run without staleness has to end with the same model as without faults,
-    if that is sure.
+    """Return a tape of a run file for each seed. Its faults, of `kinds` or of all kinds, are drawn within the
+    time that the run takes without faults. A run without staleness must end with the model of the run without
+    faults, if two seeds gave the same model.
 
     Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails if it fails without
     faults.
@@ -70,8 +70,8 @@ def tapes_of(
         raise CalmRunFails(calm, outcome)
     model = ""
     if not composed.config.queue.max_staleness:  # another order may give another model: rewards may be random
-        again = run_tape(msgspec.structs.replace(calm, seed=1))
-        model = outcome.model if again.model == outcome.model else ""
+        other_outcome = run_tape(msgspec.structs.replace(calm, seed=1))
+        model = outcome.model if other_outcome.model == outcome.model else ""
     patience_s = calm.patience_s + outcome.longest_wait_s
     tape = msgspec.structs.replace(calm, patience_s=patience_s, model=model)
     until_s = 0.8 * outcome.virtual_s
@@ -86,18 +86,18 @@ def tapes_of(
 def search(
     tapes: Iterable[Tape], jobs: int = 1, record: Path | None = None
 ) -> Iterator[tuple[Tape, Outcome]]:
-    """Yield each tape with what became of its universe, in order; `jobs` run at the same time.
+    """Yield each tape with the outcome of its universe, in order; `jobs` universes run at the same time.
 
-    The file `record` collects the tapes that have not failed (seed, digests of tape and events), and those in
-    it are left out, so that an interrupted search continues.
+    The file `record` gets a line for each tape that has not failed (seed, digests of tape and events). Tapes
+    in the file are skipped, so that an interrupted search continues.
     """
-    done = set[str]()
+    done_digests = set[str]()
     if record is not None and record.exists():
-        done = {line.split()[1] for line in record.read_text().splitlines()}
-    tapes = [tape for tape in tapes if _digest(tape) not in done]
+        done_digests = {line.split()[1] for line in record.read_text().splitlines()}
+    tapes = [tape for tape in tapes if _digest(tape) not in done_digests]
     if not tapes:
         return
-    _root()  # the same in all forks
+    _root()  # before the forks, which then share it
     calm = msgspec.structs.replace(tapes[0], faults=())
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(jobs, fork, initializer=_warm_up, initargs=(calm,)) as pool:
@@ -116,7 +116,7 @@ def _digest(tape: Tape) -> str:
 
 
 def run_tape(tape: Tape) -> Outcome:
-    """Run a universe in a forked process, and return what became of it. Nothing of it is left afterwards."""
+    """Run a universe in a forked process and return its outcome. Its files are removed afterwards."""
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         data, status = in_fork(partial(_run_in, Path(folder), tape))
     if not data:
@@ -125,17 +125,17 @@ def run_tape(tape: Tape) -> Outcome:
 
 
 def shrink(tape: Tape, run: Callable[[Tape], Outcome] = run_tape) -> tuple[Tape, Outcome]:
-    """Return the failing tape with the fewest faults, each of which is needed; ValueError if none fails."""
+    """Remove faults while the tape still fails; return it and its outcome. ValueError if it does not fail."""
     outcome = run(tape)
     if not outcome.failed:
         raise ValueError(f"the universe of seed {tape.seed} does not fail")
     faults, index = tape.faults, 0
     while index < len(faults):
         fewer: tuple[Fault, ...] = faults[:index] + faults[index + 1 :]
-        found = run(msgspec.structs.replace(tape, faults=fewer))
-        if found.failed:
-            faults, outcome = fewer, found
-            index = 0  # what was needed before may not be needed any more
+        new_outcome = run(msgspec.structs.replace(tape, faults=fewer))
+        if new_outcome.failed:
+            faults, outcome = fewer, new_outcome
+            index = 0  # a fault that was needed before may not be needed any more
         else:
             index += 1
     return msgspec.structs.replace(tape, faults=faults), outcome
@@ -147,16 +147,16 @@ def describe(tape: Tape, outcome: Outcome, last: int = 0) -> Iterator[str]:
     for fault in tape.faults:
         fields: dict[str, Any] = msgspec.to_builtins(fault)
         yield "  fault: " + ", ".join(f"{key} {value}" for key, value in fields.items())
-    yield from (f"  violation: {each}" for each in outcome.violations)
-    yield from (f"  error: {each}" for each in outcome.errors)
-    yield from (f"  waits: {each}" for each in outcome.waiting)
+    yield from (f"  violation: {line}" for line in outcome.violations)
+    yield from (f"  error: {line}" for line in outcome.errors)
+    yield from (f"  waits: {line}" for line in outcome.waiting)
     if last and len(outcome.log) > last:
         yield f"the last {last} of {len(outcome.log)} lines of the log:"
     yield from outcome.log[-last:]
 
 
 def _warm_up(calm: Tape) -> None:
-    """Run a universe, so that forks need not import and compose what it has. No collector looks at that."""
+    """Run a universe, so that forks inherit its imports and caches. The garbage collector skips these."""
     end_with_parent(signal.SIGKILL)
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
         Universe(calm, Path(folder)).run()
@@ -166,22 +166,22 @@ def _warm_up(calm: Tape) -> None:
 
 @cache
 def _root() -> Path:
-    """Make the folder of all universes of this process and its forks. It goes with them, however they end."""
-    memory, whole = Path("/dev/shm"), ExitStack()  # noqa: S108 - only where nothing has to survive
-    atexit.register(whole.close)
-    return whole.enter_context(scratch_folder("universe-", memory if memory.is_dir() else None))[0]
+    """Make the folder of all universes of this process and its forks. It is removed when they have ended."""
+    memory, stack = Path("/dev/shm"), ExitStack()  # noqa: S108 - only where nothing has to survive
+    atexit.register(stack.close)
+    return stack.enter_context(scratch_folder("universe-", memory if memory.is_dir() else None))[0]
 
 
 def enter_fork() -> None:
-    """Prepare a forked process for a universe. It ends with its parent, and has a limit of processor time."""
+    """Prepare a forked process for a universe: it ends with its parent; its processor time is limited."""
     end_with_parent(signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
-    gc.disable()  # it ends what nobody awaits any more, at a moment that no seed decides
+    gc.disable()  # it would end forgotten coroutines at a moment that no seed decides
 
 
 def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
-    """Return what `work` returns in a fork, or no bytes if that ended before, and the exit status. The fork
-    ends abruptly: what is left of the universe's coroutines never runs."""
+    """Return the result of `work` in a fork, or no bytes if the fork ended before, and the exit status. The
+    fork ends abruptly, so that unfinished coroutines of the universe never run."""
     reading, writing = os.pipe()
     pid = os.fork()
     if not pid:

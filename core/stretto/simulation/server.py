@@ -1,7 +1,7 @@
 """A nats-server in memory, as far as stretto uses one: the client protocol, and JetStream's API.
 
-It lies below nats-py, whose client works on it unmodified. The tests of `tests/simulation` run on this server
-and on a real one.
+The unmodified client of nats-py talks to this server. The tests of `tests/simulation` run on this server and
+on a real one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from stretto.simulation.streams import Asked, Stream, StreamRefusal, subjects_li
 from stretto.simulation.transport import Link, SimulatedTransport
 
 _CRLF = b"\r\n"
-_DELAY_S, _JITTER_S = 2e-4, 5e-4  # the shortest way of a message, and the mean of what comes on top
+_DELAY_S, _JITTER_S = 2e-4, 5e-4  # seconds of a message's way: the least, and the mean of the random part
 _LATE_S = 1.0
 """Time between the second delivery of a message and the late acknowledgement of the first."""
 _NO_RESPONDERS = b"NATS/1.0 503\r\n\r\n"
@@ -31,7 +31,7 @@ _CREATED = "2026-01-01T00:00:00Z"
 
 @dataclass
 class Weather:
-    """Faults of network and server at the moment. Shares are probabilities."""
+    """The present faults of network and server. Shares are probabilities."""
 
     loop: SimulatedLoop
     context: contextvars.Context
@@ -42,26 +42,26 @@ class Weather:
     late: float = 0.0
     """Share of messages that stall their connection."""
     late_s: float = 0.0
-    """Longest such stall."""
+    """Longest stall of a connection, in seconds."""
     unconfirmed: float = 0.0
     """Share of stored messages whose acknowledgement gets lost."""
     untaken: float = 0.0
-    """Share of acknowledgements of a queue's message that get lost: it is delivered again."""
+    """Share of acknowledgements of work-queue messages that get lost: the message is then delivered again."""
     taken_late: float = 0.0
-    """Share of these acknowledgements that come only after the message was delivered again."""
+    """Share of acknowledgements of work-queue messages that arrive only after a second delivery."""
     store_fails: float = 0.0
-    """Share of messages that the store refuses for now. With 1.0 its disk is full."""
+    """Share of messages that the store refuses for now. With 1.0 the store's disk is full."""
     failing: float = 0.0
     """Share of requests for samples, and of scorings, that fail."""
     down_until: float = 0.0
     hangs_until: float = 0.0
-    """Time until which the server answers pings, and does nothing else."""
+    """Time until which the server does nothing but answer pings."""
     cut_until: dict[int, float] = field(default_factory=dict[int, float])
-    """Id of a process -> time until which it reaches no server."""
+    """Id of a process -> time until which the process reaches no server."""
     _ends: dict[str, float] = field(default_factory=dict[str, float])
 
     def worsen(self, name: str, value: float, seconds: float) -> None:
-        """Set a share for a while. What lasts longer ends later."""
+        """Set a share for a while. If two faults set the same share, the later end counts."""
         setattr(self, name, value)
         ends = self._ends[name] = max(self._ends.get(name, 0.0), self.loop.time() + seconds)
         self.loop.call_at(ends, self._clear_up, name, context=self.context)
@@ -72,12 +72,12 @@ class Weather:
 
     @property
     def hangs(self) -> bool:
-        """Whether the server answers pings, and does nothing else."""
+        """Whether the server does nothing but answer pings."""
         return self.loop.time() < self.hangs_until
 
     @property
     def works(self) -> bool:
-        """Whether the server is there, and does more than to answer pings."""
+        """Whether the server runs and does more than answer pings."""
         return self.loop.time() >= max(self.down_until, self.hangs_until)
 
     @property
@@ -108,7 +108,7 @@ class SimulatedConnection:
         """Number of a subscription -> (subject, queue group)."""
 
     def drop(self) -> None:
-        """Forget the client, and what is under way in both directions."""
+        """Forget the client, and discard the bytes under way in both directions."""
         self.to_server.open = self.to_client.open = False
         self._server.forget(self)
 
@@ -148,14 +148,14 @@ class SimulatedConnection:
             server.unsubscribe(self, words[1])
 
     def catch_up(self) -> None:
-        """Carry out what waited while the server answered pings only."""
-        held, self._held = self._held, []
-        for words, payload in held:
+        """Execute the client's commands that waited while the server only answered pings."""
+        commands, self._held = self._held, []
+        for words, payload in commands:
             self._do(words, payload)
 
 
 class SimulatedServer:
-    """The server: subscriptions, and streams. The seed draws delays, and what gets lost."""
+    """The server: subscriptions and streams. The seed draws delays and losses."""
 
     def __init__(self, loop: SimulatedLoop, seed: int) -> None:
         self.loop = loop
@@ -163,32 +163,32 @@ class SimulatedServer:
         """The context of the server's own callbacks, which belong to no process."""
         self.weather = Weather(loop, self.context)
         self.observers: list[Callable[[str, str, bytes, bytes], None]] = []
-        """Called with sender, subject, payload and headers of each published core or stored message."""
+        """Called with sender, subject, payload and headers of each core message and each stored message."""
         self.messages = 0
         self.streams: dict[str, Stream] = {}
         self._rng = Random(f"network {seed}")
         self._connections: dict[int, SimulatedConnection] = {}
         self._asked: dict[str, float] = {}
-        """Reply subject of a request to a worker -> when it was asked first."""
+        """Reply subject of a request to a worker -> time of the first such request."""
         self._joining: dict[str, SimulatedProcess] = {}
-        """Reply subject of a request to join -> the process."""
+        """Reply subject of a request to join -> the process that wants to join."""
         self.strangers: list[str] = []
-        """Processes that have answered what somebody else was asked."""
+        """Violations: processes that answered a request to their predecessor."""
         self._numbered = 0
         self._exact: dict[str, dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str]]] = {}
         self._patterns: dict[tuple[int, bytes], tuple[SimulatedConnection, bytes, str, re.Pattern[str]]] = {}
         self._matching: dict[str, list[tuple[SimulatedConnection, bytes, str]]] = {}
-        """Subject -> subscribers of matching patterns; a cache until a pattern comes or goes."""
+        """Cache: subject -> subscribers whose patterns match; cleared when a pattern is added or removed."""
         self._homes: dict[str, Stream | None] = {}
         SimulatedTransport.server = self
 
     def new_number(self) -> int:
-        """Return a number that nothing else has."""
+        """Return a new, unique number."""
         self._numbered += 1
         return self._numbered
 
     def happens(self, share: float) -> bool:
-        """Draw whether something with a probability happens. Nothing is drawn for 0."""
+        """Draw whether an event with this probability happens. A share of 0 draws no random number."""
         return bool(share) and self._rng.random() < share
 
     def delay_s(self) -> float:
@@ -199,7 +199,7 @@ class SimulatedServer:
         return delay
 
     def calm(self) -> None:
-        """End the bad weather, and let everybody reach the server."""
+        """End all faults of network and server."""
         self.weather = Weather(self.loop, self.context)
 
     # ------------------------------------------------------------------------------- connections
@@ -234,14 +234,14 @@ class SimulatedServer:
                 connection.transport.break_off()
 
     def cut_off(self, process: SimulatedProcess, seconds: float) -> None:
-        """Let one process reach no server for a while. The others hear each other, and its successor, too."""
+        """Cut one process off from the server for a while. All others stay connected, its successor too."""
         self.loop.note("cut off", process.name, seconds)
         until = max(self.weather.cut_until.get(process.pid, 0.0), self.loop.time() + seconds)
         self.weather.cut_until[process.pid] = until
         self.break_connections(process.name)
 
     def go_down(self, seconds: float) -> None:
-        """Be away for a while. Streams are on disk; consumers of readers are not."""
+        """Stop the server for a while. Streams survive; consumers without a durable name do not."""
         self.loop.note("server down", seconds)
         self.weather.down_until = max(self.weather.down_until, self.loop.time() + seconds)
         self.break_connections()
@@ -256,7 +256,7 @@ class SimulatedServer:
 
     def _catch_up(self) -> None:
         if self.weather.hangs:
-            return  # once more
+            return  # the server was made to hang again
         self.loop.note("server works")
         for connection in [*self._connections.values()]:
             connection.catch_up()
@@ -264,7 +264,7 @@ class SimulatedServer:
     # ------------------------------------------------------------------------------ core messages
 
     def subscribe(self, connection: SimulatedConnection, sid: bytes, subject: str, group: str) -> None:
-        """Send messages of a subject to a client; those of a group go to one of its members."""
+        """Subscribe a client to a subject. Each message goes to only one member of a queue group."""
         connection.subscriptions[sid] = subject, group
         key = connection.number, sid
         if "*" in subject or ">" in subject:
@@ -290,19 +290,19 @@ class SimulatedServer:
         return self._by_pattern(subject)
 
     def _by_pattern(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
-        if (found := self._matching.get(subject)) is None:
-            found = [each[:3] for each in self._patterns.values() if each[3].fullmatch(subject)]
-            self._matching[subject] = found
-        return found
+        if (subscribers := self._matching.get(subject)) is None:
+            subscribers = [entry[:3] for entry in self._patterns.values() if entry[3].fullmatch(subject)]
+            self._matching[subject] = subscribers
+        return subscribers
 
     def has_interest(self, subject: str) -> bool:
-        """Whether somebody receives a subject."""
+        """Whether a client subscribes to a subject."""
         return bool(self._subscribers(subject))
 
     def publish(
         self, sender: SimulatedConnection, subject: str, reply: str, head: bytes, data: bytes
     ) -> None:
-        """Take a message of a client."""
+        """Handle a client's message: a call of the API, a message for a stream, or a core message."""
         self.messages += 1
         if subject.startswith("$JS."):
             self._call(subject.split("."), reply, data)
@@ -327,7 +327,7 @@ class SimulatedServer:
                     self.send("server", reply, "", _NO_RESPONDERS, b"")
 
     def _match(self, sender: SimulatedConnection, subject: str, reply: str) -> None:
-        """Compare a worker's answer with its request, which is for one process and not for its successor."""
+        """Check that a worker's answer comes from the process that was asked, not from its successor."""
         if reply and ".worker." in subject:
             self._asked.setdefault(reply, self.loop.time())
         elif sender.began > self._asked.get(subject, math.inf):
@@ -338,7 +338,7 @@ class SimulatedServer:
             observe(*message)
 
     def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
-        """Send a message to all subscribers of its subject, or of `to`; whether there are any."""
+        """Send a message to the subscribers of its subject, or of `to`. Return whether there are any."""
         groups: dict[str, list[tuple[SimulatedConnection, bytes]]] = {}
         subscribers = self._subscribers(to or subject)
         for connection, sid, group in subscribers:
@@ -372,15 +372,15 @@ class SimulatedServer:
 
     def _home(self, subject: str) -> Stream | None:
         if subject not in self._homes:
-            holding = (each for each in self.streams.values() if each.stores(subject))
-            self._homes[subject] = next(holding, None)
+            streams = (stream for stream in self.streams.values() if stream.stores(subject))
+            self._homes[subject] = next(streams, None)
         return self._homes[subject]
 
     def _store(self, stream: Stream, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
         try:
             if self.happens(self.weather.store_fails):
-                full = self.weather.store_fails == 1.0
-                raise StreamRefusal(503, *((10023, "insufficient resources") if full else (10077, "busy")))
+                is_full = self.weather.store_fails == 1.0
+                raise StreamRefusal(503, *((10023, "insufficient resources") if is_full else (10077, "busy")))
             return stream.store(subject, head, data)
         except StreamRefusal as error:
             return {**error.answer(), "stream": stream.name, "seq": 0}
@@ -426,17 +426,17 @@ class SimulatedServer:
             self.send("server", reply, "", _NO_RESPONDERS, b"")
             return
         is_batch = "batch" in question
-        found = stream.find_some(question) if is_batch else [stream.find(question)]
-        for number, message in enumerate(found, 1):
+        messages = stream.find_some(question) if is_batch else [stream.find(question)]
+        for number, message in enumerate(messages, 1):
             if message is None:
                 continue
             head = (
                 f"NATS/1.0\r\nNats-Stream: {stream.name}\r\nNats-Subject: {message.subject}\r\n"
                 f"Nats-Sequence: {message.sequence}\r\nNats-Time-Stamp: {_CREATED}\r\n"
-                + (f"Nats-Num-Pending: {len(found) - number}\r\n\r\n" if is_batch else "\r\n")
+                + (f"Nats-Num-Pending: {len(messages) - number}\r\n\r\n" if is_batch else "\r\n")
             )
             self.send("server", reply, "", head.encode(), message.data)
-        if not any(found):
+        if not any(messages):
             self.send("server", reply, "", b"NATS/1.0 404 Message Not Found\r\n\r\n", b"")
         elif is_batch:
             self.send("server", reply, "", b"NATS/1.0 204 EOB\r\n\r\n", b"")
@@ -453,8 +453,8 @@ class SimulatedServer:
                 self._stream(name).config = question
                 return self._info(self._stream(name))
             case ["STREAM", "PURGE", name]:
-                purged = self._stream(name).purge(question.get("seq"), question.get("filter"))
-                return {"success": True, "purged": purged}
+                num_purged = self._stream(name).purge(question.get("seq"), question.get("filter"))
+                return {"success": True, "purged": num_purged}
             case ["STREAM", "DELETE", name]:
                 del self.streams[self._stream(name).name]
                 self._homes.clear()
@@ -468,13 +468,13 @@ class SimulatedServer:
                 raise NotImplementedError(f"the simulated server has no {'.'.join(words)}")
 
     def _create(self, name: str, config: dict[str, Any]) -> dict[str, Any]:
-        known = self.streams.get(name)
-        if known is None:
+        existing = self.streams.get(name)
+        if existing is None:
             self.streams[name] = Stream(self, name, config)
             self._homes.clear()
-        elif known.config != config:
+        elif existing.config != config:
             raise StreamRefusal(400, 10058, "stream name already in use with a different configuration")
-        return {**self._info(self.streams[name]), "did_create": known is None}
+        return {**self._info(self.streams[name]), "did_create": existing is None}
 
     def _stream(self, name: str) -> Stream:
         if name not in self.streams:

@@ -1,4 +1,4 @@
-"""Streams and consumers of the simulated server: what JetStream keeps, and how readers get it."""
+"""Streams and consumers of the simulated server: stored messages, and their delivery to readers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from stretto.simulation.server import SimulatedServer
 
 _SAME_ID_S = 120.0
-"""A stream recognises a message id for this long."""
-_TIME = "1000000000"
+"""Seconds for which a stream recognises the id of a stored message."""
+_TIME = "1000000000"  # time stamp of each delivery, in nanoseconds
 
 
 class StreamRefusal(Exception):
@@ -25,7 +25,7 @@ class StreamRefusal(Exception):
         self.code, self.err_code, self.text = code, err_code, text
 
     def answer(self) -> dict[str, Any]:
-        """Return it as the API's answer."""
+        """Return the error as an answer of the API."""
         return {"error": {"code": self.code, "err_code": self.err_code, "description": self.text}}
 
 
@@ -38,13 +38,13 @@ class _StreamMessage:
 
 
 def subjects_like(*patterns: str) -> re.Pattern[str]:
-    """Return what fully matches the subjects of patterns: `*` is for one word, a last `>` for all."""
-    forms = (re.escape(each).replace(r"\*", "[^.]+").replace(">", ".+") for each in patterns)
-    return re.compile("|".join(forms))
+    """Return an expression that matches the patterns' subjects: `*` is one word, a last `>` all others."""
+    expressions = (re.escape(pattern).replace(r"\*", "[^.]+").replace(">", ".+") for pattern in patterns)
+    return re.compile("|".join(expressions))
 
 
 def header(head: bytes, name: bytes) -> str | None:
-    """Return a header of a message; None if it has none of this name."""
+    """Return the header `name` of a message; None if the message has no such header."""
     for line in head.split(b"\r\n"):
         if line.startswith(name + b":"):
             return line[len(name) + 1 :].strip().decode()
@@ -52,7 +52,7 @@ def header(head: bytes, name: bytes) -> str | None:
 
 
 class Stream:
-    """A stream. It is on disk: it survives a restart of the server."""
+    """A stream, which survives a restart of the server as if it were on disk."""
 
     def __init__(self, server: SimulatedServer, name: str, config: dict[str, Any]) -> None:
         self.server, self.name, self.config = server, name, config
@@ -70,7 +70,7 @@ class Stream:
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
-        """Store a message once for each id; StreamRefusal if the newest message is not the expected one."""
+        """Store a message, once for each id. Raises StreamRefusal if its expected last number is wrong."""
         now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
         expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:
@@ -89,7 +89,7 @@ class Stream:
         return {"stream": self.name, "seq": self.last}
 
     def find(self, question: dict[str, Any]) -> _StreamMessage | None:
-        """Return a message by its number (`seq`), or the newest one of a subject (`last_by_subj`)."""
+        """Return a message by its number (`seq`), or the newest message of a subject (`last_by_subj`)."""
         if question.get("seq"):
             return self.messages.get(question["seq"])
         subject = question["last_by_subj"]
@@ -99,38 +99,38 @@ class Stream:
         return next((each for each in reversed(self.messages.values()) if each.subject == subject), None)
 
     def find_some(self, question: dict[str, Any]) -> list[_StreamMessage]:
-        """Return `batch` messages of a subject (`next_by_subj`), from a number on (`seq`)."""
+        """Return up to `batch` messages of the subject `next_by_subj`, from the number `seq` on."""
         of_subject = (
-            each
+            message
             for sequence in range(question["seq"], self.last + 1)
-            if (each := self.messages.get(sequence)) and each.subject == question["next_by_subj"]
+            if (message := self.messages.get(sequence)) and message.subject == question["next_by_subj"]
         )
         return list(islice(of_subject, question["batch"]))
 
     def delete(self, sequence: int) -> None:
-        """Remove a message; StreamRefusal if it is not there."""
+        """Remove a message. Raises StreamRefusal if the message does not exist."""
         if sequence not in self.messages:
             raise StreamRefusal(400, 10043, "sequence not found")
         self.remove(sequence)
 
     def remove(self, sequence: int) -> None:
-        """Remove a message, if it is there."""
+        """Remove a message, if the message exists."""
         self.messages.pop(sequence, None)
         for consumer in self.consumers.values():
             consumer.forget(sequence)
 
     def purge(self, below: int | None, subject: str | None) -> int:
-        """Remove the messages below a number, or all, of one subject or all; return how many there were."""
-        gone = [
+        """Remove the messages below a number, of one subject (None: all); return how many there were."""
+        sequences = [
             each.sequence
             for each in self.messages.values()
             if (not below or each.sequence < below) and subject in (None, each.subject)
         ]
-        for each in gone:
+        for each in sequences:
             self.remove(each)
         if below and subject is None:
             self.last = max(self.last, below - 1)
-        return len(gone)
+        return len(sequences)
 
     def state(self, *, details: bool) -> dict[str, Any]:
         """Return the stream's state, as the API reports it."""
@@ -146,24 +146,24 @@ class Stream:
         } | ({"deleted": deleted} if details and deleted else {})
 
     def add_consumer(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Create a consumer, if there is none of this name, and return what the API says of it."""
+        """Create a consumer unless its name exists, and return the API's description of the consumer."""
         name = config.get("durable_name") or config.get("name") or f"reader{self.server.new_number()}"
         if name not in self.consumers:
             self.consumers[name] = _Consumer(self, name, config)
-        nothing = {"consumer_seq": 0, "stream_seq": 0}
+        no_message = {"consumer_seq": 0, "stream_seq": 0}
         counts = dict.fromkeys(("num_ack_pending", "num_redelivered", "num_waiting", "num_pending"), 0)
         return {
             "stream_name": self.name,
             "name": name,
             "config": config,
             "created": "2026-01-01T00:00:00Z",
-            "delivered": nothing,
-            "ack_floor": nothing,
+            "delivered": no_message,
+            "ack_floor": no_message,
             **counts,
         }
 
     def restart(self) -> None:
-        """Forget what a server does not keep on disk: questions of clients, and consumers of readers."""
+        """Forget what a server keeps in memory: requests of clients, and consumers without a durable name."""
         for name, consumer in [*self.consumers.items()]:
             consumer.restart()
             if not consumer.durable:
@@ -172,7 +172,7 @@ class Stream:
 
 @dataclass(eq=False)
 class Asked:
-    """What a client has asked of a consumer, and where it wants the messages."""
+    """A client's request for the next messages of a consumer, which go to the subject `reply`."""
 
     reply: str
     number: int
@@ -183,7 +183,7 @@ class Asked:
 
 
 class _Consumer:
-    """A reader's place in a stream; for a work queue also what is taken and not acknowledged yet."""
+    """A reader's position in a stream; for a work queue also the delivered, unacknowledged messages."""
 
     def __init__(self, stream: Stream, name: str, config: dict[str, Any]) -> None:
         self._stream, self._server, self._name = stream, stream.server, name
@@ -230,9 +230,9 @@ class _Consumer:
         self._deliveries.pop(sequence, None)
 
     def restart(self) -> None:
-        """Forget the questions of clients, which have to ask again."""
-        for each in self._questions:
-            each.over = True
+        """End the requests of clients, which then have to send new ones."""
+        for asked in self._questions:
+            asked.over = True
         self._questions.clear()
 
     def ask(self, asked: Asked) -> None:
@@ -263,10 +263,10 @@ class _Consumer:
             self.later(asked.heartbeat_s, self._beat, asked)
 
     def _send(self) -> None:
-        """Send messages to those who have asked, in turn."""
+        """Send messages to the clients with open requests, in turn."""
         while self._to_send and self._questions:
             asked = self._questions[0]
-            if not self._server.has_interest(asked.reply):  # the client has gone
+            if not self._server.has_interest(asked.reply):  # the client has left
                 self._questions.popleft().over = True
             elif message := self._stream.messages.get(self._to_send.popleft()):
                 asked.number -= 1
@@ -283,11 +283,11 @@ class _Consumer:
         if self._explicit:
             self._deliveries[sequence] = deliveries
             self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
-        left = len(self._to_send)
-        answer = (
-            f"$JS.ACK.{self._stream.name}.{self._name}.{deliveries}.{sequence}.{self._sent}.{_TIME}.{left}"
+        pending = len(self._to_send)
+        ack_subject = (
+            f"$JS.ACK.{self._stream.name}.{self._name}.{deliveries}.{sequence}.{self._sent}.{_TIME}.{pending}"
         )
-        self._server.send("server", message.subject, answer, message.head, message.data, to=to)
+        self._server.send("server", message.subject, ack_subject, message.head, message.data, to=to)
 
     def _redeliver(self, sequence: int) -> None:
         if self._taken.pop(sequence, None) is not None:
@@ -296,14 +296,14 @@ class _Consumer:
             self._send()
 
     def acknowledged(self, sequence: int, data: bytes) -> None:
-        """Take a client's word on a message: done, given back, refused, or in progress."""
-        word, timer = data[:4], self._taken.pop(sequence, None)
+        """Apply a client's acknowledgement: `+WPI` in progress, `-NAK` deliver again, else done."""
+        kind, timer = data[:4], self._taken.pop(sequence, None)
         if timer is not None:
             timer.cancel()
-        if word == b"+WPI":
+        if kind == b"+WPI":
             if timer is not None:
                 self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
-        elif word == b"-NAK":
+        elif kind == b"-NAK":
             if timer is not None:
                 self._to_send.appendleft(sequence)
                 self._send()

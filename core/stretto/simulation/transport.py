@@ -17,7 +17,7 @@ _READ_LIMIT = 2**26
 
 
 class Link:
-    """One direction of a connection: bytes arrive in order, later, and perhaps together, as with TCP."""
+    """One direction of a connection. As with TCP, bytes arrive later, in order, and perhaps joined."""
 
     def __init__(self, server: SimulatedServer, deliver: Callable[[bytes], None]) -> None:
         self._server, self._deliver = server, deliver
@@ -26,7 +26,7 @@ class Link:
         self.open = True
 
     def send(self, data: bytes) -> None:
-        """Let bytes arrive later."""
+        """Send bytes, which arrive later."""
         if not self.open:
             return
         self._under_way.append(data)
@@ -36,7 +36,7 @@ class Link:
             loop.call_at(self._arrives, self._arrive, context=self._server.context)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call when everything that is under way has arrived."""
+        """Call a function when all bytes under way have arrived."""
         if self._under_way:
             self._server.loop.call_at(self._arrives, call, context=self._server.context)
         else:
@@ -58,7 +58,7 @@ class SimulatedTransport(Transport):
         self._connection: SimulatedConnection | None = None
 
     async def connect(self, uri: Any, buffer_size: int, connect_timeout: int) -> None:
-        """Connect to the server; ConnectionRefusedError if it is down."""
+        """Connect to the server. Raises ConnectionRefusedError if the process cannot reach the server."""
         self.close()
         await asyncio.sleep(3 * self.server.delay_s())  # the handshake
         process = current_process()
@@ -74,16 +74,16 @@ class SimulatedTransport(Transport):
         raise Escaped("TLS is not simulated")
 
     def write(self, payload: bytes) -> None:
-        """Send bytes. What is written to a closed connection is lost."""
+        """Send bytes, which are lost if the connection is closed."""
         if self._connection is not None:
             self._connection.to_server.send(bytes(payload))
 
     def writelines(self, payload: Iterable[bytes]) -> None:
-        """Send several pieces together."""
+        """Send several pieces of bytes as one."""
         self.write(b"".join(payload))
 
     async def read(self, buffer_size: int) -> bytes:
-        """Return what has arrived, once something has; empty at the end."""
+        """Wait for bytes and return them; empty at the end of the connection."""
         assert self._reader is not None
         return await self._reader.read(buffer_size)
 
@@ -93,7 +93,7 @@ class SimulatedTransport(Transport):
         return await self._reader.readline()
 
     async def drain(self) -> None:
-        """Wait for room in the buffer, which has no limit; ConnectionResetError if the connection is lost."""
+        """Let other tasks run; the buffer has no limit. Raises ConnectionResetError after a loss."""
         if self._connection is None or self.at_eof():
             raise ConnectionResetError("connection lost")
         await asyncio.sleep(0)
@@ -102,7 +102,7 @@ class SimulatedTransport(Transport):
         """Return at once: closing takes no time."""
 
     def close(self) -> None:
-        """Close the connection. The server still receives what was written before."""
+        """Close the connection. The server still receives the bytes written before."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.to_client.open = False
@@ -110,12 +110,12 @@ class SimulatedTransport(Transport):
             self._end()
 
     def break_off(self) -> None:
-        """Lose the connection, and what is under way. The server calls it."""
+        """Lose the connection and the bytes under way. The server calls this method."""
         self._connection = None
         self._end()
 
     def receive(self, data: bytes) -> None:
-        """Take bytes of the server."""
+        """Receive bytes from the server."""
         if self._connection is not None and self._reader is not None:
             self._reader.feed_data(data)
 

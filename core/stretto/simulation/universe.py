@@ -1,4 +1,4 @@
-"""One universe: a run, its faults, and what became of it. The same tape gives the same universe."""
+"""One universe: a run, its faults, and its outcome. The same tape always gives the same outcome."""
 
 from __future__ import annotations
 
@@ -49,45 +49,45 @@ from stretto.simulation.server import SimulatedServer
 from stretto.user_code import environment, reward
 from stretto.workers import context
 
-_STANDS_STILL = ("stuck", "deadlock", "livelock")
-_MOST_KERNELS = 10
-_PAUSES_S = (0.2, 3.0, 15.0)  # until somebody resumes a run
-_BETWEEN_KERNELS_S = 0.5  # what a process needs to make its next kernel
-_NUM_ROWS = 200
+_STANDS_STILL = ("stuck", "deadlock", "livelock")  # statuses of a run that makes no progress
+_MOST_KERNELS = 10  # a universe ends after this many kernels
+_PAUSES_S = (0.2, 3.0, 15.0)  # from the end of a kernel to the resumption of its run
+_BETWEEN_KERNELS_S = 0.5  # time that a process needs to make its next kernel
+_NUM_ROWS = 200  # of the default dataset
 _PROGRESS = (b"BatchStarted", b"VersionPublished", b"EvaluationEnded")
-"""Events of which one is expected now and then."""
+"""Events that show progress: a run is stuck if none of them comes within the tape's `patience_s`."""
 
 
 class Outcome(msgspec.Struct):
-    """What became of a universe."""
+    """The result of a universe."""
 
     status: str
     reason: str
     violations: list[str] = []
     errors: list[str] = []
-    """Exceptions that nobody has handled."""
+    """Unhandled exceptions."""
     digest: str = ""
     model: str = ""
     """Digest of the last version."""
     virtual_s: float = 0.0
     longest_wait_s: float = 0.0
-    """Longest time between events: a batch, version or evaluation in the journal, or a fault."""
+    """Longest virtual time between events: a batch, version or evaluation in the journal, or a fault."""
     cpu_s: float = 0.0
     callbacks: int = 0
     messages: int = 0
     kernels: int = 0
     log: list[str] = []
     waiting: list[str] = []
-    """Who waits for whom, if the run stands still."""
+    """What each task waits for, if the run stands still; see `SimulatedLoop.waiting`."""
 
     @property
     def failed(self) -> bool:
-        """Whether it shows a fault of stretto."""
+        """Whether the outcome shows a bug of stretto."""
         return self.status != "completed" or bool(self.violations or self.errors)
 
 
 class Universe:
-    """A run in the simulation, in an empty folder."""
+    """A run in the simulation. Its `folder` is empty at first."""
 
     def __init__(self, tape: Tape, folder: Path) -> None:
         seed = tape.seed
@@ -101,20 +101,20 @@ class Universe:
         self._kernels = 0
         self._has_lease: SimulatedProcess | None = None
         self._owner: SimulatedProcess | None = None
-        """The newest kernel; None from the moment on in which another one is about to replace it."""
+        """The newest kernel; None while another kernel is about to replace it."""
         self.at_next_lease: list[Callable[[], None]] = []
-        """What happens as soon as a kernel owns the run."""
+        """Functions to call as soon as a kernel owns the run."""
         self.summary: dict[str, Any] | None = None
-        """Of the newest kernel, if it has ended by itself."""
+        """Summary of the newest kernel; None while that kernel runs, or if it was killed."""
         self._began = self._expects_from = self.loop.time()
         self._longest_wait_s = 0.0
 
     def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
-        """Call something later, outside of all processes."""
+        """Call a function after `seconds`, outside of all processes."""
         self.loop.call_later(seconds, call, *args, context=self.server.context)
 
     def be_patient(self, seconds: float) -> None:
-        """Expect nothing of the run for that long."""
+        """Expect no progress of the run for `seconds`, and update the longest wait."""
         now = self.loop.time()
         self._longest_wait_s = max(self._longest_wait_s, now - self._expects_from)
         self._expects_from = max(self._expects_from, now + seconds)
@@ -125,8 +125,8 @@ class Universe:
         elif subject.endswith(".leases"):
             self._has_lease = self._owner
             due, self.at_next_lease = self.at_next_lease, []
-            for happen in due:
-                happen()
+            for call in due:
+                call()
 
     def report(self, *words: object) -> None:
         """Add a line to the log and the trace."""
@@ -135,9 +135,9 @@ class Universe:
         self.log.append(f"{self.loop.time() - self._began:9.3f} {text}")
 
     def run(self) -> Outcome:
-        """Run until the run has ended for good, or is stuck."""
-        cpu = time.process_time
-        began = cpu()
+        """Run the universe until its run has ended for good or is stuck."""
+        cpu_clock = time.process_time  # the real clock, which `opened` replaces
+        cpu_began = cpu_clock()
         with self.opened():
             summary = self._live(self._kernels_in_turn())
             waiting = self.loop.waiting() if summary["status"] in _STANDS_STILL else []
@@ -152,7 +152,7 @@ class Universe:
             model=self.oracle.model,
             virtual_s=round(self.loop.time() - self._began, 3),
             longest_wait_s=round(self._longest_wait_s, 3),
-            cpu_s=round(cpu() - began, 3),
+            cpu_s=round(cpu_clock() - cpu_began, 3),
             callbacks=self.loop.callbacks,
             messages=self.server.messages,
             kernels=self._kernels,
@@ -164,7 +164,7 @@ class Universe:
     def opened(self) -> Generator[None]:
         """Put the simulated world in the place of the real one, and prepare the run."""
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
-        load_tokenizer(self.tape.run.get("model"))  # a library that it imports starts a process
+        load_tokenizer(self.tape.run.get("model"))  # its import starts a process: not possible once patched
         processes.SimulatedLauncher.machine = self.machine
         streams = self.server.streams
         self.folds = FoldOracle(lambda run, number: streams[Subjects(run).log_stream].messages[number].data)
@@ -185,7 +185,7 @@ class Universe:
             yield
 
     def judge(self, summary: dict[str, Any]) -> list[str]:
-        """Return what the oracles and the audit find in a run that has ended."""
+        """Return the violations that the oracles and the audit find in a run that has ended."""
         self.oracle.end(summary, self._ledgers(), self.tape)
         self.oracle.violations += self.server.strangers + self.folds.violations
         if summary["status"] == "completed":
@@ -198,11 +198,11 @@ class Universe:
         metrics = self.folder / "run" / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines() if metrics.exists() else ():
             values = msgspec.json.decode(line)
-            if "ledger" in values:  # else it is of an evaluation
+            if "ledger" in values:  # else the line is of an evaluation
                 yield values["ledger"]
 
     def _note_files(self) -> None:
-        for file in sorted(each for each in self.folder.rglob("*") if each.is_file()):
+        for file in sorted(path for path in self.folder.rglob("*") if path.is_file()):
             data = file.read_bytes()
             name = file.relative_to(self.folder)
             self.loop.note("file", name, len(data), hashlib.blake2b(data, digest_size=8).hexdigest())
@@ -210,7 +210,7 @@ class Universe:
     def _document(self) -> dict[str, Any]:
         (self.folder / "weights").mkdir()
         run = dict(self.tape.run)
-        if "dataset" not in run:  # then it is about sums of one
+        if "dataset" not in run:  # the default dataset: sums with 1
             rows = self.folder / "rows.jsonl"
             lines = (f'{{"prompt": "{row}+1=", "answer": "{row + 1}"}}\n' for row in range(_NUM_ROWS))
             rows.write_text("".join(lines))
@@ -228,7 +228,7 @@ class Universe:
             return {"status": "livelock", "reason": str(error)}
 
     async def _kernels_in_turn(self) -> dict[str, Any]:
-        """Start a kernel, and another one whenever one was killed or could not go on alone."""
+        """Start kernels in turn until the run has ended for good or is stuck; return the run's summary."""
         while True:
             kernel = self.start_kernel()
             while self._owner is kernel and not kernel.ended.done():
@@ -236,12 +236,12 @@ class Universe:
                 if left_s <= 0:
                     reason = f"nothing new in the journal for {self.tape.patience_s:g} virtual seconds"
                     return {"status": "stuck", "reason": reason}
-                ends = [kernel.ended, self._replaced]
-                await asyncio.wait(ends, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                futures = [kernel.ended, self._replaced]
+                await asyncio.wait(futures, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             summary = self.summary
             if summary is not None and not _resumable(summary, first=self._kernels == 1):
-                for replaced_one in self.machine.alive("kernel"):
-                    if not (await asyncio.wait([replaced_one.ended], timeout=self.tape.patience_s))[0]:
+                for replaced_kernel in self.machine.alive("kernel"):
+                    if not (await asyncio.wait([replaced_kernel.ended], timeout=self.tape.patience_s))[0]:
                         return {"status": "stuck", "reason": "a kernel that was replaced does not end"}
                 return summary
             if self._kernels == _MOST_KERNELS:
@@ -249,14 +249,14 @@ class Universe:
             if self._owner is None:
                 continue
             self.report("RESUME", summary["reason"] if summary else "killed")
-            has_room = max(self.world.files.full_until, self.server.weather.full_until)
-            await anyio.sleep(max(self._rng.choice(_PAUSES_S), has_room - self.loop.time()))
+            full_until = max(self.world.files.full_until, self.server.weather.full_until)
+            await anyio.sleep(max(self._rng.choice(_PAUSES_S), full_until - self.loop.time()))
 
     def start_kernel(
         self, kernels: Callable[[], life.Kernels] | None = None, *, accept_dataset: bool = False
     ) -> SimulatedProcess:
-        """Do what `stretto run` or `stretto resume` does, in a simulated process. `summary` gets that of the
-        last kernel that ends by itself. By default, `kernels` continue from the newest checkpoint."""
+        """Do in a simulated process what `stretto run` or `stretto resume` does. `summary` is set when the
+        process ends by itself. By default, `kernels` begin the run or continue from the newest checkpoint."""
         out, self.summary = self.folder / "run", None
         kernel = self._owner = SimulatedProcess(self.loop, "kernel")
         self._lock, self._replaced = lock_run(out / "bus"), self.loop.create_future()
@@ -268,16 +268,16 @@ class Universe:
         self.oracle.batches_left = None
 
         async def live() -> dict[str, Any]:
-            turns = (kernels or self._kernels_of_run)()
+            kernel_setups = (kernels or self._kernels_of_run)()
             try:
-                setup = next(turns)
+                setup = next(kernel_setups)
                 while True:
                     setup.check_datasets(accept=accept_dataset)
                     self.folds.samples = setup.graph.samples
-                    ended = await life.live_and_sum_up(setup, interruptions)
-                    if ended["status"] == "repeated":
+                    kernel_summary = await life.live_and_sum_up(setup, interruptions)
+                    if kernel_summary["status"] == "repeated":
                         await anyio.sleep(_BETWEEN_KERNELS_S)
-                    setup = turns.send(ended)
+                    setup = kernel_setups.send(kernel_summary)
             except StopIteration as end:
                 return end.value
 
@@ -286,7 +286,7 @@ class Universe:
                 summary = await live()
             except StrettoError as error:
                 summary = {"status": "refused", "reason": str(error)}
-            except Exception as error:  # noqa: BLE001 - a fault of stretto, which the outcome shows
+            except Exception as error:  # noqa: BLE001 - a bug of stretto, which the outcome shows
                 summary = {"status": "raised", "reason": "".join(traceback.format_exception(error))}
             if self._owner is kernel:
                 self.summary = summary
@@ -303,7 +303,7 @@ class Universe:
         return life.kernels_to_the_end(Assembly(self._composed, folder=out, run=self._run), resumed, None)
 
     def replace(self, kernel: SimulatedProcess, seconds: float) -> None:
-        """Let a kernel stand still while another resumes the run, as where its lock does not show."""
+        """Stop a kernel for `seconds` while another one resumes the run, as if the lock did not work."""
         kernel.stop(seconds)
         if self._owner is kernel is self._has_lease:
             self._lock.close()
@@ -312,13 +312,13 @@ class Universe:
 
     def _audit(self) -> list[str]:
         report = audit_run(self.folder / "run")
-        # A kernel that is replaced between a step's event and its line may add the line after its rival has.
+        # A kernel replaced after a step's event may add the step's line after its rival has added the line.
         rival = any(fault.kind == "rival" for fault in self.tape.faults)
         checks = [check for check in report.checks if not (rival and check.name == "metrics.jsonl")]
-        return [f"audit, {check.name}: {each}" for check in checks for each in check.violations]
+        return [f"audit, {check.name}: {violation}" for check in checks for violation in check.violations]
 
     def _interrupt(self, kernel: SimulatedProcess, interruptions: Interruptions, number: int) -> None:
-        """Send a signal to a kernel. The second one ends its process if no kernel is there to obey."""
+        """Send a signal to a kernel. A second signal ends the process if no kernel obeys signals by then."""
         if self._owner is kernel:
             self.oracle.batches_left = 1
         if interruptions.received and not interruptions.obeyed:
@@ -340,12 +340,12 @@ class Universe:
 
 
 def _resumable(summary: dict[str, Any], *, first: bool) -> bool:
-    """Whether a run ended as it has to, so that somebody resumes it: by a signal, because the disk is full,
-    because too many tickets failed, or because the first kernel lost a trainer while it began."""
+    """Whether a run ended because of an injected fault, so that it is resumed: a signal, a full disk, planted
+    failures, or a trainer that the first kernel lost while the run was starting."""
     reason = summary["reason"]
     is_full = "No space left" in reason or "insufficient resources" in reason
-    lost = (first and "was lost while the run was starting" in reason) or is_full or PLANTED in reason
-    return summary["status"] == "interrupted" or (summary["status"] != "completed" and lost)
+    is_by_fault = (first and "was lost while the run was starting" in reason) or is_full or PLANTED in reason
+    return summary["status"] == "interrupted" or (summary["status"] != "completed" and is_by_fault)
 
 
 def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextManager[None]:
@@ -353,7 +353,7 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
     composed: dict[bytes, Composed] = {}
 
     def compose_once(mapping: Mapping[str, Any]) -> Composed:
-        """Compose the run of a worker, which is the same as that of each other one, only once."""
+        """Compose each mapping only once: all workers have the same run."""
         if (key := msgspec.msgpack.encode(mapping)) not in composed:
             composed[key] = compose_mapping(mapping)
         return composed[key]
@@ -367,7 +367,7 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
         return call
 
     def hear(writer: JournalWriter, event: Event) -> None:
-        folds.hear(writer, event)  # a method of the oracle would not get the writer
+        folds.hear(writer, event)  # a bound method of the oracle would not get the writer as an argument
 
     places: list[tuple[Any, str, Any]] = [
         (reward.Scorer, "answer", failing(reward.Scorer.answer)),
