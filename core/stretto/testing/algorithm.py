@@ -31,14 +31,14 @@ __all__ = ["AlgorithmConformance"]
 _VOCABULARY = 256
 _USED = 8
 """Number of tokens that a policy samples in the beginning, all with the same probability."""
-_TARGET = 7
-_LONGEST = 6
-_FALL = 0.02
-_GROUPS = 8
+_TARGET = 7  # the token whose share is the reward
+_LONGEST = 6  # answers have fewer tokens than this
+_FALL = 0.02  # least relative fall of the loss on rows
+_GROUPS = 8  # groups in a batch
 
 
 class _LookupModel:
-    """A model whose output at a token depends on this token and the one before it, and on nothing else."""
+    """A model whose output at a token depends only on this token and the one before it."""
 
     def __init__(self, model: Model, *, samples: bool) -> None:
         import torch
@@ -63,12 +63,12 @@ class _LookupModel:
         before = tokens.roll(1)
         if self.head == "reward":
             return self.table[tokens, 0]
-        found = (
+        outputs = (
             self.table[before, 0]
             if self.head == "value"
             else torch.log_softmax(self.table, -1)[before, tokens]
         )
-        return torch.where(first, 0.0, found)
+        return torch.where(first, 0.0, outputs)
 
     def gradient(self, call: Call, parts: Sequence[Batch]) -> Tensor:
         """Return (V, V) the gradient of the mean loss over all parts, added part by part as by an engine."""
@@ -123,7 +123,7 @@ class _Training:
         ]
 
     def batch(self, *, off_policy: float = 0.0) -> Batch:
-        """Return a batch of the source, with all columns that its calls write. See `sampled`."""
+        """Return a batch of samples or rows, with all columns that calls write. See `sampled`."""
         return self.completed(self.sampled(off_policy) if self.graph.samples else self._read())
 
     def completed(self, batch: Batch) -> Batch:
@@ -150,7 +150,7 @@ class _Training:
         return batch.concat(kept) if kept else None
 
     def goal(self) -> float:
-        """Return what rises when it learns: the mean reward of new samples; for rows, minus the mean loss."""
+        """Return what rises with learning: the mean reward of new samples; for rows, minus the mean loss."""
         if self.graph.samples:
             return float(np.mean([self.sampled()["rewards"].mean().item() for _ in range(4)]))
         import torch
@@ -163,7 +163,7 @@ class _Training:
         return total
 
     def sampled(self, off_policy: float = 0.0) -> Batch:
-        """Sample groups of answers of the actor; the reward is the share of the target token. `off_policy`:
+        """Sample groups of answers from the actor; a reward is the share of the target token. `off_policy`:
         standard deviation, in nats, of the noise on the behaviour logprobs."""
         import torch
 
@@ -224,7 +224,7 @@ class _Training:
 
 
 def _in_two_parts(batch: Batch) -> Batch:
-    """Return a batch whose first sample is two sequences: its first token; the rest, with it as context."""
+    """Return a batch whose first sample is two sequences: its first tokens; all, with these as context."""
     import torch
 
     from stretto.rl.batch import Batch
@@ -252,7 +252,7 @@ def _written(call: Call, batch: Batch) -> Mapping[str, Tensor]:
 
 
 def _only(call: Call, batch: Batch) -> Batch:
-    """Return the batch with the columns that a call names, as a trainer gives it."""
+    """Return the batch with only the columns that a call names, as a trainer passes it."""
     from stretto.rl.batch import Batch
 
     tokens = {name: column for name, column in batch.tokens.items() if name in call.reads}
@@ -265,7 +265,7 @@ def _groups(batch: Batch) -> list[Batch]:
 
 
 def _cut(batch: Batch, number: int) -> Iterator[Batch]:
-    """Yield the minibatches, whole groups each."""
+    """Yield the minibatches, each of whole groups."""
     groups = _groups(batch)
     for places in np.array_split(np.arange(len(groups)), number):
         if len(places):
@@ -297,7 +297,7 @@ class AlgorithmConformance(ComponentConformance):
     """Least rise of the mean reward, which is about 1/8 in the beginning."""
 
     def test_its_dataflow_can_run(self, under_test: ComponentUnderTest) -> None:
-        """The kernel checks it in the same way, and refuses the run otherwise."""
+        """The kernel makes the same checks, and refuses a run that fails them."""
         algorithm: Algorithm = under_test.make()
         graph = graph_of(algorithm.calls(), algorithm.models)
         trained = {call.model for call in graph.calls if call.op == "train"}
@@ -307,16 +307,16 @@ class AlgorithmConformance(ComponentConformance):
     def test_the_kernel_reads_it_without_torch(self, under_test: ComponentUnderTest) -> None:
         """The kernel never computes, so the module and the factory import no torch."""
         facts = (under_test.composed.document, under_test.context())
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _KERNEL],
             input=msgspec.msgpack.encode(facts),
             stdout=subprocess.PIPE,
             check=True,
         )
-        assert done.stdout.strip() == b"False", "its module, its factory or `calls` imports torch"
+        assert process.stdout.strip() == b"False", "its module, its factory or `calls` imports torch"
 
     def test_keep_decides_about_any_group(self, under_test: ComponentUnderTest) -> None:
-        """With equal rewards and with different ones, of one sample and of several."""
+        """Tested with equal and different rewards, and with groups of one sample and of several."""
         algorithm: Algorithm = under_test.make()
         for rewards in ((0.0,), (1.0, 1.0), (0.0, 1.0, 0.5)):
             kept: Any = algorithm.keep(Group(rewards, tuple(range(1, len(rewards) + 1))))
@@ -335,18 +335,18 @@ class AlgorithmConformance(ComponentConformance):
             whole = model.gradient(call, [seen])
             unit = np.array(batch["group"].tolist()) if loss.unit == "group" else np.arange(len(batch))
             for number in (2, 3, len(np.unique(unit))):
-                owner = random.permutation(len(np.unique(unit))) % number
-                rows = [np.flatnonzero(owner[unit] == part).tolist() for part in range(number)]
-                split = model.gradient(call, [seen.select(own) for own in rows if own])
-                off = (split - whole).abs().max().item()
+                part_of_unit = random.permutation(len(np.unique(unit))) % number
+                rows = [np.flatnonzero(part_of_unit[unit] == part).tolist() for part in range(number)]
+                split = model.gradient(call, [seen.select(chosen) for chosen in rows if chosen])
+                error = (split - whole).abs().max().item()
                 assert torch.allclose(split, whole, rtol=1e-4, atol=1e-6), (
-                    f"{call.name}: the gradient differs by {off:.2g} in {number} parts; a loss is a number "
+                    f"{call.name}: the gradient differs by {error:.2g} in {number} parts; a loss is a number "
                     "for each token, and must not average over the batch"
                 )
 
     def test_a_sample_in_parts_counts_once(self, under_test: ComponentUnderTest) -> None:
-        """A conversation may be several sequences with one number in the column `sample`. Its group's other
-        samples then have the same losses, but for a common shift: algorithms may whiten over the batch."""
+        """A conversation may be several sequences with one number in the column `sample`. The group's other
+        samples then have the same losses, but for a scale and shift: algorithms may whiten over the batch."""
         import torch
 
         training = _Training(under_test.make(), self.rows)
@@ -354,12 +354,12 @@ class AlgorithmConformance(ComponentConformance):
             pytest.skip("it samples nothing")
         actor = training.models[training.graph.source.model or ""]
         for name, model in training.algorithm.models.items():
-            if not model.trainable and model.head == "policy":  # no KL, which each part would have its own of
+            if not model.trainable and model.head == "policy":  # no KL, which would differ between parts
                 training.models[name].table = actor.table
         source = training.sampled()
         whole, parts = training.completed(source), training.completed(_in_two_parts(source))
-        ours = slice(source.lengths[0], source.num_tokens)  # of the others
-        trained, of_group = source["loss_mask"][ours], source.sequence_index()[ours]
+        others = slice(source.lengths[0], source.num_tokens)  # tokens of the other samples
+        trained, of_group = source["loss_mask"][others], source.sequence_index()[others]
         of_group = source["group"][of_group][trained] == source["group"][0]
         for call, model, loss in training.trained:
             before, after = (
@@ -368,15 +368,15 @@ class AlgorithmConformance(ComponentConformance):
             )
             fit = torch.stack([before, torch.ones_like(before)], 1).double()
             line = torch.linalg.lstsq(fit[~of_group], after[~of_group, None].double()).solution
-            off = (fit @ line)[:, 0] - after
-            assert off[of_group].abs().max() <= 1e-3 + 10 * off[~of_group].abs().max(), (
+            errors = (fit @ line)[:, 0] - after
+            assert errors[of_group].abs().max() <= 1e-3 + 10 * errors[~of_group].abs().max(), (
                 f"{call.name}: a sample in two parts changes the losses of the other samples of its group by "
-                f"up to {off[of_group].abs().max():.2g}; count a sample once (`group_normalise` takes the "
+                f"up to {errors[of_group].abs().max():.2g}; count a sample once (`group_normalise` takes the "
                 "column `sample`)"
             )
 
     def test_its_state_goes_on_from_a_checkpoint(self, under_test: ComponentUnderTest) -> None:
-        """If it has state. An empty state is the beginning."""
+        """Skipped if it has no state. An empty state stands for the beginning."""
         algorithm: Algorithm = under_test.make()
         if not isinstance(algorithm, Stateful):
             pytest.skip("it has no state")
@@ -423,4 +423,4 @@ algorithm = compose_mapping(document).make("algorithm", context)
 algorithm.calls(), algorithm.models
 print("torch" in sys.modules)
 """
-"""Reads the dataflow as the kernel does."""
+"""Program that reads the dataflow as the kernel does, and prints whether torch was imported."""

@@ -1,4 +1,4 @@
-"""What every component of a plugin promises, of whichever kind, and how its tests make it."""
+"""Tests for components of all kinds, and the component under test in a composed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.component import Component, Context, Kind
 __all__ = ["ComponentConformance", "ComponentUnderTest", "needs_model"]
 
 needs_model = pytest.mark.usefixtures("has_model")
-"""Marks a test of numbers, for components that have a model."""
+"""Marks a test of a model's numbers, which only components with a model run."""
 _ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 
 
@@ -50,12 +50,12 @@ class ComponentUnderTest:
         return self.composed.section(self.path)
 
     def context(self, **facts: Any) -> Context:
-        """Return the run's context, with other values for some facts."""
-        own = Assembly(self.composed, folder=self.folder, run="conformance")
-        return msgspec.structs.replace(own.context, **facts)
+        """Return the run's context, with `facts` in place of its own values."""
+        assembly = Assembly(self.composed, folder=self.folder, run="conformance")
+        return msgspec.structs.replace(assembly.context, **facts)
 
     def make(self, **facts: Any) -> Any:
-        """Make the object, as a worker does; see `context`. Raise ContractError if it breaks its contract."""
+        """Make the object as a worker does; see `context`. Raises ContractError if it breaks its contract."""
         return self.composed.make(self.path, self.context(**facts))
 
 
@@ -76,9 +76,9 @@ def _composed_run(
         "dataset": {"use": "jsonl", "path": str(rows)},
         **run,
     }
-    own = {"trackers": [section]} if kind == "tracker" else {kind: section}
+    component_section = {"trackers": [section]} if kind == "tracker" else {kind: section}
     file = folder.with_name("run.yaml")
-    file.write_text(json.dumps({**document, **own}))  # JSON is YAML
+    file.write_text(json.dumps({**document, **component_section}))  # JSON is YAML
     return compose(file)
 
 
@@ -107,7 +107,7 @@ class ComponentConformance:
     def under_test(
         cls, section: Mapping[str, Any], tmp_path_factory: pytest.TempPathFactory
     ) -> ComponentUnderTest:
-        """The component in a composed run file. This finds it, and refuses wrong keys and values."""
+        """The component in a composed run file. Composing finds it, and refuses wrong keys and values."""
         folder = tmp_path_factory.mktemp(cls.__name__) / "run"
         return ComponentUnderTest(cls.kind, section, cls.run, cls.plugins, folder)
 
@@ -118,7 +118,7 @@ class ComponentConformance:
             pytest.skip("it has no model")
 
     def test_its_config_is_frozen_and_refuses_unknown_keys(self, under_test: ComponentUnderTest) -> None:
-        """Otherwise a misspelt key of a run file would do nothing, silently."""
+        """A misspelt key in a run file must be an error."""
         config = under_test.component.config
         assert config.__struct_config__.forbid_unknown_fields, (
             f"{config.__name__} accepts unknown keys; add forbid_unknown_fields=True"
@@ -126,10 +126,10 @@ class ComponentConformance:
         assert config.__struct_config__.frozen, f"{config.__name__} can be changed; add frozen=True"
 
     def test_its_check_finds_no_error_in_these_options(self, under_test: ComponentUnderTest) -> None:
-        """What is missing on this machine does not count."""
+        """Only problems with the severity `error` count, not a program that this machine lacks."""
         check = under_test.component.check
-        found = [] if check is None else list(check(under_test.config, under_test.composed.config))
-        errors = [problem for problem in found if problem.severity == "error"]
+        problems = [] if check is None else list(check(under_test.config, under_test.composed.config))
+        errors = [problem for problem in problems if problem.severity == "error"]
         assert not errors, f"its check finds {errors[0].path}: {errors[0].message}"
 
     def test_its_factory_makes_an_object_of_the_contract_and_no_file(
@@ -138,5 +138,5 @@ class ComponentConformance:
         """`stretto check` makes the object too, without a run's folder."""
         monkeypatch.chdir(tmp_path)
         under_test.make(folder="")
-        made = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")]
-        assert not made, f"its factory makes {made[0]!r}; make files and connections in the methods"
+        new_files = [str(file.relative_to(tmp_path)) for file in tmp_path.rglob("*")]
+        assert not new_files, f"its factory makes {new_files[0]!r}; make files and connections in the methods"

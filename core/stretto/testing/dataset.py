@@ -26,12 +26,12 @@ _MOST_ROWS = 64
 
 
 class DatasetConformance(ComponentConformance):
-    """The contract of `stretto.dataset.Dataset`: the same rows by index, in every process and in any order,
-    for runs that are resumed and workers that join late."""
+    """The contract of `stretto.dataset.Dataset`: an index gives the same row in every process and in any
+    order, because runs are resumed and workers join late."""
 
     kind: ClassVar[Kind] = "dataset"
     changed: ClassVar[Mapping[str, Any]] = {}
-    """Keys of the section that give other rows, for the test of the fingerprint."""
+    """Keys of the section that change the rows, for the test of the fingerprint."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -48,18 +48,18 @@ class DatasetConformance(ComponentConformance):
     @pytest.fixture(scope="class")
     @classmethod
     def rows(cls, dataset: Dataset) -> dict[int, Row]:
-        """Rows by index: all, or some from the first to the last one of a large dataset."""
+        """Index -> row: all rows of a small dataset, or evenly spaced rows of a large one."""
         size = len(dataset)
         assert size > 0, "it has no rows"
         chosen = range(0, size, -(-size // _MOST_ROWS))
         return {index: dataset[index] for index in sorted({*chosen, size - 1})}
 
     def test_every_row_is_a_dict_with_a_prompt_that_the_bus_carries(self, rows: dict[int, Row]) -> None:
-        """Text, or chat messages. The row also goes to scoring processes, so it is plain data."""
+        """The prompt is text or chat messages. A row is plain data, because scoring processes get it too."""
         for index, row in rows.items():
             assert type(row) is dict, f"row {index} is a {type(row).__name__}; expected a dict"
-            odd = [name for name in cast("dict[Any, Any]", row) if not isinstance(name, str)]
-            assert not odd, f"row {index} has the column {odd[0]!r}; expected text"
+            odd_names = [name for name in cast("dict[Any, Any]", row) if not isinstance(name, str)]
+            assert not odd_names, f"row {index} has the column {odd_names[0]!r}; expected text"
             assert "prompt" in row, f"row {index} has no column 'prompt'; its columns: {', '.join(row)}"
             fault = fault_of(row["prompt"])
             assert not fault, f"the prompt of row {index}: {fault}"
@@ -80,7 +80,7 @@ class DatasetConformance(ComponentConformance):
     def test_made_again_it_has_the_same_rows(
         self, under_test: ComponentUnderTest, dataset: Dataset, rows: dict[int, Row]
     ) -> None:
-        """The last one first, and the same number of them."""
+        """The test reads the rows in reverse order, and compares their number."""
         again: Dataset = under_test.make()
         assert len(again) == len(dataset), f"{len(dataset)} rows, and then {len(again)}"
         for index in reversed(rows):
@@ -94,18 +94,18 @@ class DatasetConformance(ComponentConformance):
     ) -> None:
         """Kernel and rollout workers make the dataset, each with hash seeds of its own."""
         facts = (under_test.composed.document, under_test.context(worker="rollout-0"), list(rows))
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _OTHER_PROCESS],
             input=msgspec.msgpack.encode(facts),
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONHASHSEED": "4711"},
             check=True,
         )
-        size, fingerprint, sent = msgspec.msgpack.decode(done.stdout)
+        size, fingerprint, other_rows = msgspec.msgpack.decode(process.stdout)
         assert size == len(dataset), f"{len(dataset)} rows here, and {size} in another process"
-        for (index, row), other in zip(rows.items(), sent, strict=True):
-            own = decode_row(encode_row(row))
-            assert decode_row(other) == own, f"row {index} is another one in another process"
+        for (index, row), other_row in zip(rows.items(), other_rows, strict=True):
+            sent_row = decode_row(encode_row(row))
+            assert decode_row(other_row) == sent_row, f"row {index} is another one in another process"
         assert fingerprint == dataset.fingerprint, "its fingerprint differs in another process"
 
     def test_other_rows_have_another_fingerprint(
@@ -119,13 +119,13 @@ class DatasetConformance(ComponentConformance):
         if changed_section is None:
             pytest.skip("it names no section with other rows (`changed`)")
         folder = tmp_path_factory.mktemp("changed") / "run"
-        other = ComponentUnderTest(self.kind, changed_section, self.run, self.plugins, folder).make()
-        same = len(other) == len(dataset) and all(other[index] == row for index, row in rows.items())
+        changed = ComponentUnderTest(self.kind, changed_section, self.run, self.plugins, folder).make()
+        same = len(changed) == len(dataset) and all(changed[index] == row for index, row in rows.items())
         assert not same, "`changed` gives the same rows"
-        assert other.fingerprint != dataset.fingerprint, "other rows have the same fingerprint"
+        assert changed.fingerprint != dataset.fingerprint, "other rows have the same fingerprint"
 
     def test_there_is_no_row_after_the_last_one(self, dataset: Dataset) -> None:
-        """`for row in dataset` would otherwise never end."""
+        """Without an error, `for row in dataset` would never end."""
         try:
             row = dataset[len(dataset)]
         except (IndexError, ConfigError):
@@ -148,4 +148,4 @@ with redirect_stdout(sys.stderr):
     answer = (len(dataset), dataset.fingerprint, [encode_row(dataset[index]) for index in indices])
 sys.stdout.buffer.write(msgspec.msgpack.encode(answer))
 """
-"""Makes the dataset of a composed run, and writes its size, fingerprint and some rows."""
+"""Program of the other process: make a dataset, and write its size, fingerprint and some rows."""

@@ -28,12 +28,12 @@ __all__ = ["InferenceConformance"]
 _DEEP = 16
 """Number of layers that makes a model slow enough for a test to act in the middle of an answer."""
 _DELIVERY_S = 0.25
-"""Seconds that chunks may take besides decoding: the engine collects them for 20 ms."""
+"""Seconds that the delivery of chunks may take: the engine collects them for 20 ms."""
 
 
 class InferenceConformance(SwapTests, ComponentConformance):
-    """The contract of `InferenceEngine`, tested with one engine that starts once and swaps between two
-    models, whose 1,024 positions it must all serve.
+    """The contract of `InferenceEngine`. The tests start one engine and swap it between two models; it must
+    serve all of their 1,024 positions.
 
     With `needs_model=False` only the tests without a model's numbers run; the `options` must let an answer
     reach `max_tokens`."""
@@ -42,8 +42,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
     seeds: ClassVar[bool] = False
     """Whether the same seed gives the same answer, independent of other requests."""
     refuses: ClassVar[frozenset[str]] = frozenset()
-    """Which of `top_p`, `top_k`, `min_p` and `logit_bias` the engine refuses with an error that names them.
-    `top_k+top_p` means that it refuses only both together."""
+    """Options among `top_p`, `top_k`, `min_p` and `logit_bias` that the engine refuses, with an error that
+    names them. `top_k+top_p` means that it refuses only the two together."""
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -61,8 +61,8 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def serving(
         cls, under_test: ComponentUnderTest, model: Path, folder: Path, **options: Any
     ) -> ServedEngine:
-        """Return the engine, not started, in a run whose folder is `folder`, with other values for some keys
-        of its section."""
+        """Return the engine, not started yet, for a run in `folder`; `options` replace keys of the engine's
+        section."""
         (folder / "logs").mkdir(parents=True)
         context = under_test.context(model=str(model), folder=str(folder), worker="inference-0")
         section = msgspec.structs.replace(under_test.config, **options)
@@ -127,7 +127,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     # ------------------------------------------------------------------------------------ numbers
 
     def test_logprobs_are_those_of_the_models_own_forward(self, served: ServedEngine) -> None:
-        """At any temperature, among other requests, for prompts of one to hundreds of tokens."""
+        """The engine serves requests of several temperatures and prompt lengths at the same time."""
         queries = [
             request(1 + 37 * i % 400, n=1 + i % 3, max_tokens=5 + 13 * i % 40, temperature=temperature)
             for i, temperature in enumerate([1.0, 0.7, 0.0, 1.3] * 4)
@@ -142,7 +142,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_temperature_0_takes_the_likeliest_token(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """At every position."""
+        """The test compares the token at every position with the model's logits."""
         query = request(temperature=0.0, max_tokens=60)
         sample = served.answer(query)
         prompt = query.prompt_ids.numpy().tolist()
@@ -168,7 +168,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_tokens_are_drawn_with_the_probability_they_report(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel], sampling: dict[str, Any]
     ) -> None:
-        """For every option that changes the distribution. The engine names each option that it refuses."""
+        """Tested for every option that changes the distribution. Errors name the options that are refused."""
         query = request(n=600, max_tokens=1, **sampling)
         (samples,) = served.answers(query)
         for refused in (names.split("+") for names in self.refuses):
@@ -196,27 +196,27 @@ class InferenceConformance(SwapTests, ComponentConformance):
         models: tuple[TinyModel, TinyModel],
         sampling: dict[str, Any],
     ) -> None:
-        """If the request wants them; and only those of new tokens, where an answer goes on."""
+        """Sent if the request wants them. A continued answer has them only for its new tokens."""
         if not under_test.config.sends_kept_tokens:
             pytest.skip("its section does not say `sends_kept_tokens`")
         query = request(n=2, max_tokens=12, wants_kept=True, **sampling)
         later = request(max_tokens=12, begun=([3] * 7,), have=(7,), wants_kept=True, **sampling)
         unasked = request(max_tokens=12, **sampling)
-        (*samples, part), plain = [*served.answers(query)[0], served.answer(later)], served.answer(unasked)
+        (*samples, last), plain = [*served.answers(query)[0], served.answer(later)], served.answer(unasked)
         assert plain.kept == [], "it sends kept tokens that nobody wants"
-        for asked, sample, begun in [*((query, each, []) for each in samples), (later, part, [3] * 7)]:
+        for asked, sample, begun in [*((query, each, []) for each in samples), (later, last, [3] * 7)]:
             text = [*asked.prompt_ids.numpy().tolist(), *begun, *sample.tokens]
             logits = models[0].reference.logits(text)[-len(sample.tokens) - 1 : -1]
             assert sample.finish == "length", f"it ended with {sample.finish!r}: {sample.error}"
             assert len(sample.kept) == len(sample.tokens), "some tokens have no kept ones"
-            for own, ids in zip(logits, sample.kept, strict=True):
-                assert ids == np.flatnonzero(_distribution(own, asked.sampling)).tolist()
+            for token_logits, ids in zip(logits, sample.kept, strict=True):
+                assert ids == np.flatnonzero(_distribution(token_logits, asked.sampling)).tolist()
 
     @needs_model
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Also after a swap when the engine has computed the same text before, and while it generates."""
+        """Also after a swap when the engine has computed the same text before it, and during generation."""
         text = [request(length).prompt_ids.numpy().tolist() for length in (2, 3, 70, 400)]
         served.ask(request(n=2, max_tokens=600))
         for model in models:
@@ -228,7 +228,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
                 np.testing.assert_allclose(logprobs, expected, atol=self.tolerance)
 
     def test_the_seed_alone_decides_what_is_drawn(self, served: ServedEngine) -> None:
-        """Independent of other requests; for signed and unsigned 64-bit seeds."""
+        """Other requests change nothing. Seeds may be signed or unsigned 64-bit numbers."""
         if not self.seeds:
             pytest.skip("it does not offer seeds (`seeds`)")
         prompt = request(16).prompt_ids.numpy().tolist()
@@ -252,7 +252,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_a_token_that_ends_an_answer_is_its_last(
         self, served: ServedEngine, stops: tuple[int, ...], ignore_eos: bool
     ) -> None:
-        """A stop token, and the end-of-sequence token unless `ignore_eos` is set."""
+        """A stop token ends an answer, and the end-of-sequence token unless `ignore_eos` is set."""
         query = request(n=24, max_tokens=150, stop_token_ids=stops, ignore_eos=ignore_eos)
         (samples,) = served.answers(query)
         ends = {*stops} if ignore_eos else {*stops, END}
@@ -269,23 +269,23 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """For stop strings of one token and of several tokens."""
+        """Tested with stop strings of one token and of several tokens."""
         prompt = request(30).prompt_ids.numpy().tolist()
         plain = served.answer(request(prompt, temperature=0.0, max_tokens=60))
         text = models[0].decode(plain.tokens)
-        several = text[20:23]
+        stop_string = text[20:23]
         stopped = served.answer(
-            request(prompt, temperature=0.0, max_tokens=60, stop=("never there", several))
+            request(prompt, temperature=0.0, max_tokens=60, stop=("never there", stop_string))
         )
         assert stopped.finish == "stop"
-        assert models[0].decode(stopped.tokens) == text[: text.index(several) + 3]
+        assert models[0].decode(stopped.tokens) == text[: text.index(stop_string) + 3]
         characters = tuple("ABCDEFGHIJ")  # these occur in no special token
         (samples,) = served.answers(request(n=8, max_tokens=100, stop=characters))
         assert any(sample.finish == "stop" for sample in samples)
         for sample in samples:
             written = models[0].decode(sample.tokens)
-            met = [i for i, character in enumerate(written) if character in characters]
-            assert met == ([len(written) - 1] if sample.finish == "stop" else [])
+            places = [i for i, character in enumerate(written) if character in characters]
+            assert places == ([len(written) - 1] if sample.finish == "stop" else [])
 
     @needs_model
     @pytest.mark.parametrize(
@@ -299,12 +299,12 @@ class InferenceConformance(SwapTests, ComponentConformance):
         """The engine continues serving other requests."""
         (samples,) = served.answers(request(prompt, n=2, max_tokens=max_tokens))
         assert [(sample.finish, sample.tokens) for sample in samples] == [("error", [])] * 2
-        full = served.answer(request([10] * 1000, max_tokens=24))  # no more than the model has positions
+        full = served.answer(request([10] * 1000, max_tokens=24))  # as many tokens as the model has positions
         assert (full.finish, len(full.tokens)) in (("length", 24), ("error", 0))
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """For running and waiting samples; the next request starts at once. One of the tries must be fast."""
+        """Also for waiting samples; the next request starts at once. One of the tries must be fast."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)
@@ -336,7 +336,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         served.ask(waiting_query, running_query, other)
         ended, (late,) = served.finished(running_query), served.finished(waiting_query)
         assert time.monotonic() - start <= 0.6 + 8 * _DELIVERY_S
-        (good,) = served.finished(other)  # takes as long as it takes
+        (good,) = served.finished(other)  # this answer may take longer
         assert (late.finish, late.tokens) == ("error", [])
         assert all(sample.finish == "error" and 0 < len(sample.tokens) < 900 for sample in ended)
         assert good.finish == "length"
@@ -365,7 +365,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_an_answer_that_came_complete_ends_at_once(
         self, under_test: ComponentUnderTest, served: ServedEngine
     ) -> None:
-        """Complete by its length, a stop token, or the model's end-of-sequence token."""
+        """The answer is complete by its length, a stop token, or the model's end-of-sequence token."""
         complete = [([5] * 20, "length")]
         complete += [([5, 6, 7], "stop"), ([5, 6, END], "stop")] if under_test.component.needs_model else []
         for begun, finish in complete:
@@ -388,7 +388,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
     @needs_model
     def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: ServedEngine) -> None:
-        """512 tokens, in a bounded number of messages. One of three tries must pass."""
+        """Tested with 512 tokens, in a bounded number of messages. One of three tries must pass."""
         shares: list[float] = []
         while min(shares, default=1.0) > 0.1 and len(shares) < 3:
             messages, start = served.messages, time.monotonic()
@@ -400,7 +400,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert min(shares) <= 0.1, f"time to the first chunk, as shares of the answer's time: {shares}"
 
     def test_figures_add_up(self, served: ServedEngine) -> None:
-        """With more samples than slots, and answers that are long enough to be seen under way."""
+        """Tested with more samples than slots, whose answers are long enough to be observed."""
         idle = served.load()
         assert (idle.version, idle.running, idle.waiting) == (served.version, 0, 0)
         query = request(n=idle.slots + 4, max_tokens=200)
@@ -421,7 +421,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_stop_ends_the_stream(
         self, under_test: ComponentUnderTest, models: tuple[TinyModel, TinyModel], tmp_path: Path
     ) -> None:
-        """In the middle of an answer; a second call has no effect."""
+        """`stop` ends the stream in the middle of an answer; a second call has no effect."""
         with self.serving(under_test, models[0].folder, tmp_path / "run").running() as served:
             served.swap(models[0].reference)
             query = request(n=4, max_tokens=900)
@@ -434,7 +434,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
 
 def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np.float64]:
-    """Compute (V,) the exact probability of each token, from the most likely token downwards."""
+    """Return (V,) the exact probability of each token after all sampling options."""
     biased = logits.copy()
     for token, bias in sampling.logit_bias.items():
         biased[token] += bias
@@ -443,8 +443,8 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
     total = probabilities[order].sum()
     indices: list[int] = []
     for token in order.tolist():
-        enough = probabilities[indices].sum() / total >= sampling.top_p
-        if enough or probabilities[token] < sampling.min_p * probabilities[order[0]]:
+        has_top_p = probabilities[indices].sum() / total >= sampling.top_p
+        if has_top_p or probabilities[token] < sampling.min_p * probabilities[order[0]]:
             break
         indices.append(token)
     exact = np.zeros(len(probabilities))
@@ -453,7 +453,7 @@ def _distribution(logits: NDArray[np.float64], sampling: Sampling) -> NDArray[np
 
 
 def _assert_drawn_from(exact: NDArray[np.float64], drawn: NDArray[np.int64]) -> None:
-    """Assert a bound on Pearson's chi-squared statistic; tokens expected under five times are one class."""
+    """Assert a bound on Pearson's chi-squared; tokens with an expected count below five are one class."""
     expected = exact * len(drawn)
     counts = np.bincount(drawn, minlength=len(exact))
     frequent = expected >= 5

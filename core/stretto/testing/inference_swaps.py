@@ -19,19 +19,19 @@ from stretto.testing.tiny_model import TinyModel
 __all__ = ["SwapTests"]
 
 _LONG = 600
-"""Tokens of an answer that is still generated when a swap comes, also by a fast server."""
+"""Tokens of an answer that even a fast server still generates when a swap comes."""
 _ENDED_S = 10.0
-"""After the last chunk of an answer, which may come first, its place is free within this time."""
+"""Seconds after the last chunk of an answer within which the engine frees the answer's slot."""
 _BLOCK = 16
-"""Engines store keys and values in blocks of a multiple of this many tokens, or token by token."""
+"""Engines store keys and values token by token, or in blocks of a multiple of this many tokens."""
 
 
 class SwapTests:
-    """What `InferenceConformance` tests of swaps, with its fixtures."""
+    """Tests of swaps for `InferenceConformance`, with its fixtures."""
 
     recomputes: ClassVar[bool] = False
-    """Whether it computes all keys and values anew with new weights, even where `on_swap` is `keep_cache`:
-    answers in flight then have the logprobs of `recompute`, which are more exact."""
+    """Whether the engine computes all keys and values again with new weights, even where `on_swap` is
+    `keep_cache`: answers in flight then have the logprobs of `recompute`, which are more exact."""
     tolerance: ClassVar[float] = 1e-3
     """Maximum difference between a logprob and that of the reference, in nats, in float32."""
     start_s: ClassVar[float] = 120.0
@@ -62,7 +62,7 @@ class SwapTests:
     def test_answers_in_flight_go_on_with_new_weights_and_each_logprob_is_its_versions_own(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Under `on_swap: recompute`, over three swaps."""
+        """Tested under `on_swap: recompute`, over three swaps."""
         queries = [request(6 + 40 * i, n=2, max_tokens=600) for i in range(3)]
         served.ask(*queries)
         for tokens, model in ((20, models[1]), (60, models[0]), (100, models[1])):
@@ -81,9 +81,9 @@ class SwapTests:
     def test_keep_cache_goes_on_over_what_older_weights_computed(
         self, under_test: ComponentUnderTest, models: tuple[TinyModel, TinyModel], tmp_path: Path
     ) -> None:
-        """The first token after the swap shows it; the engine may compute keys and values of the last block
-        again. An answer that is wholly of the new version uses only its weights, also when the engine knew
-        the prompt before, or was computing it at the swap."""
+        """The first token after the swap shows this; the engine may compute keys and values of the last block
+        again. An answer wholly of the new version uses only its weights, also when the engine knew the prompt
+        before the swap, or was computing it then."""
         older, newer = models[0].reference, models[1].reference
         engine = self.serving(under_test, models[0].folder, tmp_path / "run", on_swap="keep_cache")
         with engine.running() as served:
@@ -106,14 +106,14 @@ class SwapTests:
             for sample in served.finished(query):
                 switch = sample.versions.index(1)
                 assert sample.versions == [0] * switch + [1] * (_LONG - switch)
-                before = older.logprobs(prompt, sample.tokens)[:switch]
-                np.testing.assert_allclose(sample.logprobs[:switch], before, atol=self.tolerance)
+                older_logprobs = older.logprobs(prompt, sample.tokens)[:switch]
+                np.testing.assert_allclose(sample.logprobs[:switch], older_logprobs, atol=self.tolerance)
                 if self.recomputes:
                     served.assert_own_logprobs(query, sample)
                     continue
                 text = [*prompt, *sample.tokens[: switch + 1]]
-                possible = {*range(160, len(text) - 2, _BLOCK), *range(len(text) - 4, len(text) - 1)}
-                off = {k: abs(newer.last_over(older, text, k) - sample.logprobs[switch]) for k in possible}
+                counts = {*range(160, len(text) - 2, _BLOCK), *range(len(text) - 4, len(text) - 1)}
+                off = {k: abs(newer.last_over(older, text, k) - sample.logprobs[switch]) for k in counts}
                 assert min(off.values()) <= self.tolerance, (
                     "the first logprob after the swap is that of no number of tokens kept from the older "
                     f"weights (number: difference in nats: {off}); an engine that computes everything anew "
@@ -124,7 +124,7 @@ class SwapTests:
     def test_a_prompt_known_from_older_weights_is_computed_anew(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """A swap back to earlier weights does not bring back their cache either."""
+        """A swap back to earlier weights does not bring back the cache of these weights either."""
         prompt = request(400).prompt_ids.numpy().tolist()
         for model in (models[1], models[0], models[1]):
             for _ in range(2):
@@ -135,7 +135,7 @@ class SwapTests:
     def test_a_request_waits_for_the_version_it_needs_and_holds_up_nobody(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """With more waiting samples than slots."""
+        """Tested with more waiting samples than slots."""
         now = served.version
         needy = request(n=served.load().slots + 1, min_version=now + 1)
         served.ask(needy)
@@ -157,13 +157,13 @@ class SwapTests:
         import torch
 
         tensors = models[1].reference.tensors()
-        name = own = next(each for each in tensors if each.endswith(".norm.weight"))
+        name = norm_name = next(each for each in tensors if each.endswith(".norm.weight"))
         norm = tensors.pop(name)
         if fault == "shape":
             tensors[name] = torch.cat([norm, norm])
         elif fault == "unknown":
             name = "model.normal.weight"
-            tensors |= {own: norm, name: norm.clone()}
+            tensors |= {norm_name: norm, name: norm.clone()}
         running, later = request(max_tokens=200), request()
         served.ask(running)
         served.until((running.id, 0), tokens=5)

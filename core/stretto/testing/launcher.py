@@ -23,7 +23,7 @@ __all__ = ["LauncherConformance"]
 
 T = TypeVar("T")
 
-# Both processes hold a lock on the file, until the system ends them, or for the given number of seconds.
+# Both processes hold a lock on the file until they are killed, or for the given number of seconds.
 _WITH_CHILD = """
 import fcntl, os, signal, sys, time
 signal.signal(signal.SIGTERM, {handler})
@@ -40,7 +40,7 @@ time.sleep(float(sys.argv[2]))
 
 
 class _Launched:
-    """A launcher in an event loop of its own, and the handles of what it started."""
+    """A launcher in its own event loop, and the handles of the processes that it started."""
 
     def __init__(self, launcher: Launcher, portal: BlockingPortal, within_s: float) -> None:
         self.check = launcher.check
@@ -63,14 +63,14 @@ class _Launched:
 
 
 class LauncherConformance(ComponentConformance):
-    """The contract of `stretto.launcher.Launcher` with real processes: output, exit status, an end on request
-    and by accident, and nothing left of them."""
+    """The contract of `stretto.launcher.Launcher` with real processes: their output, exit status, end on
+    request or by accident, and no child processes left."""
 
     kind: ClassVar[Kind] = "launcher"
     resources: ClassVar[Resources] = Resources()
     """Resources of each process."""
     start_s: ClassVar[float] = 60.0
-    """Maximum duration of a start, and of an end, in seconds."""
+    """Maximum duration of a start or an end, in seconds."""
 
     @pytest.fixture
     def launcher(self, under_test: ComponentUnderTest) -> Iterator[_Launched]:
@@ -84,7 +84,7 @@ class LauncherConformance(ComponentConformance):
     def test_a_process_has_its_environment_and_its_output_can_be_read(
         self, launcher: _Launched, tmp_path: Path
     ) -> None:
-        """The log has stdout and stderr; `Job.tail` returns the last lines of it."""
+        """The log has stdout and stderr; `Job.tail` returns its last lines."""
         code = "import os, sys; print(1, 2, sep='\\n'); print(os.environ['OF_THE_JOB'], file=sys.stderr)"
         job = self._job(tmp_path, "rollout-0", code, env={"OF_THE_JOB": "three"})
         [handle] = launcher.launch(job)
@@ -94,24 +94,24 @@ class LauncherConformance(ComponentConformance):
         assert job.tail(2) in ("2\nthree", "2\nthree\n"), f"tail(2) returned {job.tail(2)!r}"
 
     def test_a_lost_process_is_reported_with_its_status(self, launcher: _Launched, tmp_path: Path) -> None:
-        """For an end by itself and by a signal, however often `wait` is called. Nothing is left."""
+        """Tested for an exit and for a signal; `wait` may be called again. No child process is left."""
         kill = "os.kill(os.getpid(), signal.SIGKILL)"
         lock = tmp_path / "lock"
         jobs = [
             self._job(tmp_path, "rollout-0", "raise SystemExit(7)"),
             self._job(tmp_path, "rollout-1", _WITH_CHILD.format(handler="signal.SIG_DFL", then=kill), lock),
         ]
-        own, killed = launcher.launch(*jobs)
-        statuses = [launcher.call(own.wait), launcher.call(own.wait), launcher.call(killed.wait)]
+        exited, killed = launcher.launch(*jobs)
+        statuses = [launcher.call(exited.wait), launcher.call(exited.wait), launcher.call(killed.wait)]
         assert statuses == [7, 7, -9], (
             f"`wait` returned {statuses} for the statuses 7 and 7, and -9 for SIGKILL"
         )
         _until_free(lock, self.start_s, "a child of a lost process still runs")
-        launcher.call(own.stop, 1.0)
-        launcher.call(own.dump_stacks)
+        launcher.call(exited.stop, 1.0)
+        launcher.call(exited.dump_stacks)
 
     def test_stop_asks_first_and_leaves_nothing_running(self, launcher: _Launched, tmp_path: Path) -> None:
-        """Also a child that does not listen."""
+        """`stop` also ends a child process that ignores SIGTERM."""
         handler = 'lambda *_: (print("asked", flush=True), os._exit(5))'
         lock = tmp_path / "lock"
         job = self._job(tmp_path, "rollout-0", _WITH_CHILD.format(handler=handler, then=""), lock)
@@ -124,7 +124,7 @@ class LauncherConformance(ComponentConformance):
         _until_free(lock, self.start_s, "a child of the stopped process still runs")
 
     def test_stop_kills_what_does_not_end_in_time(self, launcher: _Launched, tmp_path: Path) -> None:
-        """After the grace, not before."""
+        """`stop` kills after the grace period, not before."""
         lock = tmp_path / "lock"
         job = self._job(tmp_path, "rollout-0", _WITH_CHILD.format(handler="signal.SIG_IGN", then=""), lock)
         [handle] = launcher.launch(job)
@@ -138,18 +138,18 @@ class LauncherConformance(ComponentConformance):
     def test_a_worker_started_again_takes_the_place_of_the_former_one(
         self, launcher: _Launched, tmp_path: Path
     ) -> None:
-        """With the same launcher, and the same id."""
+        """Both starts use the same launcher and worker id."""
         job = self._job(tmp_path, "rollout-0", "print('here')")
         for _ in range(2):
             [handle] = launcher.launch(job)
             assert launcher.call(handle.wait) == 0, job.tail(20)
 
     def test_a_job_that_cannot_start_stops_the_others(self, launcher: _Launched, tmp_path: Path) -> None:
-        """And `launch` raises LaunchError."""
+        """`launch` then raises LaunchError."""
         lock = tmp_path / "lock"
         good = self._job(tmp_path, "rollout-0", _WITH_CHILD.format(handler="signal.SIG_DFL", then=""), lock)
-        other = self._job(tmp_path, "rollout-1", "")
-        bad = msgspec.structs.replace(other, command=(str(tmp_path / "no-such-program"),))
+        template = self._job(tmp_path, "rollout-1", "")
+        bad = msgspec.structs.replace(template, command=(str(tmp_path / "no-such-program"),))
         try:
             launcher.launch(good, bad)
         except LaunchError:
@@ -173,12 +173,12 @@ class LauncherConformance(ComponentConformance):
         launcher.call(handle.stop, 0)
 
     def test_check_starts_nothing(self, launcher: _Launched, tmp_path: Path) -> None:
-        """It yields problems."""
+        """`check` only yields problems."""
         mark = tmp_path / "mark"
         job = self._job(tmp_path, "rollout-0", f"open({str(mark)!r}, 'w')")
-        found = list(launcher.check([job]))
-        assert all(isinstance(each, Problem) for each in found), f"`check` yields {found}"
-        errors = [each.message for each in found if each.severity == "error"]
+        problems = list(launcher.check([job]))
+        assert all(isinstance(problem, Problem) for problem in problems), f"`check` yields {problems}"
+        errors = [problem.message for problem in problems if problem.severity == "error"]
         assert not errors, f"`check` refuses one process of few resources: {errors[0]}"
         assert not mark.exists(), "`check` started the job"
 

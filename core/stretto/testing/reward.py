@@ -22,8 +22,8 @@ _START_S = 120.0
 
 
 class RewardConformance(ComponentConformance):
-    """The contract of `stretto.reward`: every answer gets a finite number, the same answer the same one,
-    whatever else is scored, here and in a scoring process."""
+    """The contract of `stretto.reward`: every answer gets a finite number. The same answer always gets the
+    same number, whichever other answers are scored, here and in a scoring process."""
 
     kind: ClassVar[Kind] = "reward"
     row: ClassVar[Mapping[str, Any]] = {"prompt": "1+1=", "answer": "2"}
@@ -31,7 +31,7 @@ class RewardConformance(ComponentConformance):
     right: ClassVar[str | None] = None
     """An answer that scores higher than `wrong`."""
     wrong: ClassVar[str | None] = None
-    """See `right`."""
+    """An answer that scores lower than `right`."""
     answers: ClassVar[Sequence[str]] = (
         *("", " ", "2", "no\nidea", "0" * 3000),
         *("½ 🙂 \u202e \x1b[2J\x00", "\\boxed{"),
@@ -45,7 +45,7 @@ class RewardConformance(ComponentConformance):
         return _scores(under_test.make(), cls.row, cls._all())
 
     def test_every_answer_gets_a_finite_number(self, scores: _Scores) -> None:
-        """Also an answer that is empty, long, or odd. Anything else fails the answer in a run."""
+        """Also an empty, long or odd answer. In a run, an answer without a finite number fails."""
         assert len(scores) == len(self._all())
 
     def test_the_same_answers_get_the_same_scores(
@@ -66,7 +66,7 @@ class RewardConformance(ComponentConformance):
             assert first == second, f"{text[:60]!r} scores {first}, and {second} after other answers"
 
     def test_the_right_answer_scores_higher_than_the_wrong_one(self, scores: _Scores) -> None:
-        """If the test names both."""
+        """Skipped unless the class names both answers."""
         if self.right is None or self.wrong is None:
             pytest.skip("it names no `right` and `wrong` answer")
         by_text = dict(zip(self._all(), scores, strict=True))
@@ -74,7 +74,7 @@ class RewardConformance(ComponentConformance):
         assert right > wrong, f"{self.right!r} scores {right}, and {self.wrong!r} scores {wrong}"
 
     def test_its_check_of_rows_accepts_the_row(self, under_test: ComponentUnderTest) -> None:
-        """`Component.check_row`, if it has one."""
+        """The test calls `Component.check_row`, if the component has one."""
         if (check_row := under_test.component.check_row) is not None:
             fault = check_row(under_test.config, {k: v for k, v in self.row.items() if k != "prompt"})
             assert not fault, f"its check_row refuses the row: {fault}"
@@ -82,7 +82,7 @@ class RewardConformance(ComponentConformance):
     def test_a_scoring_process_gives_the_same_rewards(
         self, under_test: ComponentUnderTest, scores: _Scores
     ) -> None:
-        """With the limits that the section sets, and with the row as it comes over the bus."""
+        """The process has the limits of the section, and gets the row as it comes over the bus."""
         encode = msgspec.msgpack.encode
         task = Task(encode(dict(self.row)), tuple(self._all()), encode(_columns(self._all())))
         setup = setup_frame(under_test.composed.document, under_test.context(worker="verifier-0"))
@@ -91,8 +91,8 @@ class RewardConformance(ComponentConformance):
         result = msgspec.msgpack.decode(frames[0], type=ScoringResult)
         assert result.fault is None, f"the scoring process cannot score: {result.fault.error}"
         assert not result.over, f"an answer exceeds a limit: {next(iter(result.over.values()))}"
-        found, expected = [reward for reward, _ in result.scores], [reward for reward, _ in scores]
-        assert found == pytest.approx(expected), f"rewards {found} in a scoring process, {expected} here"
+        rewards, expected = [reward for reward, _ in result.scores], [reward for reward, _ in scores]
+        assert rewards == pytest.approx(expected), f"rewards {rewards} in a scoring process, {expected} here"
 
     @classmethod
     def _all(cls) -> list[str]:
@@ -100,7 +100,7 @@ class RewardConformance(ComponentConformance):
 
 
 def _columns(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """The columns that a workflow adds, for a tokenizer of bytes."""
+    """Return the columns that a workflow adds, for a tokenizer of bytes."""
     return {"completion_tokens": [max(1, len(text.encode())) for text in texts]}
 
 

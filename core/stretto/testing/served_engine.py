@@ -47,7 +47,7 @@ class Sample:
     """Time of arrival of each chunk, from `time.monotonic`."""
 
     def add(self, chunk: Chunk) -> None:
-        """Add the next chunk. Raise AssertionError if it is another one, or not valid."""
+        """Add the next chunk. Raises AssertionError if the chunk is not the next one, or not valid."""
         assert not self.finish, f"a chunk after the last one: {chunk}"
         if not self.arrivals:
             self.start = chunk.position
@@ -76,7 +76,7 @@ Key = tuple[str, int]
 
 class ServedEngine:
     """An engine in its own event loop, and all chunks that it has emitted. Tests call it from their thread.
-    It gets versions 0, 1, ... in folders, as with the transport `file`, in the order of `swap`."""
+    Each `swap` gives it the next version (0, 1, ...) in a folder, as with the transport `file`."""
 
     def __init__(
         self, engine: InferenceEngine, folder: Path, *, tolerance: float = 1e-3, start_s: float = 120.0
@@ -116,11 +116,11 @@ class ServedEngine:
 
     def ask(self, *requests: GenerateRequest, images: Sequence[bytes] = ()) -> None:
         """Send requests to the engine, with the files of their images if they have any."""
-        more = {"images": images} if images else {}
+        options = {"images": images} if images else {}
         for request in requests:
             have = request.have or (0,) * len(request.seeds)
             self._open_keys |= {(request.id, i): None for i in range(len(request.seeds)) if have[i] >= 0}
-        self._portal.call(lambda: [self.engine.generate(request, **more) for request in requests])
+        self._portal.call(lambda: [self.engine.generate(request, **options) for request in requests])
 
     def abort(self, request: str) -> None:
         """Abort a request."""
@@ -142,7 +142,7 @@ class ServedEngine:
         return report
 
     def swap_tensors(self, tensors: Mapping[str, Tensor]) -> SwapReport:
-        """Make the engine serve tensors as the next version, whether they fit or not."""
+        """Make the engine serve tensors as the next version; they need not fit the model."""
         return self._portal.call(self._swap, next(self._published), tensors)
 
     def stop(self) -> None:
@@ -193,7 +193,7 @@ class ServedEngine:
         self.until_load(lambda load: load.running == load.waiting == 0)
 
     def assert_own_logprobs(self, asked: GenerateRequest, sample: Sample, begun: Sequence[int] = ()) -> None:
-        """Assert that each token has its version's reference logprob; without a model, a finite one."""
+        """Assert that each token has the reference logprob of its version; without a model, a finite one."""
         assert all(-np.inf < logprob <= 0 for logprob in sample.logprobs), f"logprobs {sample.logprobs}"
         prompt, answer = asked.prompt_ids.numpy().tolist(), [*begun, *sample.tokens]
         for version in set(sample.versions):
@@ -201,11 +201,11 @@ class ServedEngine:
             if isinstance(reference, NoModel):
                 continue
             forward = reference.logprobs(prompt, answer, asked.sampling.temperature)[len(begun) :]
-            own = np.array(sample.versions) == version
-            off = np.abs(forward - sample.logprobs)[own]
-            assert off.max() <= self.tolerance, (
-                f"{asked.id}: logprobs differ from version {version}'s by {off.max():.2g}, first at token "
-                f"{np.flatnonzero(own)[off > self.tolerance][0]} of {len(answer)}"
+            of_version = np.array(sample.versions) == version
+            errors = np.abs(forward - sample.logprobs)[of_version]
+            assert errors.max() <= self.tolerance, (
+                f"{asked.id}: logprobs differ from version {version}'s by {errors.max():.2g}, first at token "
+                f"{np.flatnonzero(of_version)[errors > self.tolerance][0]} of {len(answer)}"
             )
 
     # --------------------------------------------------------------------------- on the event loop

@@ -29,7 +29,7 @@ _TEMPLATE = (
 
 def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
     """Write a random Qwen2 model into a folder and return the folder: float32, 2 heads of size 32, a token
-    for each printable ASCII character. Its peaked distributions show a wrong token, position or version."""
+    for each printable ASCII character. Distributions are peaked, so that wrong tokens or positions show."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -49,12 +49,12 @@ def make_tiny_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
         pad_token_id=0,
         dtype="float32",
     )
-    generator = torch.random.get_rng_state()
+    rng_state = torch.random.get_rng_state()
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(config).float()
     for parameter in model.parameters():  # norms and biases too: otherwise an error in them would not show
         parameter.data += 0.05 * torch.randn_like(parameter)
-    torch.random.set_rng_state(generator)
+    torch.random.set_rng_state(rng_state)
     model.generation_config.eos_token_id = END
     model.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)
@@ -66,9 +66,9 @@ def make_tiny_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    written = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}
+    bytes_of = {" ": "\u0120", "\n": "\u010a", "\t": "\u0109"}
     characters = sorted(set(string.printable) - set("\r\x0b\x0c"))
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *(written.get(c, c) for c in characters)])}
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *(bytes_of.get(c, c) for c in characters)])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -108,8 +108,8 @@ class Reference:
         return log_softmax(logits / (temperature or 1.0))[np.arange(len(answer)), list(answer)]
 
     def last_over(self, older: Reference, tokens: Sequence[int], kept: int) -> float:
-        """Return the logprob of the last token under these weights, over the KV cache of the first `kept`
-        tokens from older ones; 1 <= kept < L - 1."""
+        """Return the logprob of the last token under these weights, with the KV cache of the first `kept`
+        tokens from `older` weights; 1 <= kept < L - 1."""
         import torch
 
         text = torch.tensor([list(tokens)])
@@ -133,7 +133,7 @@ class TinyModel:
 
     @classmethod
     def make(cls, folder: Path, *, seed: int, layers: int) -> TinyModel:
-        """See `make_tiny_model`."""
+        """Make the folder (see `make_tiny_model`) and its reference."""
         return cls(make_tiny_model(folder, seed=seed, layers=layers), Reference(folder))
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -146,14 +146,14 @@ class TinyModel:
 
 @dataclass(frozen=True)
 class NoModel:
-    """What stands for a model and its reference where an engine has none: tensors that mean nothing."""
+    """Takes the place of a model and its reference for engines without a model. Its tensors mean nothing."""
 
     seed: int
     folder = Path()
 
     @property
     def reference(self) -> NoModel:
-        """Itself: nothing is compared."""
+        """Return this object itself: tests compare no numbers."""
         return self
 
     def tensors(self) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ def _samples(purpose: str, step: int) -> _Call:
 
 
 def _advice(until: int | None) -> _Call:
-    said = {"rule": "collapse", "since": 2, "said": 3, "until": until, "message": "the reward fell"}
-    return "advice", {**said, "key": "training.lr", "evidence": {}}
+    facts = {"rule": "collapse", "since": 2, "said": 3, "until": until, "message": "the reward fell"}
+    return "advice", {**facts, "key": "training.lr", "evidence": {}}
 
 
 _SUMMARY: _Call = ("finish", {"status": "completed", "reason": "", "version": 4, "wall_s": 9.0})
@@ -53,47 +53,47 @@ _END = [_step(3), _advice(3), _samples("train", 2), _samples("eval", 2), _step(4
 
 
 class TrackerConformance(ComponentConformance):
-    """The contract of `stretto.tracker.Tracker`: it takes a whole run, continues in another process, and
-    takes again what it got before a kill. Each of its processes is a real one."""
+    """The contract of `stretto.tracker.Tracker`: it accepts a whole run, continues in another process, and
+    accepts again what it got before a kill. The tests run real processes."""
 
     kind: ClassVar[Kind] = "tracker"
     start_s: ClassVar[float] = 60.0
-    """Maximum duration of one of its processes, in seconds."""
+    """Maximum duration of one process of the tracker, in seconds."""
 
     def test_it_takes_a_whole_run_and_writes_in_its_own_folder_only(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """Steps with new figures and with None, evaluations, advice, samples with markup, and the end."""
-        has = self._live(under_test, tmp_path, None, [*_BEGIN, *_END, _SUMMARY])
-        assert has in (None, Sent()), f"`start` returned {has} before anything was sent"
-        own = tmp_path / "run" / "trackers" / under_test.config.folder_name
+        """The run has steps with new figures and None, evaluations, advice, samples, and an end."""
+        sent = self._live(under_test, tmp_path, None, [*_BEGIN, *_END, _SUMMARY])
+        assert sent in (None, Sent()), f"`start` returned {sent} before anything was sent"
+        own_folder = tmp_path / "run" / "trackers" / under_test.config.folder_name
         foreign = [
             str(file.relative_to(tmp_path))
             for file in tmp_path.rglob("*")
-            if not own.is_relative_to(file) and not file.is_relative_to(own)
+            if not own_folder.is_relative_to(file) and not file.is_relative_to(own_folder)
         ]
         assert not foreign, f"it wrote {foreign[0]}, outside of its folder in `trackers`"
 
     def test_what_comes_again_after_a_kill_is_harmless(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """The process was killed after calls and before the note of them."""
+        """The process was killed after it got calls and before they were noted."""
         self._live(under_test, tmp_path, None, [*_BEGIN, _samples("train", 2)], killed=True)
         noted = Sent(step=1, evaluation=0)
-        has = self._live(under_test, tmp_path, noted, [*_BEGIN[2:], *_END, _SUMMARY])
-        assert has is None or (has.step <= 2 and has.evaluation <= 2), (
-            f"`start` returned {has}, but it has got steps up to 2 and evaluations up to 2 only"
+        sent = self._live(under_test, tmp_path, noted, [*_BEGIN[2:], *_END, _SUMMARY])
+        assert sent is None or (sent.step <= 2 and sent.evaluation <= 2), (
+            f"`start` returned {sent}, but it has got steps up to 2 and evaluations up to 2 only"
         )
 
     def test_a_resumed_run_goes_on_after_its_end(
         self, under_test: ComponentUnderTest, tmp_path: Path
     ) -> None:
-        """Another process gets later steps, and the run has another end."""
+        """Another process gets the later steps and another end of the run."""
         self._live(under_test, tmp_path, None, [*_BEGIN, *_END, _SUMMARY])
-        sent = Sent(step=4, evaluation=4, samples=2, evaluation_samples=2)
+        noted = Sent(step=4, evaluation=4, samples=2, evaluation_samples=2)
         more = [_step(5), _step(6), _evaluation(6), _samples("train", 6), _SUMMARY]
-        has = self._live(under_test, tmp_path, sent, more)
-        assert has is None or has.step <= 4, f"`start` returned {has}, but it has got steps up to 4 only"
+        sent = self._live(under_test, tmp_path, noted, more)
+        assert sent is None or sent.step <= 4, f"`start` returned {sent}, but it has got steps up to 4 only"
 
     def _live(
         self,
@@ -104,12 +104,12 @@ class TrackerConformance(ComponentConformance):
         *,
         killed: bool = False,
     ) -> Sent | None:
-        """Run one process of the tracker, `killed` after the last call; return what `start` returned."""
+        """Run one process of the tracker, `killed` after the last call. Return the result of its `start`."""
         context = under_test.context(folder=str(folder / "run"))
-        own = context.path("trackers", under_test.config.folder_name)
-        own.mkdir(parents=True, exist_ok=True)
+        own_folder = context.path("trackers", under_test.config.folder_name)
+        own_folder.mkdir(parents=True, exist_ok=True)
         facts = (under_test.composed.document, context, resumed_at, list(calls), killed)
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", _PROCESS],
             input=msgspec.msgpack.encode(facts),
             capture_output=True,
@@ -118,10 +118,10 @@ class TrackerConformance(ComponentConformance):
             check=False,
         )
         expected = -9 if killed else 0
-        assert done.returncode == expected, (
-            f"its process ended with status {done.returncode}:\n{done.stderr.decode()[-2000:]}"
+        assert process.returncode == expected, (
+            f"its process ended with status {process.returncode}:\n{process.stderr.decode()[-2000:]}"
         )
-        return msgspec.msgpack.decode(done.stdout, type=Sent | None)
+        return msgspec.msgpack.decode(process.stdout, type=Sent | None)
 
 
 _PROCESS = """
@@ -147,4 +147,4 @@ for name, argument in calls:
 if killed:
     os.kill(os.getpid(), signal.SIGKILL)
 """
-"""Makes the tracker of a composed run, starts it, and sends it what it does not have."""
+"""Program that makes the tracker of a run, starts it, and sends it the calls that it has not got yet."""

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["TrainingConformance"]
 
 _NUMBERS = {"lr": 0.1, "eps": 1.0, "clip_norm": None, "warmup_steps": 0}
-"""Keys of both engines, if they have them. A large epsilon makes AdamW's step nearly linear."""
-_LENGTHS = (6, 13, 4, 9)
+"""Keys of both engines, if their configs have them. A large epsilon makes AdamW's step nearly linear."""
+_LENGTHS = (6, 13, 4, 9)  # tokens of each sequence of a batch
 _needs_training = pytest.mark.usefixtures("training")
 
 
@@ -72,15 +72,15 @@ class TrainingConformance(ComponentConformance):
     def test_its_outputs_are_those_of_torch(
         self, engine: TrainingEngine, torch_engine: TrainingEngine
     ) -> None:
-        """The logprob of every token, at two temperatures."""
+        """The test compares the logprob of every token, at two temperatures."""
         for temperature in (1.0, 0.7):
-            found = engine.forward(_batch(), temperature=temperature)
+            outputs = engine.forward(_batch(), temperature=temperature)
             expected = torch_engine.forward(_batch(), temperature=temperature)
-            assert found.dtype == expected.dtype, (
-                f"`forward` returns {found.dtype}; expected {expected.dtype}"
+            assert outputs.dtype == expected.dtype, (
+                f"`forward` returns {outputs.dtype}; expected {expected.dtype}"
             )
-            assert not found.requires_grad, "`forward` returns a tensor with gradient"
-            self._assert_close(f"the logprobs at temperature {temperature}", found, expected)
+            assert not outputs.requires_grad, "`forward` returns a tensor with gradient"
+            self._assert_close(f"the logprobs at temperature {temperature}", outputs, expected)
 
     @_needs_training
     @needs_model
@@ -88,13 +88,13 @@ class TrainingConformance(ComponentConformance):
     def test_a_step_is_that_of_torch(
         self, engine: TrainingEngine, torch_engine: TrainingEngine, reduction: Any
     ) -> None:
-        """Loss, norm of the gradient, statistics, and all weights afterwards."""
+        """The test compares loss, norm of the gradient, statistics, and all weights afterwards."""
         loss = Loss(_loss, reduction)
-        found = engine.train(_batch(), loss, temperature=1.0)
+        figures = engine.train(_batch(), loss, temperature=1.0)
         expected = torch_engine.train(_batch(), loss, temperature=1.0)
         for name in ("loss", "grad_norm", "lr", "advantage", "advantage_max"):
-            assert found[name] == pytest.approx(expected[name], rel=self.tolerance, abs=self.tolerance), (
-                f"{name} is {found[name]}, and {expected[name]} with torch"
+            assert figures[name] == pytest.approx(expected[name], rel=self.tolerance, abs=self.tolerance), (
+                f"{name} is {figures[name]}, and {expected[name]} with torch"
             )
         weights, right = _weights(engine), _weights(torch_engine)
         assert weights.keys() == right.keys(), (
@@ -105,7 +105,7 @@ class TrainingConformance(ComponentConformance):
 
     @_needs_training
     def test_a_step_reports_its_figures_and_changes_the_weights(self, engine: TrainingEngine) -> None:
-        """`loss`, `grad_norm`, `lr` and `micro_batches`. So does an engine without a model."""
+        """Its figures are `loss`, `grad_norm`, `lr` and `micro_batches`, also without a model."""
         import torch
 
         before = _weights(engine)
@@ -119,32 +119,32 @@ class TrainingConformance(ComponentConformance):
     def test_from_a_checkpoint_it_goes_on_as_before(
         self, under_test: ComponentUnderTest, engine: TrainingEngine, model: Path, tmp_path: Path
     ) -> None:
-        """Also after `load` goes back to it, and from a checkpoint written from a copy after that step."""
+        """Tested in a new engine and in the same one, also with a copy written after the next step."""
         loss, folder = Loss(_loss, "token"), tmp_path / "checkpoint"
-        copy = folder / "copy"
-        copy.mkdir(parents=True)
+        copy_folder = folder / "copy"
+        copy_folder.mkdir(parents=True)
         engine.train(_batch(1), loss, temperature=1.0)
         assert engine.save(folder) is None, "`save` did not write everything, though it may make no copy"
-        write = engine.save(copy, 2**40)
+        write_copy = engine.save(copy_folder, 2**40)
         engine.train(_batch(2), loss, temperature=1.0)
-        if write is not None:
-            write()
+        if write_copy is not None:
+            write_copy()
         expected = _weights(engine)
-        other = self._made(under_test, model)
-        for resumed, checkpoint in ((other, folder), (other, copy), (engine, folder)):
+        new_engine = self._made(under_test, model)
+        for resumed, checkpoint in ((new_engine, folder), (new_engine, copy_folder), (engine, folder)):
             resumed.load(checkpoint)
             resumed.train(_batch(2), loss, temperature=1.0)
-            found = _weights(resumed)
+            weights = _weights(resumed)
             for name, tensor in expected.items():
-                self._assert_close(f"tensor {name!r}, one step after `load`,", found[name], tensor)
-        other.stop()
+                self._assert_close(f"tensor {name!r}, one step after `load`,", weights[name], tensor)
+        new_engine.stop()
 
     @_needs_training
     @needs_model
     def test_a_checkpoint_has_a_model_for_other_programs(
         self, engine: TrainingEngine, tmp_path: Path
     ) -> None:
-        """In `model/`, in the format of Hugging Face; and no pickle anywhere."""
+        """The model is in `model/`, in the format of Hugging Face. No file is a pickle."""
         from transformers import AutoModelForCausalLM
 
         engine.save(tmp_path)
@@ -181,19 +181,19 @@ class TrainingConformance(ComponentConformance):
 
 
 def _batch(seed: int = 0) -> Batch:
-    """Return random sequences, of which the second half is trained on."""
+    """Return a batch of random sequences; the second half of each is trained on."""
     import torch
 
     from stretto.rl.batch import Batch
 
     generator = torch.Generator().manual_seed(seed)
     total = sum(_LENGTHS)
-    halves = [position >= length // 2 for length in _LENGTHS for position in range(length)]
+    loss_mask = [position >= length // 2 for length in _LENGTHS for position in range(length)]
     return Batch(
         _LENGTHS,
         {
             "tokens": torch.randint(4, VOCABULARY, (total,), generator=generator),
-            "loss_mask": torch.tensor(halves),
+            "loss_mask": torch.tensor(loss_mask),
             "advantages": torch.randn(total, generator=generator),
         },
         {"group": torch.arange(len(_LENGTHS)) // 2},
@@ -201,7 +201,7 @@ def _batch(seed: int = 0) -> Batch:
 
 
 def _loss(logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """-A log pi, which is linear."""
+    """Return -A log pi of each token, which is linear in log pi, and two statistics."""
     advantages = batch["advantages"]
     return -advantages * logprobs, {"advantage": advantages, "advantage_max": advantages}
 

@@ -37,7 +37,7 @@ _Handler = Callable[[bytes], Awaitable[bytes]]
 
 
 def _tensors(version: int) -> dict[str, Tensor]:
-    """Several dtypes, and one tensor that is larger than a message."""
+    """Return tensors of several dtypes, one of them larger than a message."""
     import torch
 
     return {
@@ -49,12 +49,12 @@ def _tensors(version: int) -> dict[str, Tensor]:
 
 
 def _small_steps(version: int) -> dict[str, Tensor]:
-    """In 16 bits, with few values that differ from the version before: a transport may send those alone."""
+    """Return 16-bit tensors. Few values differ from the version before: a transport may send only these."""
     import torch
 
-    drawn = torch.Generator().manual_seed(version)
+    generator = torch.Generator().manual_seed(version)
     weight = torch.arange(40_000, dtype=torch.int32).reshape(400, 100).bfloat16()
-    weight[:, torch.randint(0, 100, (1,), generator=drawn)] += 1 + version
+    weight[:, torch.randint(0, 100, (1,), generator=generator)] += 1 + version
     return {
         "model.embed.weight": weight,
         "model.norm.weight": torch.full((7,), 0.5 + version // 8).bfloat16(),
@@ -87,7 +87,7 @@ class _LocalWire:
 
 
 class _Ends:
-    """A run's publisher, used from the test's thread, and subscribers, in an event loop of their own."""
+    """A run's publisher, used from the test's thread, and subscribers in their own event loop."""
 
     def __init__(self, under_test: ComponentUnderTest, portal: BlockingPortal) -> None:
         self._under_test = under_test
@@ -184,13 +184,13 @@ class WeightsConformance(ComponentConformance):
 
     @classmethod
     def stored(cls, note: WeightsNote, section: Mapping[str, Any]) -> list[Path]:
-        """Return the files with the tensors of a published version, which a test damages. By default, those
-        in the folder that is the note's address."""
+        """Return the files with the tensors of a published version, which a test damages. By default, they
+        are in the folder at the note's address."""
         del section
         return sorted(Path(note.address).glob("*.safetensors"))
 
     def test_every_version_arrives_as_it_was_published(self, ends: _Ends) -> None:
-        """Every tensor of it, with its hash, at two engines."""
+        """Two engines receive every tensor with its hash."""
         subscribers = [ends.subscriber(), ends.subscriber()]
         for version in range(4):
             note = ends.publish(version)
@@ -199,7 +199,7 @@ class WeightsConformance(ComponentConformance):
                 ends.assert_arrives(subscriber, note)
 
     def test_frozen_tensors_are_a_part_of_every_version(self, ends: _Ends) -> None:
-        """For an engine that gets every version, and for one that comes later. Others may replace them."""
+        """Tested with an engine that gets every version, and with later ones. `freeze` is called again."""
         names = ("model.embed.weight", "model.steps")
         if not isinstance(ends.publisher, FreezingPublisher):
             pytest.skip("its publisher takes all tensors with every version")
@@ -207,13 +207,13 @@ class WeightsConformance(ComponentConformance):
         ends.freeze(*names)
         for version in range(3):
             note = ends.publish(version, frozen=names)
-            for each in (subscriber, ends.subscriber()):
-                ends.assert_arrives(each, note, names)
+            for reader in (subscriber, ends.subscriber()):
+                ends.assert_arrives(reader, note, names)
         ends.freeze()
         ends.assert_arrives(subscriber, ends.publish(3))
 
     def test_a_late_engine_gets_the_newest_version(self, ends: _Ends) -> None:
-        """Publishing does not wait for it. Fetching a removed version raises WeightsError."""
+        """Publishing does not wait for the engine. Fetching a removed version raises WeightsError."""
         notes = [ends.publish(version) for version in range(8)]
         subscriber = ends.subscriber()
         ends.assert_arrives(subscriber, notes[-1])
@@ -221,7 +221,7 @@ class WeightsConformance(ComponentConformance):
             ends.assert_arrives(subscriber, notes[0])
 
     def test_small_steps_arrive_as_they_were_published(self, ends: _Ends) -> None:
-        """At an engine that gets every version, at one that gets some, and at those that come later."""
+        """Tested with an engine that gets every version, one that gets some, and engines that come later."""
         always, sometimes = ends.subscriber(), ends.subscriber()
         note = ends.publish(0, tensors_of=_small_steps)
         for version in range(40):
@@ -231,14 +231,14 @@ class WeightsConformance(ComponentConformance):
             for subscriber in readers:
                 ends.assert_arrives(subscriber, note, tensors_of=_small_steps)
         ends.assert_arrives(always, note, tensors_of=_small_steps)  # again
-        for version in (38, 39, 40):  # steps that were lost are done again, in another way
+        for version in (38, 39, 40):  # lost steps are trained again, with other weights
             note = ends.publish(version)
             ends.assert_arrives(always, note)
         note = ends.publish(41, tensors_of=_small_steps)
         ends.assert_arrives(always, note, tensors_of=_small_steps)
 
     def test_a_damaged_copy_of_an_older_version_does_no_harm(self, ends: _Ends, tmp_path: Path) -> None:
-        """Then everything is fetched again. Versions that are needed stay and can be copied."""
+        """The subscriber then fetches all tensors again. Needed versions stay and can be copied."""
         subscriber = ends.subscriber()
         notes: list[WeightsNote] = []
         for version in range(6):
@@ -246,8 +246,8 @@ class WeightsConformance(ComponentConformance):
             update = ends.receive(subscriber, notes[-1])
             folder = update.folder
             update.close()
-            own = folder is not None and folder.exists() and folder != Path(notes[-1].address)
-            if version == 3 and folder is not None and own:
+            has_own_copy = folder is not None and folder.exists() and folder != Path(notes[-1].address)
+            if version == 3 and folder is not None and has_own_copy:
                 file = sorted(folder.glob("*.safetensors"))[-1]
                 file.write_bytes(file.read_bytes()[:-2] + b"??")
         ends.assert_arrives(subscriber, notes[-1], tensors_of=_small_steps)
@@ -258,7 +258,7 @@ class WeightsConformance(ComponentConformance):
             _assert_equal(open_version(notes[version], copy).tensors(), _small_steps(version))
 
     def test_a_version_can_be_copied(self, ends: _Ends, tmp_path: Path) -> None:
-        """For a checkpoint. One that was never published cannot."""
+        """Checkpoints need this. Copying a version that was never published raises WeightsError."""
         note = ends.publish(2)
         ends.publisher.copy(2, tmp_path / "copy")
         _assert_equal(open_version(note, tmp_path / "copy").tensors(), _tensors(2))
@@ -274,7 +274,7 @@ class WeightsConformance(ComponentConformance):
         ends.assert_arrives(subscriber, note)
 
     def test_damaged_weights_are_refused(self, ends: _Ends, section: Mapping[str, Any]) -> None:
-        """One bit of one tensor is enough."""
+        """A single wrong bit in one tensor is enough."""
         note = ends.publish(0)
         files = self.stored(note, section)
         if not files:
@@ -285,13 +285,13 @@ class WeightsConformance(ComponentConformance):
         ends.assert_refused(ends.subscriber(), note, "damaged weights")
 
     def test_nothing_is_left_after_the_end(self, under_test: ComponentUnderTest) -> None:
-        """Neither a version nor a file in the run's folder, also when a publisher was killed."""
+        """No version and no file in the run's folder is left, also when a publisher was killed."""
         with _ends_of(under_test) as ends:
             note = ends.publish(0)
             ends.transport("kernel").clean()
             ends.assert_refused(ends.subscriber(), note, "a version that `clean` has removed")
-        left = [file for file in under_test.folder.rglob("*") if file.is_file()]
-        assert not left, f"{left[0]} is left after `close` and `clean`"
+        files = [file for file in under_test.folder.rglob("*") if file.is_file()]
+        assert not files, f"{files[0]} is left after `close` and `clean`"
 
 
 def _assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""The contract of workflows as tests, and a session without a run, for tests of what a workflow does."""
+"""The contract of workflows as tests, and a session without a run, for tests of workflows."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ScoreCall(NamedTuple):
 
 
 async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Return `sample` of each number below `size`, run concurrently, in order. The first error ends all."""
+    """Run `sample` for each number below `size` concurrently. Return the results in order, or raise."""
     results: dict[int, T] = {}
 
     async def run_one(number: int) -> None:
@@ -76,11 +76,11 @@ async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
 
 
 class FakeSession:
-    """A `stretto.workflow.Session` without a run, which records what the workflow asks of it: a script
-    answers; tools, environment and reward are plain functions.
+    """A `stretto.workflow.Session` without a run, which records the requests of the workflow. A script
+    gives the answers; tools, environment and reward are plain functions.
 
     Tokens are bytes, unless there is another tokenizer. Token i of an answer has the logprob -0.5 - 0.001 i
-    and the version 3 + i // 8, so a workflow that mixes them up shows.
+    and the version 3 + i // 8, so a test sees whether a workflow mixes tokens up.
 
     Args:
         answers: texts of the answers, in a cycle; or a function of the prompt's text and the number of the
@@ -112,7 +112,7 @@ class FakeSession:
         self.sampling = sampling or Sampling(max_tokens=400)
         self.tokenizer: Tokenizer = tokenizer or ByteTokenizer()
         self.generated: list[Generated] = []
-        """Every sample, in the order in which it was asked for."""
+        """Every sample, in the order of the requests."""
         self.scored: list[ScoreCall] = []
         self._answers = answers
         self._reward = reward
@@ -156,11 +156,11 @@ class FakeSession:
         return conversation_in(self, name, prompt, tools=shown, limit=limit, on_tokens=on_tokens)
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Make the samples, each once. The first error ends all."""
+        """Run `sample` once for each sample of the group. The first error ends all."""
         return await together(self.group_size, sample)
 
     def begin(self, conversation_id: str) -> None:
-        """Number the conversation."""
+        """Give the conversation the next number."""
         self._number_of(conversation_id)
 
     async def score(
@@ -170,7 +170,7 @@ class FakeSession:
         *,
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
-        """Score texts with the function, and add the metric `scored`."""
+        """Score texts with the function `reward`, and add the metric `scored`."""
         del prompt
         texts, more = texts_and_columns(answers, columns or {})
         for name, values in more.items():
@@ -311,14 +311,14 @@ class _IncompleteSession(FakeSession):
 
 
 class _Watch:
-    """Looks from another thread, every 10 ms, at this thread's event loop. On a machine that stands still,
-    the other thread does not look either."""
+    """Watches this thread's event loop from another thread, every 10 ms. On a machine that stands still, the
+    other thread does not look either."""
 
     _LOOKS = 20
 
     def __init__(self) -> None:
         self.blocked = ""
-        """Where the loop was in 20 looks in a row, other than waiting for events; empty if nowhere."""
+        """Stack of the loop if it stood still for 20 looks in a row, not waiting for events; else empty."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, args=[threading.get_ident()])
 
@@ -330,14 +330,14 @@ class _Watch:
         self._thread.join()
 
     def _look(self, watched: int) -> None:
-        before, looks = None, 0
+        last_place, num_same = None, 0
         while not self.blocked and not self._over.wait(0.01):
             frame = sys._current_frames()[watched]  # pyright: ignore[reportPrivateUsage]
             place = (frame.f_code, frame.f_lineno)
             idle = frame.f_code.co_filename.endswith("selectors.py")
-            looks = looks + 1 if place == before and not idle else 0
-            before = place
-            if looks == self._LOOKS:
+            num_same = num_same + 1 if place == last_place and not idle else 0
+            last_place = place
+            if num_same == self._LOOKS:
                 self.blocked = "".join(traceback.format_stack(frame, limit=3)).rstrip()
 
 
@@ -345,17 +345,17 @@ S = TypeVar("S", bound=FakeSession)
 
 
 class WorkflowConformance(ComponentConformance):
-    """The contract of `stretto.workflow.Workflow`: trajectories of what the policy sampled, and nothing kept
-    from one prompt to the next."""
+    """The contract of `stretto.workflow.Workflow`: trajectories have what the policy sampled, and a workflow
+    keeps nothing from one prompt to the next."""
 
     kind: ClassVar[Kind] = "workflow"
     row: ClassVar[Mapping[str, Any]] = {"prompt": "1+1=", "answer": "2"}
     """A row, with the columns that the workflow needs."""
     answers: ClassVar[Sequence[str]] = ("2", "It is 3.", "one more than one, so: 2")
-    """What the policy answers, in turn."""
+    """Answers of the policy, in turn."""
     group_size: ClassVar[int] = 3
     chats: ClassVar[bool] = True
-    """Whether the prompt of a row may be a chat, a list of messages. Most instruct models are trained so."""
+    """Whether the prompt of a row may be a chat, a list of messages, as most instruct models need."""
 
     @classmethod
     def session(
@@ -369,7 +369,7 @@ class WorkflowConformance(ComponentConformance):
         return make(answers, size=cls.group_size, reward=reward, **_user_code(under_test.config))
 
     def test_its_trajectories_are_what_the_policy_sampled(self, under_test: ComponentUnderTest) -> None:
-        """Each token has its own logprob and version, for prompts at the same time with one object."""
+        """Each token has its own logprob and version, also when one object runs several prompts at once."""
         sessions = [
             self.session(under_test, [f"{text} ({number})" for text in self.answers]) for number in range(3)
         ]
@@ -377,7 +377,7 @@ class WorkflowConformance(ComponentConformance):
             assert_valid_trajectories(trajectories, session)
 
     def test_the_same_answers_make_the_same_trajectories(self, under_test: ComponentUnderTest) -> None:
-        """A ticket that is issued again, after a worker died, must not train on something else."""
+        """A ticket that is issued again after a worker died must not train on something else."""
         first, second = (
             self._played(under_test, self.session(under_test, self.answers))[0] for _ in range(2)
         )
@@ -388,7 +388,7 @@ class WorkflowConformance(ComponentConformance):
     def test_the_reward_gets_the_columns_that_the_component_names(
         self, under_test: ComponentUnderTest
     ) -> None:
-        """`Component.reward_columns`, with which `stretto check` tests whether the reward fits."""
+        """`stretto check` uses `Component.reward_columns` to test whether the reward fits."""
         named = under_test.component.reward_columns
         if named is None:
             pytest.skip("the component names no `reward_columns`")
@@ -401,7 +401,7 @@ class WorkflowConformance(ComponentConformance):
             )
 
     def test_a_prompt_may_be_a_chat(self, under_test: ComponentUnderTest) -> None:
-        """Unless the class says `chats = False`."""
+        """Skipped if the class says `chats = False`."""
         if not self.chats or not isinstance(self.row["prompt"], str):
             pytest.skip("its rows are chats" if self.chats else "its rows are no chats")
         row = {**self.row, "prompt": [{"role": "user", "content": self.row["prompt"]}]}
@@ -416,7 +416,7 @@ class WorkflowConformance(ComponentConformance):
         assert_valid_trajectories(trajectories, session)
 
     def test_a_sample_gets_the_reward_of_its_own_answers(self, under_test: ComponentUnderTest) -> None:
-        """Not that of another sample of its group. If a workflow changes the rewards, this shows nothing."""
+        """And not the reward of another sample. The test shows nothing if a workflow changes the rewards."""
         rewards, turns = dict[str, float](), Counter[int]()
 
         def answer(_: str, number: int) -> str:
@@ -426,23 +426,23 @@ class WorkflowConformance(ComponentConformance):
         session = self.session(
             under_test,
             answer,
-            reward=lambda text: rewards.setdefault(text, 2.0 ** len(rewards)),  # no sum is another one
+            reward=lambda text: rewards.setdefault(text, 2.0 ** len(rewards)),  # no two sums are equal
         )
         [trajectories] = self._played(under_test, session)
         numbers = sample_numbers(trajectories)
         for number in set(numbers):
             parts = [each for of, each in zip(numbers, trajectories, strict=True) if of == number]
-            said = "".join(session.tokenizer.decode(each.tokens[each.loss_mask]) for each in parts)
-            own = [each.answer.text for each in session.generated if each.answer.text in said]
+            sampled_text = "".join(session.tokenizer.decode(each.tokens[each.loss_mask]) for each in parts)
+            own_answers = [each.answer.text for each in session.generated if each.answer.text in sampled_text]
             for text, reward in rewards.items():
-                fits = any(text in each or each in text for each in own)
+                fits = any(text in each or each in text for each in own_answers)
                 assert fits or reward != parts[0].score.reward, (
-                    f"sample {number} has the reward of {text!r}, and its answers are {own}"
+                    f"sample {number} has the reward of {text!r}, and its answers are {own_answers}"
                 )
 
     def test_it_does_not_block_the_event_loop(self, under_test: ComponentUnderTest) -> None:
         """Anything that waits without `await`, such as `time.sleep`, stops a worker's hundreds of tickets."""
-        self._played(under_test, self.session(under_test, self.answers))  # imports what it needs
+        self._played(under_test, self.session(under_test, self.answers))  # imports the modules that it needs
         watch = _Watch()
         self._played(under_test, self.session(under_test, self.answers), watch=watch)
         assert not watch.blocked, (
@@ -454,23 +454,23 @@ class WorkflowConformance(ComponentConformance):
         """The workflow does not turn it into a trajectory."""
         session = self.session(under_test, self.answers, _BrokenSession)
         try:
-            [made] = self._played(under_test, session)
+            [trajectories] = self._played(under_test, session)
         except Exception:  # noqa: BLE001 - any exception fails the ticket
             return
-        raise AssertionError(f"no engine served a request, and it returned {len(made)} trajectories")
+        raise AssertionError(f"no engine served a request, and it returned {len(trajectories)} trajectories")
 
     def test_a_sample_that_fails_costs_no_other(self, under_test: ComponentUnderTest) -> None:
-        """What `Session.members` leaves out is missing; the others are the group."""
+        """The group is then the samples that `Session.members` returns."""
         session = self.session(under_test, self.answers, _IncompleteSession)
         [trajectories] = self._played(under_test, session)
         if not session.has_members:
             pytest.skip("the workflow does not make its samples apart from each other")
         assert_valid_trajectories(trajectories, session)
-        found = len(set(sample_numbers(trajectories)))
-        assert found == self.group_size - 1, f"{found} samples of the {self.group_size - 1} that were made"
+        number = len(set(sample_numbers(trajectories)))
+        assert number == self.group_size - 1, f"{number} samples of the {self.group_size - 1} that were made"
 
     def test_an_answer_without_a_score_gets_none(self, under_test: ComponentUnderTest) -> None:
-        """`Session.score` gives NaN to an answer whose scoring failed; so do all parts of the sample."""
+        """`Session.score` returns NaN if scoring an answer failed; all parts of its sample then have NaN."""
         scored: list[str] = []
 
         def reward(text: str) -> float:
@@ -482,14 +482,14 @@ class WorkflowConformance(ComponentConformance):
         if not scored:
             pytest.skip("the workflow gives the reward itself")
         numbers = sample_numbers(trajectories)
-        lost = {
+        unscored = {
             number
             for number, each in zip(numbers, trajectories, strict=True)
             if math.isnan(each.score.reward)
         }
-        assert len(lost) == 1, f"one answer has no score, and the samples {sorted(lost)} have none"
+        assert len(unscored) == 1, f"one answer has no score, and the samples {sorted(unscored)} have none"
         for number, each in zip(numbers, trajectories, strict=True):
-            assert math.isnan(each.score.reward) == (number in lost), (
+            assert math.isnan(each.score.reward) == (number in unscored), (
                 f"parts of sample {number} have different rewards"
             )
 
@@ -500,7 +500,7 @@ class WorkflowConformance(ComponentConformance):
         row: Mapping[str, Any] | None = None,
         watch: _Watch | None = None,
     ) -> list[Sequence[Trajectory]]:
-        """Run a row, or the class's, in each session, all at once and with one object."""
+        """Run `row`, by default the class's row, in each session, concurrently with one workflow object."""
         row = self.row if row is None else row
 
         async def play_all() -> list[Sequence[Trajectory]]:
