@@ -37,7 +37,7 @@ _ERRORS = {
     404: "not_found_error",
     413: "request_too_large",
 }
-"""The API's type of error by status. Others are `invalid_request_error`, or `api_error` from 500 on."""
+"""HTTP status -> the API's type of error; others: `invalid_request_error`, or `api_error` from 500 on."""
 
 
 # --------------------------------------------------------------------------------- parts of requests
@@ -154,7 +154,7 @@ class MessageCall:
             yield _event("content_block_stop", index=index)
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Yield the reason of the end and the token counts."""
+        """Yield the stop reason and the token counts."""
         [reply] = replies
         usage = _usage(reply.prompt_tokens, len(reply.answer.tokens))
         yield _event("message_delta", delta=self._ending(reply), usage=usage)
@@ -182,7 +182,7 @@ class MessageCall:
 
 
 def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
-    """Yield a message in the form of chat templates; a user's gives one for each tool's result and text."""
+    """Yield a message in the form of chat templates. A user's becomes one for each tool result and text."""
     blocks = _blocks(message.content)
     if message.role == "assistant":
         yield _answer(blocks, location)
@@ -204,7 +204,7 @@ def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
 
 
 def _answer(blocks: Sequence[dict[str, Any]], location: str) -> Message:
-    """The message equals the one that the endpoint made of the same answer."""
+    """Return an assistant's message, equal to the one that the endpoint made of the same answer."""
     text, calls = "", list[dict[str, Any]]()
     for index, block in enumerate(blocks):
         place = f"{location}.content[{index}]"

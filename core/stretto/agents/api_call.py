@@ -1,7 +1,7 @@
-"""A call of the policy over HTTP, whatever the API: what the endpoint needs of it, and how bodies are read.
+"""A call of the policy over HTTP, for all APIs: what the endpoint needs, and functions that read bodies.
 
-`openai_api` and `anthropic_api` make `APICall`s of requests and write answers. Both turn chats into the
-messages of chat templates, so a chat may continue in the other API.
+`openai_api` and `anthropic_api` make `APICall`s of requests, which write the answers. Both turn chats into
+the messages of chat templates, so a chat may continue in the other API.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MODEL = "policy"
 """Name of the only model. The model's name in a request is not checked."""
 
 Event = tuple[str, Mapping[str, Any]]
-"""An event of a stream: its type, empty where the API gives it none, and its data."""
+"""An event of a stream: (type, data). The type is empty if the API does not name it."""
 
 
 class ApiError(StrettoError):
-    """A refused request: `param` is the wrong field, `code` for programs, `status` the HTTP status."""
+    """A refused request: `param` is the wrong field, `code` a word for programs, `status` the HTTP status."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
@@ -54,7 +54,7 @@ class ApiError(StrettoError):
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer as the agent gets it."""
+    """One answer, as the agent gets it."""
 
     answer: Answer
     prompt_tokens: int
@@ -68,15 +68,15 @@ class Reply:
 
 
 class APICall(Protocol):
-    """A parsed request, and how to write its answer."""
+    """A parsed request, with methods that write its answer."""
 
     inputs: list[Input]
     """The policy's input for each choice."""
     images: list[bytes]
-    """Files of the images in the input. Its messages name them by their SHA-256."""
+    """Files of the images in the input, whose messages name the images by SHA-256."""
     tools: list[dict[str, Any]]
     reads_tools: bool
-    """Whether answers are searched for calls of the tools."""
+    """Whether the endpoint searches answers for calls of the tools."""
     max_tokens: int | None
     stop: list[str]
     stream: bool
@@ -88,7 +88,7 @@ class APICall(Protocol):
         ...
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
-        """Yield the events before the first piece. `prompt_tokens`: for a call with one choice."""
+        """Yield the events before the first piece. `prompt_tokens`: length of the first choice's prompt."""
         ...
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:

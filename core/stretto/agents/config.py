@@ -1,4 +1,4 @@
-"""The part of a section that all workflows with agents share."""
+"""The keys that the sections of all workflows with agents share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class AgentCallsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown
     """Base of the section of a workflow whose agents call the policy over HTTP."""
 
     max_calls: PositiveInt = 64
-    """Number of answers that one run of the agent may request."""
+    """Maximum number of answers that one run of the agent may request."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit, which fails the
-    call."""
+    """Maximum number of tokens of a whole chat, prompt included. By default only the engine's own limit
+    applies, beyond which a call fails."""
     max_total_tokens: PositiveInt | None = None
-    """Tokens that may be sampled in one run of the agent; null for no limit."""
+    """Maximum number of tokens that may be sampled in one run of the agent; null for no limit."""
     tool_parser: ParserName = "hermes"
     """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
 

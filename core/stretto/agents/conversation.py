@@ -1,9 +1,9 @@
 """Chats with the policy, kept as the token ids that the policy sampled.
 
-Each prompt extends the ids of the turns before. Only text added since the last answer is tokenised; sampled
-tokens never are again. If a chat template changes the history, for example by stripping earlier reasoning,
-the ids so far end as a trajectory of their own, and a new one begins with the history as the template writes
-it. This is a *split*.
+Each prompt extends the ids of the earlier turns. Only text added since the last answer is tokenised; sampled
+tokens are never tokenised again. If a chat template changes the history, for example by stripping earlier
+reasoning, the ids so far end as a trajectory of their own, and a new one begins with the history as the
+template writes it. This is a *split*.
 
 Added text may have images if the policy reads them. In a chat, an image of the history is a part `{"type":
 "image", "sha256": ...}` of a message's content.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Conversation", "Generate", "Segment", "conversation_in"]
 
-# Ids of a prompt, how to sample, names of its images (None if the policy reads none) -> one answer.
+# (ids of a prompt, sampling parameters, names of its images or None if it can have none) -> one answer.
 Generate = Callable[["NDArray[np.int32]", "Sampling", "Sequence[str] | None"], Awaitable[Answer]]
 # Tokens, loss mask, logprobs and versions.
 _Part = tuple["NDArray[Any]", "NDArray[Any]", "NDArray[Any]", "NDArray[Any]"]
@@ -50,7 +50,7 @@ class Conversation:
         sampling: sampling parameters; an argument of `reply` replaces them.
         prompt: chat messages, or plain text without a chat.
         tools: JSON schemas of functions that the chat template shows to the policy.
-        limit: most tokens of the conversation, prompt included; None for only the engine's limit.
+        limit: maximum number of tokens, prompt included; None: only the engine's limit applies.
         images: the images of the ticket; None if the policy reads no images.
     """
 
@@ -72,7 +72,7 @@ class Conversation:
         self._limit = limit
         self._images = images
         self._text_images: list[str] = []
-        """The images of a plain text, in order. Those of a chat are parts of its messages."""
+        """The images of a plain text, in order. Images of a chat are parts of its messages."""
         self._segments: list[Segment] = []
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
         """All messages or text so far. Each answer is an assistant's message with the sampled text."""
@@ -80,12 +80,12 @@ class Conversation:
 
     @property
     def splits(self) -> int:
-        """How often the chat template changed the history (see the module)."""
+        """Number of splits (see the module)."""
         return max(0, len(self._segments) - 1)
 
     def add(self, *turns: str | Message, images: Sequence[bytes] = ()) -> None:
-        """Add turns of others before the next answer: messages to a chat, where a text is the user's; text to
-        a plain text.
+        """Add turns of others before the next answer: to a chat messages, or text as a user's message; to a
+        plain text, text.
 
         Args:
             images: files of the images in these turns, in the order of their places: the string `<image>` in
@@ -115,8 +115,8 @@ class Conversation:
             self.history += turn
 
     async def reply(self, sampling: Sampling | None = None) -> Answer | None:
-        """Sample the policy's next answer; None if the limit leaves no room for a token. Raise EngineError if
-        no engine can serve it, RequestError if the text is too long for the model, whatever the limit."""
+        """Sample the policy's next answer; None if the limit leaves no room for a token. Raises EngineError
+        if no engine can serve the request, and RequestError if the text is too long for the model."""
         sampling = sampling or self._sampling
         segment = await self._current_segment()
         if segment is None:
@@ -141,7 +141,7 @@ class Conversation:
 
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return one trajectory for each part between splits that has an answer. Each has the conversation's
-        score, with the metrics `turns` and `splits`. The last one has its messages."""
+        score, with the metrics `turns` and `splits`. The last one has the conversation's messages."""
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
         score = replace(score, metrics=metrics)
         reads_images = self._images is not None
@@ -160,8 +160,8 @@ class Conversation:
         return text.removesuffix(self._tokenizer.decode(answer.tokens[len(body) :], special=True))
 
     async def _current_segment(self) -> Segment | None:
-        """Return a segment with the whole history: the newest one extended, or a new one after a split. None
-        if the limit leaves no room for the text."""
+        """Return a segment with the whole history: the newest segment, extended, or a new segment after a
+        split. None if the limit leaves no room for the text."""
         history = self.history
         text, names = await self._rendered(history)
         segment = self._segments[-1] if self._segments else Segment()
@@ -200,13 +200,13 @@ class Conversation:
         return await work_on_text(encode, len(text))
 
     def _has_room_for(self, text: str, segment: Segment) -> bool:
-        """The limit may leave room for a text after a segment. Only its tokens say it for sure."""
+        """Return whether a text may fit after a segment. Only its number of tokens can show that it fits."""
         if self._limit is not None:
             return len(text) <= self._tokenizer.most_characters(self._limit - segment.length)
-        most = self._tokenizer.most_characters(None)
-        if len(text) > most:
+        most_characters = self._tokenizer.most_characters(None)
+        if len(text) > most_characters:
             raise RequestError(
-                f"a text of {len(text)} characters; the model reads at most {most}: cut what "
+                f"a text of {len(text)} characters; the model reads at most {most_characters}: cut what "
                 "tools and environments return"
             )
         return True
@@ -221,8 +221,8 @@ def conversation_in(
     limit: int | None = None,
     on_tokens: OnTokens | None = None,
 ) -> Conversation:
-    """Return a new conversation whose answers a session samples, the row's images at their places in the
-    prompt. `name` differs from those of the session's other conversations."""
+    """Return a new conversation whose answers a session samples. The row's images are at their places in the
+    prompt. `name` is unique in the session."""
 
     async def generate_one(
         ids: NDArray[np.int32], sampling: Sampling, images: Sequence[str] | None
@@ -243,7 +243,7 @@ def conversation_in(
 
 
 class Segment:
-    """A sequence of ids; the prompt of each of its turns is a prefix of it."""
+    """A sequence of ids that begins with the prompt of each of its turns."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -278,14 +278,14 @@ class Segment:
     def trajectory(self, score: Score, *, reads_images: bool) -> Trajectory:
         """Return the trajectory of the ids up to the last answer."""
         assert self.last is not None
-        end = [number for number, part in enumerate(self._parts, 1) if part[1].any()][-1]
-        tokens, loss_mask, logprobs, versions = map(np.concatenate, zip(*self._parts[:end], strict=True))
-        last, images = self.last, self.images(end) if reads_images else None
-        kept = [each for each in self._kept[:end] if each is not None]
+        count = [number for number, part in enumerate(self._parts, 1) if part[1].any()][-1]
+        tokens, loss_mask, logprobs, versions = map(np.concatenate, zip(*self._parts[:count], strict=True))
+        last, images = self.last, self.images(count) if reads_images else None
+        kept = [each for each in self._kept[:count] if each is not None]
         return Trajectory(
             *(tokens, loss_mask, logprobs, versions, score, last.finish, last.engine),
             images=images,
-            kept=KeptTokens.concat(kept) if last.kept is not None and len(kept) == end else None,
+            kept=KeptTokens.concat(kept) if last.kept is not None and len(kept) == count else None,
         )
 
     def _add(self, part: _Part, text: str, images: Sequence[str], kept: KeptTokens | None) -> None:

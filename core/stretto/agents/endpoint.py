@@ -1,8 +1,8 @@
 """The policy behind the HTTP APIs of OpenAI and Anthropic, for agents that do not know stretto.
 
-One server a process, on loopback or on sockets in the sandboxes of agents. A request's key names its agent
-run, whose calls become trajectories (`stretto.agents.recorder`). A stream sends tokens once they are complete
-characters and cannot begin a stop text or a tool call. A swap of weights only delays them.
+A process has one server, on loopback or on sockets in the sandboxes of agents. A request's key names its
+agent run, whose calls become trajectories (`stretto.agents.recorder`). A stream sends tokens once they are
+complete characters and cannot begin a stop text or a tool call. A swap of weights only delays the tokens.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ log = structlog.get_logger()
 _MAX_BODY = 16 * 2**20
 """Largest body of a request, in bytes: JSON of the longest text that a model reads."""
 _MAX_BODY_WITH_IMAGES = 64 * 2**20
-"""The same for a policy that reads images: a chat comes with all its images again in every request."""
+"""Largest body for a policy that reads images, in bytes: every request of a chat has all its images."""
 _MAX_CONNECTIONS = 256
-"""Connections that one socket of `Endpoint.serve_socket` may have. Each takes one of this process's files."""
+"""Connections that one socket of `Endpoint.serve_socket` may have. Each needs a file descriptor."""
 _MAX_STRANGERS = 64
-"""Connections to the port that have not shown a valid key yet. With more, the oldest of them is closed."""
+"""Connections to the port without a valid key so far. If there are more, the oldest one is closed."""
 _IDLE_S = 30.0
-"""Seconds for which a connection may wait for its next request, or for the rest of a head."""
+"""Seconds for which a connection may wait for its next request, or for the rest of a request's head."""
 _FULL_S = 0.05
-"""Seconds between two looks at the connections of a socket that has as many as it may have."""
-_News = tuple[int, "str | Reply"]
-_REFUSALS = (ApiError, OverLimit, ConfigError, EngineError, RequestError)
+"""Seconds until a socket with the maximum number of connections is checked again."""
+_News = tuple[int, "str | Reply"]  # (number of a choice, its next text or its complete reply)
+_REFUSALS = (ApiError, OverLimit, ConfigError, EngineError, RequestError)  # errors of a call
 # Texts that begin tool calls. A stream holds back the text after them until they are known to be calls.
 _MARKS: Mapping[ParserName, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
@@ -73,7 +73,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class _AgentRun:
     recorder: CallRecorder
     responses: dict[str, list[Message]] = field(default_factory=dict[str, "list[Message]"])
-    """The chat's messages up to each response, by the response's id."""
+    """Id of a response -> the chat's messages up to this response."""
     calls: int = 0
     """Number of tool calls so far; the next call's id contains it."""
 
@@ -85,7 +85,7 @@ _CALLS: Mapping[str, _MakeCall] = {
     "/v1/responses": lambda body, run: ResponseCall(body, run.responses),
     _MESSAGES: lambda body, run: MessageCall(body),
 }
-"""Path of each API -> how its calls are made of the bodies of requests."""
+"""Path of each API -> function that makes a call from a request's body."""
 
 
 def base_url(port: int) -> str:
@@ -100,8 +100,8 @@ def key_of(request: web.Request) -> str:
 
 
 class Endpoint:
-    """The server of one process: serves a port after `start`, and sockets given to `serve_socket`, until
-    `stop` or its end. `routes`: other requests that it serves; handlers may raise `ApiError`."""
+    """The server of one process. It serves a port after `start`, and sockets passed to `serve_socket`, until
+    `stop`. `routes`: further requests that it serves; their handlers may raise `ApiError`."""
 
     def __init__(
         self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
@@ -118,7 +118,7 @@ class Endpoint:
         """The URL for clients, `/v1` included; empty before the server is started."""
 
     async def start(self, port: int = 0) -> None:
-        """Listen on a port of loopback; 0 for any free one. Idempotent. Raise OSError if it is not free."""
+        """Listen on a port of loopback; 0 for any free one. Idempotent. Raise OSError if the port is used."""
         async with self._starting:
             if not self.base_url:
                 await self._made_runner()
@@ -140,12 +140,12 @@ class Endpoint:
         return stranger
 
     def admit(self, request: web.Request) -> None:
-        """Keep the connection of a request that has a valid key, however many strangers connect."""
+        """Do not count the connection of a request with a valid key as a stranger any more."""
         self._strangers.pop(request.protocol, None)
 
     async def serve_socket(self, listener: socket.socket) -> None:
-        """Serve a listening socket until the caller is cancelled; then close its connections. If it has very
-        many, others wait. Raise OSError if this process has too many open files."""
+        """Serve a listening socket until the caller is cancelled; then close its connections. New connections
+        wait while it has the maximum. Raises OSError if this process has too many open files."""
         async with self._starting:
             runner = await self._made_runner()
         assert runner.server is not None
@@ -270,7 +270,7 @@ class Endpoint:
         return _json(call.response([replies[choice] for choice in range(len(threads))]))
 
     async def _stream(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
-        """Stream the answer, from the first token on, so that an earlier refusal has its own status."""
+        """Stream the answer. The response begins with the first token, so earlier refusals have a status."""
         threads = agent_run.recorder.take(call.inputs, call.tools)
         send, receive = anyio.create_memory_object_stream[_News](math.inf)
         replies: dict[int, Reply] = {}
@@ -326,8 +326,8 @@ class Endpoint:
         return Reply(answer, len(thread.prompt), message)
 
     def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
-        """Return the message with its tool calls; None if it has none, or one cannot be parsed: as with other
-        servers, the message is then the sampled text."""
+        """Return the answer's message with tool calls; None if it has no calls, or one cannot be parsed: as
+        with other servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
         calls = parse_calls(text, self._tool_parser, thread.opened)
         if not calls or any(call.fault for call in calls):
@@ -355,16 +355,16 @@ class Endpoint:
 
 
 class _AnswerReader:
-    """The text of tokens as they arrive, in complete characters, without the lead of an answer."""
+    """Decodes tokens as they arrive: complete characters only, without the lead of the answer."""
 
     def __init__(self, tokenizer: Tokenizer, thread: Thread, lead: str, *, special: bool) -> None:
         self._tokenizer = tokenizer
         self._thread = thread
         self._lead = lead
-        """Empty once the answer has begun with it, or with something else."""
+        """The lead with which the answer may still begin; empty once this is decided."""
         self._special = special
         self._context_tokens = self._tokens = np.empty(0, np.int32)
-        """The latest tokens that ended with a complete character, and those after them, decoded together: a
+        """The last tokens whose text was complete, and the tokens after them, which are decoded together: a
         token's text depends on the tokens before it."""
         self._num_returned = 0
         """Characters of `_tokens` that `add` has returned."""
@@ -386,7 +386,7 @@ class _AnswerReader:
         return new
 
     def _begin(self) -> str:
-        """Return the first text, once it is known whether it is the lead."""
+        """Return the first text, once it is clear whether the answer begins with the lead."""
         tokens, lead = self._tokens, self._lead
         begun = self._tokenizer.decode(tokens, special=True, after=self._thread.prompt).rstrip("\ufffd")
         if len(begun) < len(lead) and lead.startswith(begun):
@@ -458,7 +458,7 @@ class _EventStream:
 
 
 async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
-    """`stretto check` does not know whether an agent sends tools, nor a template that is not here yet."""
+    """Warn if the template shows no tools: `stretto check` does not know whether an agent sends any."""
     form = await work_on_text(lambda: tokenizer.form, 0)
     if form.has_template and not form.shows_tools:
         log.warning("the policy does not see the tools of agents: its chat template does not show them")

@@ -168,7 +168,7 @@ class ChatCall:
         _refuse_format(ask.response_format, "response_format")
         _refuse_template(ask, tokenizer)
         self.images: list[bytes] = []
-        messages = [_plain(each, f"messages[{i}]", self.images) for i, each in enumerate(ask.messages)]
+        messages = [_plain(message, f"messages[{i}]", self.images) for i, message in enumerate(ask.messages)]
         self.inputs: list[Input] = [messages] * (ask.n or 1)
         self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
@@ -264,7 +264,7 @@ class CompletionCall:
             raise ApiError("expected 0: only logprobs of sampled tokens are available", param="logprobs")
         self.tools: list[dict[str, Any]] = []
         self.images: list[bytes] = []
-        self.inputs: list[Input] = [each for each in _prompts(ask.prompt) for _ in range(ask.n or 1)]
+        self.inputs: list[Input] = [prompt for prompt in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
         self.stop = stop_texts(ask.stop, "stop")
         self.stream = bool(ask.stream)
@@ -331,7 +331,7 @@ class CompletionCall:
 
 
 class ResponseCall:
-    """`POST /v1/responses`. `earlier`: messages of earlier responses by id; `response` adds its own."""
+    """`POST /v1/responses`. `earlier`: id of a response -> messages of its chat; `response` adds an entry."""
 
     ends_with_done = False
 
@@ -341,14 +341,14 @@ class ResponseCall:
             if getattr(ask, name):
                 raise ApiError(f"{name!r} is not supported", param=name)
         _refuse_format(ask.text and ask.text.format, "text.format")
-        before: list[Message] = []
+        previous: list[Message] = []
         if ask.previous_response_id is not None:
             if ask.previous_response_id not in earlier:
                 message = f"no response {ask.previous_response_id!r} in this agent run"
                 raise ApiError(message, param="previous_response_id", code="previous_response_not_found")
-            before = earlier[ask.previous_response_id]
+            previous = earlier[ask.previous_response_id]
         self.images: list[bytes] = []
-        self._messages = _merge_calls([*before, *_items(ask.input, self.images)])
+        self._messages = _merge_calls([*previous, *_items(ask.input, self.images)])
         system = [] if ask.instructions is None else [{"role": "system", "content": ask.instructions}]
         self.inputs: list[Input] = [[*system, *self._messages]]
         self.tools = [_function(tool, tool, i) for i, tool in enumerate(ask.tools or [])]
@@ -402,7 +402,7 @@ class ResponseCall:
     def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield the end of the message, then each tool call as an item of its own."""
         del choice
-        at = 0
+        first_index = 0
         if self._begun or self._has_message(reply):
             yield from self._open_message()
             part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
@@ -410,8 +410,8 @@ class ResponseCall:
             yield self._of_message("response.content_part.done", part=part)
             item = self._message(reply.text, "completed")
             yield self._event("response.output_item.done", output_index=0, item=item)
-            at = 1
-        for index, call in enumerate(_tool_calls(reply), at):
+            first_index = 1
+        for index, call in enumerate(_tool_calls(reply), first_index):
             item = _output_call(call)
             place = {"item_id": item["id"], "output_index": index}
             open_item = {**item, "arguments": "", "status": "in_progress"}
@@ -482,7 +482,7 @@ class ResponseCall:
 
 
 def _plain(message: _ChatMessage, location: str, images: list[bytes]) -> Message:
-    """Return a chat message for templates, equal for equal messages; `images` gets its images' files."""
+    """Return a message for chat templates, the same for equal messages. Append its images to `images`."""
     # OpenAI's newer models call the role `developer` that templates call `system`.
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{location}.content", images)
@@ -521,7 +521,7 @@ def _content(
 
 
 def _call(call: _APIToolCall) -> dict[str, Any]:
-    """Return a tool call for templates, its arguments as data; text that is no JSON object stays text."""
+    """Return a tool call for chat templates. Its arguments are data, or text if they are no JSON object."""
     try:
         arguments = msgspec.json.decode(call.function.arguments, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -554,12 +554,12 @@ def _refuse_template(ask: _ChatBody, tokenizer: Tokenizer) -> None:
     if ask.continue_final_message or ask.add_generation_prompt is False:
         param = "continue_final_message" if ask.continue_final_message else "add_generation_prompt"
         raise ApiError("the beginning of an answer is not supported; end with a user's message", param=param)
-    of_run = {} if tokenizer.rows is None else tokenizer.rows.template
+    run_arguments = {} if tokenizer.rows is None else tokenizer.rows.template
     if ask.chat_template_kwargs and any(
-        of_run.get(key) != value for key, value in ask.chat_template_kwargs.items()
+        run_arguments.get(key) != value for key, value in ask.chat_template_kwargs.items()
     ):
         raise ApiError(
-            f"the run file sets the arguments of the chat template: dataset.template is {of_run}",
+            f"the run file sets the arguments of the chat template: dataset.template is {run_arguments}",
             param="chat_template_kwargs",
         )
 
@@ -576,7 +576,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> list[Input]:
 
 
 def _items(items: str | list[dict[str, Any]], images: list[bytes]) -> list[Message]:
-    """Return the input items of a response as chat messages. Each tool call is a message of its own."""
+    """Return the input items of a response as chat messages. Each tool call becomes its own message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     return [message for i, item in enumerate(items) for message in _item(item, f"input[{i}]", images)]

@@ -1,7 +1,7 @@
 """The model calls of one agent, and the trajectories made of them.
 
 An agent may call in any way: one growing chat, several at once, or a rewritten history. A call that begins
-with everything that the agent has seen of a chat continues it: the new messages extend its ids
+with everything that the agent has seen of a chat continues this chat: new messages extend its ids
 (`stretto.agents.conversation`). Any other call begins a new chat with a trajectory of its own, as does a call
 to a chat whose answer is still being sampled. All trajectories share the score.
 """
@@ -35,7 +35,7 @@ Input = str | list[Any] | NDArray[np.int32]
 
 
 class OverLimit(StrettoError):
-    """A call that the limits do not allow, or after the end of the agent run. `code` is `max_calls`,
+    """A call is refused: a limit does not allow it, or the agent run is over. `code` is `max_calls`,
     `max_total_tokens`, `context_length_exceeded` or `run_over`."""
 
     def __init__(self, message: str, code: str) -> None:
@@ -45,14 +45,14 @@ class OverLimit(StrettoError):
 
 @dataclass(frozen=True)
 class CallLimits:
-    """Limits of one agent run; None for only the limits of the training run."""
+    """Limits of one agent run. None: only the limits of the training run apply."""
 
     calls: int | None = None
-    """Most answers; each of several choices counts."""
+    """Maximum number of answers; each choice of a call counts."""
     tokens: int | None = None
-    """Most sampled tokens of all calls. Each may use those left at its start, even while others sample."""
+    """Maximum number of tokens that all calls sample. Each call may use all that are left at its start."""
     context: int | None = None
-    """Most tokens of one chat, prompt included."""
+    """Maximum number of tokens of one chat, prompt included."""
 
 
 class Thread:
@@ -64,12 +64,12 @@ class Thread:
         self.input = input
         """The input of the agent's last call."""
         self.message: Message | None = None
-        """The last answer, as the agent got it."""
+        """The message of the last answer, as the agent got it."""
         self.prompt = np.empty(0, np.int32)
         """(P,) ids before the last answer."""
         self._tools = tools
         self._can_continue = False
-        """Whether a call may continue the thread: the agent got the last answer."""
+        """Whether a call may continue the thread: true once the agent got the last answer."""
         self._session = session
         self._name = name
         session.begin(name)
@@ -100,13 +100,13 @@ class Thread:
 
     @property
     def opened(self) -> str:
-        """Start of the last answer that is in its prompt, such as `<think>`; else empty."""
+        """Start of the last answer that is part of the prompt, such as `<think>`; else empty."""
         form = self._session.tokenizer.form
         return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
-        """Return the text of the last answer. Only a chat's has no `ChatForm.lead`: to a prompt of its own an
-        agent appends all that was sampled."""
+        """Return the text of the last answer. In a chat it has no `ChatForm.lead`. Agents that write prompts
+        of their own append all sampled text to them."""
         tokenizer, whole = self._session.tokenizer, not isinstance(self.input, list)
         return answer_text(self.prompt, answer.tokens, answer.finish, tokenizer, special=special, whole=whole)
 
@@ -136,16 +136,16 @@ class Thread:
     async def reply(self, sampling: Sampling, on_tokens: OnTokens | None) -> Answer | None:
         """Sample the policy's answer; None if the thread's limit leaves no room for a token."""
         self._on_tokens = on_tokens
-        before = len(self._text)
+        length_before = len(self._text)
         answer = await self._conversation.reply(sampling)
         if answer is not None and isinstance(self.input, str):
             # Agents that write prompts append a stop text again, but do not know the token that ends a turn.
             assert isinstance(self._conversation, Conversation)
-            self._prefix = self.input + self._conversation.without_end(self._text[before:], answer)
+            self._prefix = self.input + self._conversation.without_end(self._text[length_before:], answer)
         return answer
 
     def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
-        """Record the last answer as the agent gets it; a call that begins with input and message continues
+        """Record the last answer as the agent gets it. A call that begins with input and message continues
         the thread. `template_message`: for a chat template that does not accept the sampled text."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
@@ -238,10 +238,10 @@ class CallRecorder:
         stop: Sequence[str] = (),
         on_tokens: OnTokens | None = None,
     ) -> Answer:
-        """Sample the policy's answer. Then call `thread.record_answer`, so that a call can continue it.
+        """Sample the policy's answer. Then call `thread.record_answer`, so that the thread can continue.
 
         Args:
-            max_tokens: most tokens of the answer, within the run's `sampling.max_tokens`.
+            max_tokens: maximum number of tokens of the answer, within the run's `sampling.max_tokens`.
             stop: texts that end the answer, in addition to the run's.
             on_tokens: called with (0, new tokens) as they arrive.
 
@@ -270,7 +270,7 @@ class CallRecorder:
         return answer
 
     async def run_call(self, work: Awaitable[T]) -> T:
-        """Await the work of a call. If the recorder is closed, cancel it and raise OverLimit."""
+        """Await the work of a call. If the recorder is closed, cancel the work and raise OverLimit."""
         with anyio.CancelScope() as scope:
             self._call_scopes.add(scope)
             try:
