@@ -1,8 +1,8 @@
 """Workflow `agent`: each sample is a run of a program that calls the policy by OpenAI's or Anthropic's API.
 
-It is any command or Python function, unmodified: it finds the address and its own key in `OPENAI_BASE_URL`
-and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the sandbox;
-docs/agents.md lists its inputs.
+The program is any command or Python function, unmodified. It finds the address and its own key in
+`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or in `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`. It runs in the
+sandbox; docs/agents.md lists its inputs.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """Working folder of the agent, which it can read. Default: the run's working folder, which it can always
     read."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Additional environment variables of the agent. From the run's environment it gets only PATH."""
+    """Additional environment variables of the agent. Of the run's environment, the agent gets only PATH."""
     network: bool = False
-    """Let the agent use this machine's network, its loopback included. Otherwise it reaches only the policy.
-    With `sandbox: unsafe` it always has the network."""
+    """Let the agent use this machine's network, its loopback included. Without this, the agent reaches only
+    the policy. With `sandbox: unsafe` it always has the network."""
     agent_timeout_s: PositiveFloat = 300.0
     """Seconds that one run of the agent may take before it is killed; must be less than `timeout_s`."""
     on_timeout: Literal["score", "fail"] = "score"
@@ -64,8 +64,8 @@ class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fi
     processes: PositiveInt = 32
     """Number of agents that each rollout worker runs at once; others wait."""
     memory_mb: PositiveInt | None = None
-    """Address space of each process of an agent in MiB; with systemd, also the memory of all its processes.
-    Null for no limit; with systemd, for half of the machine's memory."""
+    """Limit in MiB of the address space of each process of an agent; with systemd, also of the memory of all
+    its processes together. Null: no limit, but with systemd half of the machine's memory."""
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.function is None):
@@ -107,7 +107,7 @@ def check(config: AgentConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def _missing_program(config: AgentConfig) -> str:
-    """Return the command's program if it does not exist; empty also for a line that only a shell can read."""
+    """Return the command's program if it does not exist; else empty, also for lines only a shell can read."""
     command = config.command or ""
     if isinstance(command, str) and (not _PLAIN_LINE.fullmatch(command) or "=" in command.split()[0]):
         return ""
@@ -120,7 +120,7 @@ def _missing_program(config: AgentConfig) -> str:
 
 
 def check_row(config: AgentConfig, row: Mapping[str, Any]) -> str:
-    """Return the parameter of the function that a row gives no value for, as text; empty if there is none."""
+    """Return an error if the row gives no value for a parameter of the function; else empty."""
     if config.function is None:
         return ""
     known = ("prompt", "row", "base_url", "api_key", *row)
@@ -129,7 +129,7 @@ def check_row(config: AgentConfig, row: Mapping[str, Any]) -> str:
 
 
 def _hides_tools(model: str) -> bool:
-    """Return whether the model has a chat template that shows no tools. An agent needs neither."""
+    """Return whether the model has a chat template that shows no tools. Agents need no template."""
     try:
         form = load_tokenizer(model).form
         return form.has_template and not form.shows_tools

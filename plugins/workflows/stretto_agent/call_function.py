@@ -19,7 +19,7 @@ from typing import Any
 
 
 def load(reference: str) -> Callable[..., Any]:
-    """Load the function; it can import modules in the same folder."""
+    """Load the function. Its module can import modules in the same folder."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
         return getattr(importlib.import_module(module_name), name)
@@ -51,16 +51,16 @@ async def wait_for(awaitable: Any) -> Any:
 
 
 def main() -> None:
-    """Body of the process."""
-    answer = os.fdopen(os.dup(1), "w")
+    """Call the function with the row, and write its result."""
+    output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     function = load(sys.argv[1])
     result = function(**arguments(function, json.load(sys.stdin)))
     if inspect.isawaitable(result):
         result = asyncio.run(wait_for(result))
     if result is not None:
-        answer.write(result if isinstance(result, str) else json.dumps(result))
-    answer.close()
+        output.write(result if isinstance(result, str) else json.dumps(result))
+    output.close()
 
 
 if __name__ == "__main__":

@@ -27,14 +27,14 @@ _PORT = 20117
 """The policy's port in the sandboxes of agents, each with its own loopback. Few programs listen here, and the
 system gives clients no port below 32768."""
 _RUNNER = Path(__file__).with_name("call_function.py")
-_MAX_OUTPUT = 256 * 1024
-_MAX_ERRORS = 4096
+_MAX_OUTPUT = 256 * 1024  # bytes of standard output that are kept, from the end
+_MAX_ERRORS = 4096  # the same for standard error
 # Linux does not accept longer environment variables.
 _MAX_VARIABLE = 120_000
 
 
 class AgentError(StrettoError):
-    """A run of an agent failed and gives nothing to train on."""
+    """A run of an agent failed: there is nothing to train on."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,18 @@ class _AgentResult:
     status: int | None
     """Exit status; None if the agent exceeded its time."""
     output: str
-    """Standard output; only the end of it if it is long."""
+    """Standard output; of a long output only the end."""
     errors: str
 
 
 class AgentWorkflow:
-    """Runs the agent a group of times for each prompt, against one endpoint for all prompts."""
+    """Runs the agent once for each sample of a group, with one endpoint for all prompts."""
 
     def __init__(self, config: AgentConfig, context: Context) -> None:
         self._config = config
         self._context = context
         self.endpoint = Endpoint(config.tool_parser)
-        """It serves as long as the worker lives."""
+        """The server of the policy's API, which serves as long as the worker lives."""
         self._shares_network = config.network or context.sandbox == "unsafe"
         self._processes = anyio.CapacityLimiter(config.processes)
 
@@ -97,7 +97,7 @@ class AgentWorkflow:
 
     @asynccontextmanager
     async def _forwarded_port(self) -> AsyncGenerator[ForwardedPort | None]:
-        """Open a way from the agent's sandbox to the endpoint inside the block; None if it needs none."""
+        """Forward a port in the agent's sandbox to the endpoint; None if the agent shares the network."""
         if self._shares_network:
             yield None
             return
@@ -148,7 +148,7 @@ class AgentWorkflow:
 
 
 async def _run(command: SandboxedCommand, row: bytes, timeout_s: float) -> _AgentResult:
-    """Run a command until it ends or its time is over, and kill all processes that it started."""
+    """Run a command until it ends or its time is over, then kill all processes that it started."""
     process = await command.start(stdin=PIPE, stdout=PIPE, stderr=PIPE)
     assert process.stdin is not None
     assert process.stdout is not None

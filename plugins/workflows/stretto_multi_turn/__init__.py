@@ -1,11 +1,11 @@
 """Workflow `multi_turn`: the policy and an environment take turns.
 
 A conversation ends when the environment returns no further message, after `max_turns` answers, or when
-`max_tokens` leaves no room. Its reward is the sum of the rewards that the environment gave; if it gave none,
+`max_tokens` leaves no room. Its reward is the sum of the rewards from the environment; if there are none,
 the run's reward scores the last answer, with `messages` (the whole conversation) and `turns` as columns.
 
-Metrics: `turns`, `splits` (rewrites of sampled text by the chat template), and the environment's own, each
-with its last value.
+Metrics: `turns`, `splits` (rewrites of sampled text by the chat template), and the environment's metrics,
+each with its last value.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class MultiTurnConfig(EnvironmentConfig, frozen=True, kw_only=True, forbid_unkno
     """Section of the workflow `multi_turn`."""
 
     max_turns: PositiveInt = 8
-    """Number of answers of the policy in one conversation."""
+    """Maximum number of answers of the policy in one conversation."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole conversation, including the prompt. Default: only the engine's own limit."""
+    """Maximum number of tokens of a conversation, prompt included. Default: only the engine's limit."""
 
 
 @dataclass
@@ -43,14 +43,14 @@ class _TurnLoop:
 
 
 class MultiTurn:
-    """Play a group of conversations at once, and score those that the environment did not."""
+    """Plays the conversations of a group at once, and scores those without a reward from the environment."""
 
     def __init__(self, config: MultiTurnConfig, context: Context) -> None:
         del context
         self._config = config
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Return the trajectories of the group's conversations: one for each, more after splits."""
+        """Return the trajectories of the group: one for each conversation, and one more for each split."""
         loops = await group_of(session, lambda: self._play(prompt, session))
         unscored = [loop for loop in loops if not loop.rewards]
         for loop, score in zip(unscored, await self._scores(prompt, session, unscored), strict=True):
@@ -98,7 +98,7 @@ def check(config: MultiTurnConfig, run: RunConfig) -> Iterator[Problem]:
 
 
 def check_row(config: MultiTurnConfig, row: Mapping[str, Any]) -> str:
-    """Return the environment's parameter that a row gives no value for, as text; empty if there is none."""
+    """Return an error if the row gives no value for a parameter of the environment; else empty."""
     known = ("prompt", "completion", "messages", "turn", "state", *row)
     unknown = unknown_parameter(config.environment, known)
     return f"the environment has a parameter {unknown!r}; available: {', '.join(known)}" if unknown else ""

@@ -31,8 +31,8 @@ class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Seconds from the start of a session until it has ended and has a reward. A session that takes longer
     fails its sample; the others continue. Must be less than `timeout_s`."""
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-    """Port of loopback on which the rollout worker listens; null for any free one. With a port the run can
-    have one rollout worker."""
+    """Port of loopback on which the rollout worker listens; null for any free port. With a port, the run can
+    have only one rollout worker."""
 
     def __post_init__(self) -> None:
         if self.session_timeout_s >= self.timeout_s:
@@ -43,7 +43,7 @@ class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 def check(config: OnlineConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that nothing else gives rewards, and that the worker has its port and its file for itself."""
+    """Check that no reward and no variants are set, and that no two workers share a port."""
     if run.reward is not None:
         yield Problem("reward", "the sessions of the workflow 'online' post their rewards; leave it out")
     if config.port is not None and run.rollout.processes > 1:

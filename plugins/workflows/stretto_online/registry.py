@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 _WAIT_S = 20.0
 """Seconds that the start of a session waits for a sample. The program asks again after an empty answer."""
-_MAX_BODY = 64 * 1024
-_MAX_METRICS = 32
+_MAX_BODY = 64 * 1024  # bytes of a request
+_MAX_METRICS = 32  # numbers with a reward, itself included
 _METRIC = re.compile(r"[A-Za-z_][\w./-]{0,63}", re.ASCII)
 _REMEMBERED = 10_000
-"""Number of sessions that are over whose ending can still be reported."""
+"""Number of ended sessions whose ending the worker can still report."""
 
 
 _POSTED: Any = float | dict[str, float]
@@ -47,14 +47,14 @@ class _End(msgspec.Struct):
 
 
 class AgentSession:
-    """One sample, from its offer to its end."""
+    """One sample as a session of an outside program, from its offer to its end."""
 
     def __init__(self, row: Mapping[str, Any], recorder: CallRecorder) -> None:
         self.id = f"sess_{secrets.token_hex(8)}"
         self.row = row
         self.recorder = recorder
         self.key = ""
-        """The key for the policy and for this session."""
+        """The key for the policy's API and for requests about this session."""
         self.score: Score | None = None
         self.fault = ""
         """Why the program gave the session up; empty if it did not."""
@@ -79,7 +79,7 @@ class SessionRegistry:
         self._offered = anyio.Event()
         self._sessions: dict[str, AgentSession] = {}
         self._over: OrderedDict[str, tuple[str, str]] = OrderedDict()
-        """Key and ending of the latest sessions that are over, by id."""
+        """Id -> (key, ending) of the latest sessions that are over."""
         routes = [
             web.post("/v1/sessions", self._start),
             web.post("/v1/sessions/{id}/reward", self._reward),
@@ -106,7 +106,7 @@ class SessionRegistry:
 
     @contextmanager
     def listed(self, session: AgentSession) -> Generator[None]:
-        """Answer requests about a session inside the block. After it, they are refused with its ending."""
+        """Answer requests about a session inside the block. Afterwards, refuse them and name its ending."""
         self._sessions[session.id] = session
         try:
             yield
@@ -119,7 +119,7 @@ class SessionRegistry:
                 self._over.popitem(last=False)
 
     async def offer(self, session: AgentSession) -> None:
-        """Return when a program has started the session."""
+        """Offer the session to programs, and wait until one of them has started it."""
         self._waiting.append(session)
         self._offered.set()
         self._offered = anyio.Event()
@@ -155,7 +155,7 @@ class SessionRegistry:
         )
 
     async def _reward(self, request: web.Request) -> web.Response:
-        """Take the reward of a session, which can be posted once."""
+        """Record the reward of a session. It can be posted only once."""
         score = _score_in(await _body_of(request))
         session = self._session_of(request)
         if session.score is not None:
@@ -165,7 +165,7 @@ class SessionRegistry:
         return _json(_state(session))
 
     async def _end(self, request: web.Request) -> web.Response:
-        """End the calls of a session. It is complete when it has a reward too."""
+        """End the calls of a session. The session is complete when it also has a reward."""
         body = await _body_of(request)
         end = read_body(body, _End) if body else _End()
         session = self._session_of(request)
@@ -178,8 +178,8 @@ class SessionRegistry:
     def _session_of(self, request: web.Request) -> AgentSession:
         id = request.match_info["id"]
         session = self._sessions.get(id)
-        own, ending = (session.key, "") if session is not None else self._over.get(id, ("", ""))
-        if not _has_key(request, own) and not _has_key(request, self._token):
+        session_key, ending = (session.key, "") if session is not None else self._over.get(id, ("", ""))
+        if not _has_key(request, session_key) and not _has_key(request, self._token):
             message = "the key belongs to no such session, and is not the token of this worker"
             raise ApiError(message, code="invalid_api_key", status=401)
         self.endpoint.admit(request)
@@ -190,9 +190,9 @@ class SessionRegistry:
 
 
 def _has_key(request: web.Request, key: str) -> bool:
-    """Return whether a request has this key, which is empty if there is none. Headers may be no UTF-8."""
-    found = key_of(request).encode(errors="surrogateescape")
-    return bool(key) and secrets.compare_digest(found, key.encode())
+    """Return whether a request has this key; an empty key never matches. Headers may be no UTF-8."""
+    request_key = key_of(request).encode(errors="surrogateescape")
+    return bool(key) and secrets.compare_digest(request_key, key.encode())
 
 
 def _addresses(base_url: str) -> dict[str, str]:

@@ -14,16 +14,16 @@ from stretto_online.registry import AgentSession, SessionRegistry
 
 
 class OnlineError(StrettoError):
-    """A session failed and gives nothing to train on."""
+    """A session failed: there is nothing to train on."""
 
 
 class OnlineWorkflow:
-    """Makes each group of sessions on one row, with one registry for all rows."""
+    """Makes a group of sessions for each row, with one registry for all rows."""
 
     def __init__(self, config: OnlineConfig, context: Context) -> None:
         self._config = config
         self.registry = SessionRegistry(config, context)
-        """It serves as long as the worker lives."""
+        """The sessions of this worker. The registry's endpoint serves as long as the worker lives."""
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
         """Return the trajectories of all sessions; those of one session have the same score."""

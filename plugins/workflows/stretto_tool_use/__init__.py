@@ -1,10 +1,10 @@
 """Workflow `tool_use`: the policy may call tools before it gives its last answer.
 
-After an answer with calls come the tools' results and another turn. An answer without calls is the last one,
-as is the one that reaches `max_turns` or `max_tokens`. For a call that is malformed, names an unknown tool,
-fails or takes too long, the result is an error message. A call of a tool that only the row names ends the
-conversation, for the reward to judge. The reward scores the last answer, with `messages` (the whole
-conversation), `turns` and `tool_calls` as columns.
+After an answer with calls, the policy gets the tools' results and answers again. The last answer is one
+without calls, or the one that reaches `max_turns` or `max_tokens`. For a call that is malformed, names an
+unknown tool, fails or takes too long, the result is an error message. A call of a tool that only the row
+names ends the conversation, for the reward to judge. The reward scores the last answer, with `messages` (the
+whole conversation), `turns` and `tool_calls` as columns.
 
 Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, the number of calls that failed.
 """
@@ -42,9 +42,9 @@ class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Format in which the policy writes tool calls: `hermes` (`<tool_call>{…}</tool_call>`, also Qwen),
     `llama3` (the answer is the JSON), `mistral` (`[TOOL_CALLS][{…}]`)."""
     max_turns: PositiveInt = 8
-    """Number of answers of the policy in one conversation. Calls in the last answer are not run."""
+    """Maximum number of answers of the policy in one conversation. Calls in the last answer are not run."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole conversation, including the prompt. Default: only the engine's own limit."""
+    """Maximum number of tokens of a conversation, prompt included. Default: only the engine's limit."""
 
 
 @dataclass
@@ -55,14 +55,14 @@ class _ToolLoop:
 
 
 class ToolUse:
-    """Play a group of conversations at once: sample an answer, run its tool calls, and repeat."""
+    """Plays the conversations of a group at once: samples an answer, runs its tool calls, and repeats."""
 
     def __init__(self, config: ToolUseConfig, context: Context) -> None:
         del context
         self._config = config
 
     async def run(self, prompt: Prompt, session: Session) -> Sequence[Trajectory]:
-        """Return the trajectories of the group's conversations: one for each, more after splits."""
+        """Return the trajectories of the group: one for each conversation, and one more for each split."""
         tools = await session.tools()
         loops = await group_of(session, lambda: self._play(prompt, session, tools))
         conversations = [loop.conversation for loop in loops]
@@ -82,7 +82,7 @@ class ToolUse:
 
     async def _play(self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]) -> _ToolLoop:
         config, opened = self._config, session.tokenizer.form.opened
-        of_row = set(map(name_of_tool, session.row_tools))
+        row_tools = set(map(name_of_tool, session.row_tools))
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
@@ -90,17 +90,17 @@ class ToolUse:
             assert isinstance(history, list)
             content = str(history[-1]["content"])
             calls = parse_calls(content, config.tool_parser, opened)
-            if not calls or any(call.name in of_row for call in calls):
+            if not calls or any(call.name in row_tools for call in calls):
                 break
             calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
             history[-1] = assistant_message(content, calls, config.tool_parser)
             for call in calls:
-                answer = await _run_call(call, session)
+                result = await _run_call(call, session)
                 loop.calls += 1
-                loop.errors += answer.failed
+                loop.errors += result.failed
                 conversation.add(
-                    {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": answer.content},
-                    images=answer.images,
+                    {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": result.content},
+                    images=result.images,
                 )
         if not conversation.answers:
             raise EngineError(f"workflow.max_tokens={config.max_tokens} leaves no room after the prompt")

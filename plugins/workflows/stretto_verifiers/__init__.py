@@ -53,11 +53,11 @@ class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Further settings of the environment's own config, as under `[env]` in its files: `{taskset: {…}, agent:
     {…}}`. Agents run in the sandbox of the rollout worker unless their `runtime` says otherwise."""
     size: PositiveInt | None = None
-    """Number of tasks to use, from the first on; required if the environment has infinitely many."""
+    """Number of tasks to use, from the first task on; required if the environment has infinitely many."""
 
 
 class Verifiers:
-    """One row for each task: a prompt, for display and length, and the data with which it is played."""
+    """A dataset with a row for each task: a prompt, for display and length, and the task's data."""
 
     def __init__(self, config: VerifiersConfig, context: Context) -> None:
         del context
@@ -116,16 +116,16 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     episodes: PositiveInt = 32
     """Number of episodes that each rollout worker plays at once; others wait."""
     max_calls: PositiveInt = 64
-    """Number of answers of the policy in one episode."""
+    """Maximum number of answers of the policy in one episode."""
     max_tokens: PositiveInt | None = None
-    """Tokens of a whole chat, including the prompt. Default: only the engine's own limit."""
+    """Maximum number of tokens of a chat, prompt included. Default: only the engine's limit."""
     tool_parser: ParserName = "hermes"
     """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
     readable: tuple[LocalPath, ...] = ()
     """Files and folders that the environment can read besides its interpreter's, such as a cache of data."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
-    """Additional environment variables of the environment, such as API keys of judges. From the run's
-    environment it gets only PATH."""
+    """Additional variables of the environment's process, such as API keys of judges. Of the run's environment
+    variables, the process gets only PATH."""
 
     def __post_init__(self) -> None:
         if self.episode_timeout_s >= self.timeout_s:

@@ -23,8 +23,8 @@ def config_of(settings: dict[str, Any]) -> Any:
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
     kind = vf.env_config_type(settings["taskset"]["id"], settings.get("id", ""))
-    seats = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
-    agents = {name: {"runtime": {"type": "subprocess"}, **settings.get(name, {})} for name in seats}
+    names = [name for name, field in kind.model_fields.items() if isinstance(field.default, vf.AgentConfig)]
+    agents = {name: {"runtime": {"type": "subprocess"}, **settings.get(name, {})} for name in names}
     return vf.resolve_env_config({**settings, **agents})
 
 
@@ -41,7 +41,7 @@ def tasks_of(config: Any, size: int | None) -> list[Any]:
 
 
 def describe(task: Any) -> dict[str, Any]:
-    """Return the data of a task that its dataset row is made from."""
+    """Return the data of a task from which the task's row is made."""
     data = task.data
     return {
         "key": task.key,
@@ -53,7 +53,7 @@ def describe(task: Any) -> dict[str, Any]:
 
 
 async def play_episode(config: Any, task: Any, order: dict[str, Any]) -> dict[str, Any]:
-    """Play one episode. It has its own environment, whose servers end with it."""
+    """Play one episode in an environment of its own, whose servers end with the episode."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
     if task.key != order["key"]:
@@ -114,7 +114,7 @@ async def serve(send: Send) -> None:
 
 
 def main() -> None:
-    """Body of the process."""
+    """Serve requests from standard input until it ends."""
     # The pipe is for replies alone: everything else that is printed goes to standard error.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -24,24 +24,24 @@ from stretto_verifiers import PROGRAM, VerifiersWorkflowConfig
 
 _START_S = 600.0  # importing an environment compiles its libraries, and may download its tasks
 _END_S = 5.0  # a process that has closed its pipes ends at once, unless it hangs
-_MAX_LINE = 2**30
-_SCRATCH_MB = 4096
+_MAX_LINE = 2**30  # bytes of one reply
+_SCRATCH_MB = 4096  # files that an environment may write
 # Prints the folders of an interpreter, with links resolved.
 _PLACES = "import sys, json; print(json.dumps([sys.prefix, sys.base_prefix]))"
 
 
 class EpisodeError(StrettoError):
-    """An environment cannot be started, or an episode failed and gives nothing to train on."""
+    """An environment cannot be started, or an episode failed: there is nothing to train on."""
 
 
 class VerifiersWorkflow:
-    """Plays a group of episodes for each prompt, against one endpoint for all prompts."""
+    """Plays the episodes of a prompt's group, with one endpoint for all prompts."""
 
     def __init__(self, config: VerifiersWorkflowConfig, context: Context) -> None:
         self._config = config
         self._context = context
         self.endpoint = Endpoint(config.tool_parser)
-        """Started with the first prompt; it serves as long as the worker lives."""
+        """Started with the first prompt. The endpoint serves as long as the worker lives."""
         self._environments: dict[bytes, _Environment] = {}
         self._starting = anyio.Lock()
         self._episodes = anyio.CapacityLimiter(config.episodes)
@@ -97,7 +97,7 @@ class VerifiersWorkflow:
         return recorder, {**reply["metrics"], "reward": reply["reward"]}
 
     async def _environment(self, source: Mapping[str, Any]) -> _Environment:
-        """Return the process that plays rows like this one; start one if there is none that runs."""
+        """Return the process for rows with these settings; start one if none is running."""
         settings = {key: value for key, value in source.items() if key not in ("task", "key")}
         name = msgspec.json.encode(settings)
         async with self._starting:
@@ -176,7 +176,7 @@ class _Environment:
             await self._process.aclose()
 
     def _take(self, reply: dict[str, Any]) -> None:
-        if reply["id"] in self._replies:  # other episodes have been cancelled
+        if reply["id"] in self._replies:  # else the episode was cancelled
             self._replies[reply["id"]] = reply
 
     async def _send(self, line: Mapping[str, Any]) -> None:
