@@ -42,26 +42,26 @@ class CodeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     answer_s: PositiveFloat = 30.0
     """Time limit of all tests of one answer together, in seconds by the clock."""
     memory_mb: PositiveInt = 256
-    """Memory of a program in MiB, in addition to that of the warm Python: the address space of each process,
-    and the resident memory of all its processes."""
+    """Limit of a program's memory in MiB, in addition to that of the warm Python: the address space of each
+    process, and the resident memory of all its processes."""
     processes: PositiveInt = 16
-    """Processes and threads of a program at the same time, itself included."""
+    """Maximum number of processes and threads of a program, itself included."""
     output_kb: PositiveInt = 1024
-    """Output of a program in KiB, standard error included."""
+    """Maximum size of a program's output in KiB, standard error included."""
     disk_mb: PositiveInt = 16
-    """Size of the folder of a program in MiB. The folder is in memory."""
+    """Maximum size of a program's folder in MiB. The folder is in memory."""
     parallel: PositiveInt = 2
-    """Programs that each scoring process runs at the same time. A run has `verifier.processes` ×
+    """Number of programs that each scoring process runs at the same time. A run has `verifier.processes` ×
     `verifier.children` scoring processes."""
     tolerance: NonNegativeFloat = 1e-6
-    """Largest relative or absolute difference at which a number equals an expected one with a fraction. Whole
-    expected numbers are compared exactly."""
+    """Largest relative or absolute difference between a number and an expected number that has a fraction.
+    Whole expected numbers are compared exactly."""
     imports: tuple[str, ...] = _COMMON
     """Modules that are imported before programs start, so that programs get them at no cost. Programs may
     import other installed modules too."""
     runner: Importable | None = None
-    """Function that makes another program runner, such as one with containers, in place of stretto's own
-    (`stretto.program_runner`). It is called with `parallel` and the keys of `runner_options`."""
+    """Function that makes another program runner (`stretto.program_runner`), such as one with containers, in
+    place of stretto's own. It is called with `parallel` and the keys of `runner_options`."""
     runner_options: Mapping[str, Any] = {}
     """Arguments for `runner`."""
 

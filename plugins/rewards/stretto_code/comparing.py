@@ -1,4 +1,4 @@
-"""Compares what a program computed with what was expected, in the scoring process."""
+"""Compare the results of programs with the expected results, in the scoring process."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from decimal import Decimal
 from itertools import zip_longest
 from typing import Any, cast
 
-# Only one way divides the digits of a word, so matching is linear in its length.
+# The pattern divides the digits of a word in only one way, so matching is linear in the word's length.
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,9})?", re.ASCII)
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 
 
 def same_value(value: Any, expected: Any, tolerance: float) -> bool:
-    """Whether two values of JSON are equal: `true` is no number, `2` equals `2.0`. The tolerance applies
-    where the expected number has a fraction."""
+    """Return whether two values of JSON are equal: `true` is no number, `2` equals `2.0`. The tolerance
+    applies where the expected number has a fraction."""
     if isinstance(expected, bool) or isinstance(value, bool):
         return value is expected
     if isinstance(expected, int | float):
         return isinstance(value, int | float) and _same_number(value, expected, tolerance)
     if isinstance(expected, list | tuple):
-        wanted = cast("list[Any]", expected)
-        found = cast("list[Any]", value)
+        expected_items = cast("list[Any]", expected)
+        items = cast("list[Any]", value)
         return (
             isinstance(value, list)
-            and len(found) == len(wanted)
-            and all(same_value(a, b, tolerance) for a, b in zip(found, wanted, strict=True))
+            and len(items) == len(expected_items)
+            and all(same_value(a, b, tolerance) for a, b in zip(items, expected_items, strict=True))
         )
     if isinstance(expected, dict):
-        wanted_of = {str(key): each for key, each in cast("dict[Any, Any]", expected).items()}
-        found_of = cast("dict[str, Any]", value)
+        expected_fields = {str(key): field for key, field in cast("dict[Any, Any]", expected).items()}
+        fields = cast("dict[str, Any]", value)
         return (
             isinstance(value, dict)
-            and found_of.keys() == wanted_of.keys()
-            and all(same_value(found_of[key], each, tolerance) for key, each in wanted_of.items())
+            and fields.keys() == expected_fields.keys()
+            and all(same_value(fields[key], field, tolerance) for key, field in expected_fields.items())
         )
     return type(value) is type(expected) and value == expected
 
 
 def same_text(output: str, expected: str, tolerance: float) -> bool:
-    """Whether two outputs are equal, line by line, but for blanks at the ends of lines and empty lines at the
-    end. Words may be numbers; the tolerance applies where the expected one has a fraction."""
+    """Return whether two outputs are equal line by line, except for blanks at the ends of lines and empty
+    lines at the end. Words may be numbers; the tolerance applies where the expected number has a fraction."""
     pairs = zip_longest(_lines(output), _lines(expected))
     return all(a is not None and b is not None and _same_line(a, b, tolerance) for a, b in pairs)
 

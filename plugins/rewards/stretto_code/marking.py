@@ -1,4 +1,4 @@
-"""Marks answers: finds their programs, runs them, and compares."""
+"""Mark answers: find their programs, run them, and compare their results."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def plain(value):
 with os.fdopen(result, "w") as file:
     file.write(json.dumps(value, default=plain))
 """
-"""Makes one call, in a process of its own, and writes its result to standard output as JSON."""
+"""Program that makes one call, in its own process, and writes the result to standard output as JSON."""
 
 
 def program_of(completion: str) -> str:
     """Return the last fenced block of Python in an answer, else its last fenced block without a language.
-    Without fences the whole answer is the program. Empty if there is none."""
+    Without fences the whole answer is the program. Empty if there is no program."""
     if "```" not in completion:
         return completion.strip()
     blocks = list(_blocks(completion))
@@ -82,11 +82,11 @@ class Marker:
         deadline = time.monotonic() + self._config.answer_s
         passed = 0
         for case in suite if program else ():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 metrics["over_time"] = 1.0
                 break
-            execution = self._run(program, case, min(self._config.time_s, left))
+            execution = self._run(program, case, min(self._config.time_s, left_s))
             if kind := _fault(execution):
                 metrics[kind] = 1.0
             right = not kind and self._is_right(execution.output, case)
@@ -128,7 +128,7 @@ class Marker:
 
 
 def _fault(execution: Execution) -> str:
-    """Return the metric that counts how a program failed; empty if it ended well."""
+    """Return the metric that counts this kind of failure; empty if the program ended well."""
     if execution.ending == "exit":
         return "crashed" if execution.status else ""
     return {"time": "over_time", "signal": "crashed"}.get(execution.ending, "over_limit")

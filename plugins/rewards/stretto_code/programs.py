@@ -1,7 +1,7 @@
 """stretto's own program runner: programs run as forks of a warm Python in the bubblewrap sandbox.
 
 Each of the `parallel` warm Pythons (`warm_python.py`) has a sandbox and runs one program at a time in its own
-namespaces, with files in memory. One that ends or hangs is replaced.
+namespaces, with files in memory. A warm Python that ends or hangs is replaced.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 _START_S = 60.0  # a warm Python imports its modules, on a busy machine beside many others
 _ATTEMPTS = 2
-"""Tries of a program whose warm Python ends by itself."""
+"""Number of times that a program is tried if its warm Python ends by itself."""
 _GRACE_S = 5.0
 """Seconds beyond the time limit of a program after which its warm Python is replaced."""
-_END_S = 10.0  # a sandbox that was told to end and has not is killed
-_TRIAL = ProgramLimits(time_s=20, memory_mb=64, processes=1, output_kb=1, disk_mb=1)
-_CHUNK = 65536
+_END_S = 10.0  # a sandbox that has not ended after this time is killed
+_TRIAL = ProgramLimits(time_s=20, memory_mb=64, processes=1, output_kb=1, disk_mb=1)  # of `check`
+_CHUNK = 65536  # bytes of one read
 _MAX_ERRORS = 8192
 """Bytes of standard error that are kept."""
 _FIRST_DESCRIPTOR = 10
@@ -105,9 +105,9 @@ class SandboxRunner:
     def _replace(self, warm: _WarmPython) -> _WarmPython:
         warm.end()
         self._started.discard(warm)
-        new = self._start()
-        new.wait_until_ready()
-        return new
+        new_warm = self._start()
+        new_warm.wait_until_ready()
+        return new_warm
 
 
 def program_problems(run: RunConfig) -> Iterator[Problem]:
@@ -176,21 +176,21 @@ class _WarmPython:
     def wait_until_ready(self) -> None:
         self._control.settimeout(_START_S)
         try:
-            ready = self._control.recv(len(READY)) == READY
+            is_ready = self._control.recv(len(READY)) == READY
         except OSError:
-            ready = False
-        if not ready:
+            is_ready = False
+        if not is_ready:
             self._process.terminate()
             errors = self._process.communicate(timeout=_END_S)[1]
             self.end()
-            last = errors.decode(errors="replace").strip().rpartition("\n")[2]
+            last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise RewardError(
-                f"the sandbox of programs cannot start: {last or 'it ended without a reason'}; "
+                f"the sandbox of programs cannot start: {last_line or 'it ended without a reason'}; "
                 "see `stretto doctor`"
             )
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:
-        """Raise `_SandboxLost` if the sandbox ended by itself, TimeoutError if it did not answer in time."""
+        """Run a program. Raise `_SandboxLost` if the sandbox ended by itself, TimeoutError if it hangs."""
         with ExitStack() as stack:
             output, errors = _Output(), _Output()
             stack.callback(output.close)
@@ -202,8 +202,8 @@ class _WarmPython:
             except OSError as error:
                 raise _SandboxLost from error
             finally:
-                for number in files:
-                    os.close(number)
+                for descriptor in files:
+                    os.close(descriptor)
             self._read(output, errors, limits)
             ending, status = self._reply()
             output.read()
@@ -216,26 +216,26 @@ class _WarmPython:
             )
 
     def _read(self, output: _Output, errors: _Output, limits: ProgramLimits) -> None:
-        """Read the output until the reply is there. Close the pipes when there is too much."""
+        """Read the output until the reply has arrived. Close the pipes if there is too much output."""
         deadline = time.monotonic() + limits.time_s + _GRACE_S
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
-        for each in (output, errors):
-            poll.register(each.reading, select.POLLIN)
+        for pipe in (output, errors):
+            poll.register(pipe.reading, select.POLLIN)
         while True:
             events = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
             if not events:
                 raise TimeoutError
             if self._control.fileno() in events:
                 return
-            for each in (output, errors):
-                if each.reading in events and not each.read():
-                    poll.unregister(each.reading)
+            for pipe in (output, errors):
+                if pipe.reading in events and not pipe.read():
+                    poll.unregister(pipe.reading)
             if len(output.data) + len(errors.data) > limits.output_kb * 1024:
-                for each in (output, errors):
+                for pipe in (output, errors):
                     with suppress(KeyError):
-                        poll.unregister(each.reading)
-                    each.close()
+                        poll.unregister(pipe.reading)
+                    pipe.close()
 
     def _reply(self) -> tuple[Ending, int]:
         try:
@@ -273,7 +273,7 @@ class _Output:
         self._open = True
 
     def read(self) -> bool:
-        """Read what is there. False at the end of the pipe."""
+        """Read the bytes that have arrived. Return False at the end of the pipe."""
         while self._open:
             try:
                 chunk = os.read(self.reading, _CHUNK)
@@ -291,11 +291,11 @@ class _Output:
 
 
 def _file(data: bytes) -> int:
-    """Return a file in memory with this content, which nobody can change."""
-    number = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with os.fdopen(os.dup(number), "wb") as file:
+    """Return the descriptor of a file in memory with this content, which nobody can change."""
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
         file.write(data)
-    os.lseek(number, 0, os.SEEK_SET)
+    os.lseek(descriptor, 0, os.SEEK_SET)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
-    return number
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    return descriptor

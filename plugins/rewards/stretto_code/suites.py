@@ -1,4 +1,4 @@
-"""The tests of a row, in the forms that data sets of programming tasks have: calls or standard input."""
+"""Read the tests of a row, in the forms of common data sets of programming tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Case:
-    """One test. With a function it is a call, else a program that reads and prints."""
+    """One test: a call if it has a function, else a run of the program with standard input."""
 
     expected: tuple[Any, ...]
     """Values that count as right: any value of JSON for a call, one text for a program."""
@@ -28,7 +28,7 @@ class Case:
 
 def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
     """Return the tests in a column: a list of tests, a map of `inputs` and `outputs`, or either as JSON text.
-    The row's `fn_name` names the function where the tests do not. Raise SuiteError for anything else."""
+    The row's `fn_name` names the function if the tests do not. Raises SuiteError for anything else."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -38,7 +38,7 @@ def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
     if isinstance(value, Mapping):
         cases = _read_lists(cast("Mapping[str, Any]", value), function)
     elif isinstance(value, Sequence):
-        cases = [_read_test(each, function, index) for index, each in enumerate(cast("Sequence[Any]", value))]
+        cases = [_read_test(test, function, index) for index, test in enumerate(cast("Sequence[Any]", value))]
     else:
         raise SuiteError(
             f"expected a list of tests, or a map of `inputs` and `outputs`; found {_named(value)}"
@@ -50,7 +50,7 @@ def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
 
 def _read_lists(value: Mapping[str, Any], function: str) -> list[Case]:
     """Read `{"inputs": […], "outputs": […], "fn_name": …}` (APPS, TACO). Some data sets wrap a call's value
-    in a list, so both count."""
+    in a list, so the value counts with and without the list."""
     if missing := [name for name in ("inputs", "outputs") if name not in value]:
         raise SuiteError(f"the map of tests has no {missing[0]!r}; its keys: {', '.join(value)}")
     inputs, outputs = value["inputs"], value["outputs"]
@@ -58,8 +58,8 @@ def _read_lists(value: Mapping[str, Any], function: str) -> list[Case]:
         raise SuiteError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     function = value.get("fn_name") or function
     cases: list[Case] = []
-    for given, expected in zip(inputs, outputs, strict=True):
-        case = _read_pair(given, expected, function)
+    for test_input, expected in zip(inputs, outputs, strict=True):
+        case = _read_pair(test_input, expected, function)
         if function and isinstance(expected, list) and len(cast("list[Any]", expected)) == 1:
             case = Case((*case.expected, *cast("list[Any]", expected)), "", function, case.args)
         cases.append(case)
@@ -67,7 +67,7 @@ def _read_lists(value: Mapping[str, Any], function: str) -> list[Case]:
 
 
 def _read_test(test: Any, function: str, index: int) -> Case:
-    """Read one test of a list, in one of three forms: a call, input and output, or stdin and stdout."""
+    """Read one test of a list, in one of three forms: a call, `input` and `output`, or stdin and stdout."""
     if not isinstance(test, Mapping):
         raise SuiteError(f"test {index}: expected a map, found {_named(test)}")
     test = cast("Mapping[str, Any]", test)

@@ -45,22 +45,22 @@ from typing import Any, NamedTuple, NoReturn
 SCRIPT = Path(__file__)
 """The sandbox must show this file."""
 REQUEST = struct.Struct("<dIII")
-"""Limits: seconds, MiB of memory, processes, MiB of files. Four files: program, input, output, errors."""
+"""A request: seconds, MiB of memory, processes, MiB of files. With it: program, input, output, errors."""
 REPLY = struct.Struct("<BiI")
-"""Index in `ENDINGS`, exit status or signal, and length of the text that follows: why it failed."""
+"""A reply: index in `ENDINGS`, exit status or signal, length of a text that says why a start failed."""
 FAILED = "failed"
 """The program did not start; the text says why."""
 ENDINGS = ("exit", "signal", "time", "memory", "processes", "output", FAILED)
 READY = b"+"
 
 _POLL_MS = 10
-"""How often the processes and the memory of a program are counted."""
-_MAX_FILES = 128
-_MAX_INODES = 4096
+"""Milliseconds between two counts of a program's processes and memory."""
+_MAX_FILES = 128  # open at once in a process
+_MAX_INODES = 4096  # files in the folder of a program
 _OTHERS = 8
 """Processes of the sandbox besides those of a program, for the system's limit of processes."""
 _MOST_KILLED = 1000
-"""Processes to kill before those that have ended are collected."""
+"""Maximum number of processes to kill before the ended ones are collected."""
 _MIB = 2**20
 
 _CLONE_NEWNS, _CLONE_NEWIPC, _CLONE_NEWPID = 0x00020000, 0x08000000, 0x20000000
@@ -123,7 +123,7 @@ def _serve(settings: dict[str, Any]) -> str:
 def _supervise(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, control: socket.socket
 ) -> str:
-    """Start a program, follow it, answer how it ended, and end. In the fork for the program, return it."""
+    """Start a program, follow it, report its ending, and exit. In the program's fork, return the program."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     scratch = "/tmp" if namespaces else tempfile.mkdtemp()  # noqa: S108 - in a namespace of its own
@@ -152,7 +152,7 @@ def _supervise(
 def _follow(
     child: int, limits: _Limits, output: int, listener: int, control: socket.socket
 ) -> tuple[str, int]:
-    """Return how a program ends: ending, status. `listener` asks before each new process and thread."""
+    """Follow a program until it ends; return (ending, status). `listener` asks before each new process."""
     deadline = time.monotonic() + limits.time_s
     process = os.pidfd_open(child)
     poll = select.poll()
@@ -188,16 +188,16 @@ def _follow(
 def _allow_one(listener: int) -> None:
     """Let the program start the process or thread that it waits for."""
     question = bytearray(_QUESTION.size)
-    with suppress(FileNotFoundError):  # what asked has been killed
+    with suppress(FileNotFoundError):  # the process that asked has been killed
         fcntl.ioctl(listener, _ASKED, question)
         number, *_ = _QUESTION.unpack(question)
         fcntl.ioctl(listener, _ANSWER, _DECISION.pack(number, 0, 0, _GO_ON))
 
 
 def _usage(most: int) -> tuple[int, int]:
-    """Return the program's number of processes and threads and, if it has several processes, their memory in
-    bytes beyond that of this process, which they share; one process has a limit of the system. Look at `most`
-    processes and one more: a tree may grow as fast as it is read."""
+    """Return the program's number of processes and threads, and their memory in bytes beyond that of this
+    process, which they share; 0 for one process, which the system limits. Read only `most` processes and one
+    more: a tree may grow as fast as it is read."""
     processes = list(islice(_descendants(os.getpid()), most + 1))
     shared = _resident(os.getpid())
     threads = memory = 0
@@ -213,7 +213,7 @@ def _resident(pid: int) -> int:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the process has just ended
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
                 yield int(child)
@@ -221,16 +221,16 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _end_all(child: int) -> None:
-    """Kill the fork and what is left of its processes, and collect them."""
-    waiting = True
-    while waiting:
+    """Kill the fork and all that is left of its processes, and collect them."""
+    has_children = True
+    while has_children:
         for pid in {child, *islice(_descendants(os.getpid()), _MOST_KILLED)}:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:
-            waiting = False
+            has_children = False
 
 
 # ------------------------------------------------------------------------ in the fork of a program
@@ -239,7 +239,7 @@ def _end_all(child: int) -> None:
 def _prepare(
     namespaces: bool, seccomp: str, limits: _Limits, files: _ProgramFiles, scratch: str, report: socket.socket
 ) -> str:
-    """Make the fork the program's place, and return the program. `report` gets the listener, or the error."""
+    """Prepare the fork for the program, and return the program. `report` gets the listener, or the error."""
     try:
         os.setsid()
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -286,8 +286,8 @@ def _shown_below_tmp() -> list[str]:
     places: list[str] = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         place = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), line.split()[4])
-        outer = any(place.startswith(f"{each}/") for each in places)
-        if place.startswith("/tmp/") and Path(place).is_dir() and not outer:  # noqa: S108
+        is_inside = any(place.startswith(f"{folder}/") for folder in places)
+        if place.startswith("/tmp/") and Path(place).is_dir() and not is_inside:  # noqa: S108
             places.append(place)
     return places
 
@@ -344,8 +344,8 @@ def _check(result: int, call: str) -> None:
 
 
 def _run(source: str) -> NoReturn:
-    """Run a program as Python runs a file, and end the process as Python would. Taking the interpreter down
-    would cost more than most programs: it touches every page that the fork shares."""
+    """Run a program as Python runs a file, and end the process as Python would. Shutting the interpreter down
+    would take longer than most programs: it touches every page that the fork shares."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     sys.argv = ["program.py"]
     status = 0

@@ -1,4 +1,4 @@
-"""Reward `exact`: 1 if the answer is exactly the row's expected text, else 0. It is the accuracy, too."""
+"""Reward `exact`: 1 if the answer is exactly the row's expected text, else 0; also the accuracy."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def check_row(config: ExactConfig, row: Mapping[str, Any]) -> str:
 
 
 def _expected(value: Any) -> set[str]:
-    whole = isinstance(value, float) and value.is_integer()
-    return {str(value).strip(), *([str(int(value))] if whole else [])}
+    is_whole = isinstance(value, float) and value.is_integer()
+    return {str(value).strip(), *([str(int(value))] if is_whole else [])}
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Reward `format`: 1 if an answer has the expected form, else 0. It does not look at the content."""
+"""Reward `format`: 1 if an answer has the expected form, else 0. The content does not matter."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class FormatConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Section of the reward `format`. It needs `tags` or `pattern`, or both."""
 
     answer_cpu_s: PositiveFloat | None = 1.0
-    """CPU seconds for one answer, as for every reward: some patterns take for ever on some answers."""
+    """CPU seconds for scoring one answer; some patterns would never end on some answers."""
     tags: tuple[str, ...] = ()
     """Names of tags that the answer consists of, in this order: `[think, answer]` expects
     `<think>…</think><answer>…</answer>`, each tag once, with nothing but white space around them."""
     pattern: str = ""
-    """Regular expression (Python's `re`) that the whole answer must match, without the white space around it.
+    """Regular expression (Python's `re`) that must match the whole answer without the white space around it.
     `.` also matches a new line."""
 
     def __post_init__(self) -> None:
@@ -45,8 +45,8 @@ def make(config: FormatConfig, context: Context) -> Callable[..., float]:
     tags = re.compile(blocks, re.DOTALL)
 
     def has_tags(text: str) -> bool:
-        once = all(text.count(each) == 1 for tag in config.tags for each in (f"<{tag}>", f"</{tag}>"))
-        return once and tags.fullmatch(text) is not None
+        each_once = all(text.count(mark) == 1 for tag in config.tags for mark in (f"<{tag}>", f"</{tag}>"))
+        return each_once and tags.fullmatch(text) is not None
 
     def has_form(prompt: Any, completion: str, prompt_opened: str = "") -> float:
         text = (prompt_opened + completion).strip()

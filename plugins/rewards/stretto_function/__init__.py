@@ -22,7 +22,7 @@ class FunctionConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def make(config: FunctionConfig, context: Context) -> Callable[..., Any]:
-    """Return the user's function itself. The child process that calls it imports its module."""
+    """Load and return the user's function. The child process that calls it imports its module."""
     del context
     return load_importable(config.function)
 

@@ -1,6 +1,6 @@
 """Reward `judge`: another model scores each answer, over any OpenAI-compatible API. See docs/rewards.md.
 
-It gets `rubric` with prompt, answer and the row's columns. The last number that `pattern` finds is the score.
+The judge gets `rubric` with prompt, answer and the row's columns. The last match of `pattern` is the score.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     system: str | None = None
     """System message; null for none."""
     pattern: str = r"(?i)score[\s:=*]{0,6}(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the score. Of several matches the last one counts."""
+    """Regular expression with one group, the score. The last match in the reply counts."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest score. They become the rewards 0 and 1. A score outside is not valid."""
+    """Lowest and highest score, which become the rewards 0 and 1. A score outside this range is not valid."""
     unscored: float | None = None
     """Reward of an answer for which no attempt gives a valid score. null fails the answer."""
     key_env: str | None = None
@@ -67,17 +67,17 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     request_s: PositiveFloat = 60.0
     """Seconds to wait for a reply."""
     attempts: PositiveInt = 5
-    """Number of requests for one answer: after errors of the network or the server, after a limit of the
-    server's rate, and after a reply without a valid score. Pauses grow from 1 to 30 s; a `Retry-After` of the
-    server takes precedence."""
+    """Maximum number of requests for one answer. They are repeated after an error of the network or the
+    server, a refusal because of the rate, or a reply without a valid score. Pauses grow from 1 to 30 s; a
+    `Retry-After` of the server takes precedence."""
     concurrency: PositiveInt = 8
-    """Requests of each scoring process at the same time. A run has `verifier.processes` × `verifier.children`
-    scoring processes."""
+    """Number of requests that each scoring process makes at once. A run has `verifier.processes` ×
+    `verifier.children` scoring processes."""
     requests_per_minute: PositiveFloat | None = None
-    """Largest rate of each scoring process; null for no limit."""
+    """Maximum number of requests per minute of each scoring process; null for no limit."""
     cache: str | None = None
-    """Folder in which requests and replies are kept, one file each, so that the same request is made once.
-    Several runs may share it. Default: the folder `judge` of the run."""
+    """Folder that stores each request with its reply in a file, so that no request is made twice. Several
+    runs may share it. Default: the folder `judge` of the run."""
 
     def __post_init__(self) -> None:
         try:

@@ -29,9 +29,9 @@ _MOST_PAUSE_S = 120.0
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or model)"}
-"""What a refusal is usually about."""
-_MOST_BYTES = 2**20
-_MOST_SHOWN = 300
+"""Status -> usual cause of this refusal."""
+_MOST_BYTES = 2**20  # of a reply
+_MOST_SHOWN = 300  # characters of a reply in a message
 
 _templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
@@ -45,14 +45,14 @@ class _JudgeReply(msgspec.Struct):
 
 
 class _KeptReply(msgspec.Struct):
-    """One file of the cache. The request is for people."""
+    """One file of the cache. The request is stored only for human readers."""
 
     request: dict[str, Any]
     text: str
 
 
 class _PassingError(Exception):
-    """A request failed, and may succeed later: after `pause_s` seconds, if the server says so."""
+    """A request failed and may succeed later, after `pause_s` seconds if the server asks for a pause."""
 
     def __init__(self, reason: str, pause_s: float | None = None) -> None:
         super().__init__(reason)
@@ -73,7 +73,7 @@ def template_fault(text: str) -> str:
 
 
 class Judge:
-    """Scores the answers of one group after the other."""
+    """Scores answers, one group after another."""
 
     def __init__(self, config: JudgeConfig, context: Context) -> None:
         self._config = config
@@ -86,15 +86,15 @@ class Judge:
     async def score(
         self, completions: Sequence[Any], prompts: Sequence[Any], **columns: Sequence[Any]
     ) -> list[dict[str, float]]:
-        """Return each answer's reward, and as metrics the judge's score and whether the reply was cached."""
-        at_once = asyncio.Semaphore(self._config.concurrency)
+        """Return each answer's reward, and as metrics the judge's `score` and whether it was `cached`."""
+        slots = asyncio.Semaphore(self._config.concurrency)
         timeout = aiohttp.ClientTimeout(total=self._config.request_s)
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         async with aiohttp.ClientSession(timeout=timeout, headers=headers) as client:
 
             async def score_one(index: int) -> dict[str, float]:
                 row = {name: values[index] for name, values in columns.items()}
-                async with at_once:
+                async with slots:
                     return await self._score_one(client, prompts[index], completions[index], row)
 
             return list(await asyncio.gather(*map(score_one, range(len(completions)))))
@@ -147,11 +147,11 @@ class Judge:
         }
 
     async def _ask(self, client: aiohttp.ClientSession, request: Mapping[str, Any]) -> str:
-        """Raise `_PassingError` if the request failed, and may succeed later."""
+        """Return the text of the judge's reply. Raises `_PassingError` if the request may succeed later."""
         await self._rate.wait()
         url = f"{self._config.url.rstrip('/')}/chat/completions"
         try:
-            # A judge is often outside. `trust_env` would take logins from .netrc, too.
+            # A judge is often outside this network. `trust_env` would also use logins from .netrc.
             proxy = proxy_of(url)
             async with client.post(url, json=request, allow_redirects=False, proxy=proxy) as response:
                 body = await _beginning(response)
@@ -166,15 +166,15 @@ class Judge:
         raise RewardError(reason)
 
     def _shown(self, body: bytes) -> str:
-        """Return the beginning of a server's reply for a message. Some servers repeat the key in it."""
+        """Return the beginning of a server's reply for a message, without the key: some servers repeat it."""
         text = body.decode(errors="replace")
         return printable((text.replace(self._key, "***") if self._key else text)[:_MOST_SHOWN])
 
     def _read(self, text: str) -> float | None:
-        found = self._pattern.findall(text)
+        matches = self._pattern.findall(text)
         low, high = self._config.scale
         try:
-            score = float(found[-1])
+            score = float(matches[-1])
         except (IndexError, ValueError):
             return None
         return score if low <= score <= high else None
@@ -186,7 +186,7 @@ class Judge:
 
 
 class _Rate:
-    """Spaces requests evenly. `per_minute` None: no limit."""
+    """Spaces requests evenly; no limit if `per_minute` is None."""
 
     def __init__(self, per_minute: float | None) -> None:
         self._interval_s = 60 / per_minute if per_minute else 0.0
@@ -200,13 +200,13 @@ class _Rate:
 
 
 class _Cache:
-    """Replies in a folder, one file each. Without a folder, it keeps nothing."""
+    """Stores replies in a folder, one file each. Without a folder, it stores nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def get(self, name: str) -> str | None:
-        """Return a reply; None if there is none, or if its file is damaged."""
+        """Return a reply; None if it is not stored, or if its file is damaged."""
         if self._folder is None:
             return None
         try:
@@ -215,13 +215,13 @@ class _Cache:
             return None
 
     def put(self, name: str, kept: _KeptReply) -> None:
-        """Keep a reply. Other processes may keep the same one at the same time."""
+        """Store a reply. Other processes may store the same reply at the same time."""
         if self._folder is None:
             return
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside = self._folder / f".{name}-{os.getpid()}"
-        aside.write_bytes(msgspec.json.encode(kept))
-        aside.replace(self._folder / f"{name}.json")
+        temporary = self._folder / f".{name}-{os.getpid()}"
+        temporary.write_bytes(msgspec.json.encode(kept))
+        temporary.replace(self._folder / f"{name}.json")
 
 
 def _cache_folder(config: JudgeConfig, context: Context) -> Path | None:

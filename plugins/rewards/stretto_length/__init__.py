@@ -36,8 +36,8 @@ def make(config: LengthConfig, context: Context) -> Callable[..., float]:
     del context
 
     def penalty(prompt: Any, completion: str, completion_tokens: int) -> float:
-        beyond = (completion_tokens - (config.limit - config.buffer)) / config.buffer
-        return -config.penalty * min(1.0, max(0.0, beyond))
+        share = (completion_tokens - (config.limit - config.buffer)) / config.buffer
+        return -config.penalty * min(1.0, max(0.0, share))
 
     return penalty
 

@@ -1,4 +1,4 @@
-"""Reward `math`, also the accuracy: 1 if the last result that an answer states is the row's, else 0.
+"""Reward `math`, also the accuracy: 1 if the last result that an answer states equals the row's, else 0.
 
 Values are compared exactly where possible, else by math-verify and SymPy; choices and words as text.
 """
@@ -19,10 +19,10 @@ class MathConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Section of the reward `math`."""
 
     answer_cpu_s: PositiveFloat | None = 1.0
-    """CPU seconds for one answer, as for every reward. Evaluating some answers, such as a tower of powers,
-    would never end."""
+    """CPU seconds for scoring one answer. The value of some answers, such as a tower of powers, would take
+    for ever."""
     answer_memory_mb: PositiveInt | None = 64
-    """Memory for one answer in MiB, as for every reward."""
+    """Memory for scoring one answer, in MiB."""
     column: str = "answer"
     """Column with the expected answer: a number, LaTeX, a letter of a choice, or words. It may stand alone,
     in `$…$`, in `\\boxed{}`, after `####`, or at the end of a whole solution in one of the last two forms."""

@@ -1,4 +1,4 @@
-"""Rewrite notations of prose to the ones that `values` reads, and find values between words."""
+"""Rewrite the notations of prose to those that `values` reads, and find values between words."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _fraction(match: re.Match[str]) -> str:
 
 
 def _continued(match: re.Match[str]) -> str:
-    """Read `0.1666...`: a block that is written several times repeats; other digits are cut off."""
+    """Return `0.1666...` as a fraction whose last block of digits repeats; other texts stay as they are."""
     whole, digits = match.groups()
     period = _PERIOD.search(digits)
     if period is None:
@@ -87,7 +87,7 @@ class StatedValue:
     start: int
     text: str
     before: str
-    """The words before it, of the same line."""
+    """The text before the value, on the same line."""
     after: str
 
     @property
@@ -140,13 +140,13 @@ def results(text: str) -> Iterator[StatedValue]:
         after_value = run and run[-1].kind in ("value", "unit")
         if token.kind == "unit" and not after_value:
             token = replace(token, kind="value" if "^" in token.text else "word")
-        noun = (
+        is_noun = (
             ends
             and run
             and run[-1].kind == "value"
             and re.fullmatch(r"(?!squared|cubed)[a-z]{3,}\W?", token.text)
         )
-        if noun:
+        if is_noun:
             run.append(_Token(token.start, token.end, token.text, "unit"))
         elif token.kind == "word":
             yield from _result(text, line, run)
@@ -202,7 +202,7 @@ def _kind(word: str) -> str:
 
 
 def _result(text: str, line: int, run: list[_Token]) -> Iterator[StatedValue]:
-    """Yield the value of a run of tokens, without the conjunctions and single letters around it."""
+    """Yield the value of a run of tokens, without conjunctions and single letters at its ends."""
     while run and (run[0].kind != "value" and not _opens(run)):
         run = run[1:]
     while (
@@ -227,7 +227,7 @@ def _result(text: str, line: int, run: list[_Token]) -> Iterator[StatedValue]:
 
 
 def _opens(run: list[_Token]) -> bool:
-    """Return whether a value may begin with this letter, bracket or minus sign."""
+    """Return whether a value may begin with the first token of a run: a letter, bracket or minus sign."""
     first = run[0].text
     if re.fullmatch(r"and|or|[,;:.=]+", first):
         return False

@@ -1,4 +1,4 @@
-"""Find the result that a text states, for an expected answer and for a completion that reasons first."""
+"""Find the result that a text states: an expected answer, or a completion that reasons first."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _REASON = re.compile(
     r"[-–—:=]|(?:because|since|as|for|due|by|which|where|with|while|whereas|thanks|so|not)\b"
     r"|is (?:the )?(?:correct|right|best|true|only|answer)\b"
 )
-"""What follows the letter of a choice that is not the beginning of a sentence."""
+"""Text after a letter which shows that the letter is a choice, and not the first word of a sentence."""
 
 # ------------------------------------------------------------------------------------- expected answers
 
@@ -141,7 +141,7 @@ def _statements(completion: str) -> Iterator[_Statement]:
 
 
 def _boxes(text: str) -> list[_Statement]:
-    """Return each `\\boxed{…}` that is closed and not empty; the inner one of nested boxes."""
+    """Return each `\\boxed{…}` that is closed and not empty; of nested boxes, the inner ones."""
     boxes: list[_Statement] = []
     for match in _BOX.finditer(text):
         end, depth = -1, 1
@@ -219,9 +219,9 @@ _RETRACTION = re.compile(
     r"(?:it|that|this|the (?:[a-z]+ )?(?:answer|result|value|number))(?:'s| is| was| equals| must)\b",
     re.IGNORECASE,
 )
-"""A text after a result that says that it is another one."""
+"""Text after a result which may say that the result is wrong, or that another one is right."""
 _DENIAL = re.compile(r"[\s$.,*)]{0,5}(?:is|was)(?:n't| not| wrong| incorrect)\b")
-"""The same, directly after a box."""
+"""Text directly after a box which says that the result in the box is wrong."""
 
 
 def _letter_verdict(gold: Choices, content: str, *, final: bool) -> bool | None:
@@ -279,7 +279,7 @@ _YES_OR_NO = re.compile(
 
 
 def _tail_verdict(gold: Gold, tail: str) -> bool:
-    """Whether the last value between words is right; for letters and words, whether the last line is."""
+    """Return whether the last value between words is right; for letters and words, the last line."""
     last_line = tail.rstrip().rpartition("\n")[2]
     if isinstance(gold, Choices):
         letters = _choices(_plain(last_line))

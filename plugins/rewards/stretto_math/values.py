@@ -20,7 +20,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True)
 class Number:
-    """A number written out: its exact value, and its number of decimal places if it is a decimal."""
+    """A number that is written out: its exact value and, for a decimal, its number of decimal places."""
 
     value: Fraction
     places: int | None = None
@@ -35,7 +35,7 @@ class Expression:
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit such as km/h, or what was counted."""
+    """A unit such as km/h, or the thing that was counted."""
 
     powers: frozenset[tuple[str, int]] = frozenset()
     """Known units with their powers, without those of power 0."""
@@ -43,7 +43,7 @@ class Unit:
     """Other words, such as `apple`."""
 
     def agrees(self, other: Unit) -> bool:
-        """Return whether both are the same, or one is missing."""
+        """Return whether both units are the same, or one of them is missing."""
         if Unit() in (self, other):
             return True
         return self.powers == other.powers and (
@@ -86,7 +86,7 @@ class Equation:
 
 @dataclass(frozen=True)
 class Items:
-    """Several values between brackets; no brackets and a `,` for a bare list, `|` for a union."""
+    """Several values between brackets. `opening` is `,` for a list without brackets, `|` for a union."""
 
     opening: str
     items: tuple[Value, ...]
@@ -205,7 +205,7 @@ def _list(text: str) -> Value | None:
 
 
 def _items(opening: str, values: list[Value], closing: str) -> Items:
-    """Make `Items`; a bare list within a bare list or a set is merged into it."""
+    """Make `Items`. Merge a list without brackets into a list without brackets, or a set, around it."""
     flat: list[Value] = []
     for value in values:
         bare = isinstance(value, Items) and opening + value.opening in (",,", "||", "{,")
@@ -340,7 +340,7 @@ _FILLERS = {
     "old", "on", "only", "per", "remaining", "so", "tall", "than", "that", "the", "there", "total",
     "to", "unit", "units", "when", "which", "who", "wide",
 }  # fmt: skip
-"""Words that are neither units nor what was counted; what follows them is no unit either."""
+"""Words that are neither units nor counted things. The words after them are no units either."""
 
 
 def _digits_with_unit(text: str) -> Quantity | None:
@@ -378,7 +378,7 @@ def _expression(text: str) -> Expression:
 
 
 def _without_unit(text: str) -> tuple[str, Unit, bool]:
-    """Return the text without its unit, the unit, and whether it was percent."""
+    """Return the text without its unit, the unit, and whether the value was a percentage."""
     unit = Unit()
     if text.endswith("%"):
         return text[:-1].strip(), Unit(), True
@@ -395,15 +395,15 @@ def _without_unit(text: str) -> tuple[str, Unit, bool]:
     if (match := _UNIT_WORD.search(text)) and _number(text[: match.start()].strip()) is not None:
         if _PERCENT.match(match[2]):
             return text[: match.start()].strip(), Unit(), True
-        found = _unit(match[2])
+        candidate = _unit(match[2])
         glued = not match[1] and len(match[2]) == 1 and match[2].isupper()  # a variable, as in 3N
-        if (found.powers and not glued) or (match[1] and len(match[2].split()[0]) > 2):
-            text, unit = text[: match.start()].strip(), found
+        if (candidate.powers and not glued) or (match[1] and len(match[2].split()[0]) > 2):
+            text, unit = text[: match.start()].strip(), candidate
     return text, unit, False
 
 
 def is_unit(word: str) -> bool:
-    """Whether a word is a unit of more than one letter, or a part of one such as `per`; but not `in`."""
+    """Return whether a word is a unit of more than one letter (except `in`), or part of a unit, as `per`."""
     if word in ("per", "square", "cubic", "percent", "degrees", "units"):
         return True
     names = re.sub(r"\^\{?-?\d\}?", "", word).split("/")
@@ -424,20 +424,20 @@ _UNIT_PART = re.compile(r"\^? ?\{?(-?\d)\}?|/|°?[^\W\d_]+|[$€£¥¢]")
 def _unit(text: str) -> Unit:
     """Read a unit: `km/h`, `square miles per hour`, `m s^{-2}`, `apples left`."""
     powers, nouns = dict[str, int](), set[str]()
-    sign, power, last = 1, 1, ""
+    sign, power, last_unit = 1, 1, ""
     text = re.sub(r"\b(?:(mph)|kmh|kph)\b", lambda match: "mi/h" if match[1] else "km/h", text)
     for part in _UNIT_PART.finditer(text):
         word = part[0].rstrip(".")
         if part[1] or word in ("squared", "cubed"):
-            if last:
-                powers[last] += sign * (int(part[1] or {"squared": 2, "cubed": 3}[word]) - 1)
+            if last_unit:
+                powers[last_unit] += sign * (int(part[1] or {"squared": 2, "cubed": 3}[word]) - 1)
         elif word in ("/", "per"):
             sign = -1
         elif word.lower() in ("square", "sq", "cubic", "cu"):
             power = 2 if word.lower().startswith("sq") else 3
-        elif known := _unit_name(word):
-            powers[known] = powers.get(known, 0) + sign * power
-            power, last = 1, known
+        elif name_of_unit := _unit_name(word):
+            powers[name_of_unit] = powers.get(name_of_unit, 0) + sign * power
+            power, last_unit = 1, name_of_unit
         elif powers or word.lower() in _FILLERS:
             if powers or nouns:
                 break
@@ -546,7 +546,7 @@ def _equal_items(gold: Items, answer: Items) -> bool:
 
 
 def _equal_equations(gold: Assignment | Equation, answer: Assignment | Equation) -> bool:
-    """Return whether one equation is the other one, rearranged and multiplied by a number other than 0."""
+    """Return whether two equations are the same, if rearranged and multiplied by a number other than 0."""
     first, second = _difference(gold), _difference(answer)
     if first is None or second is None or first.free_symbols != second.free_symbols:
         return False
@@ -559,7 +559,7 @@ def _equal_equations(gold: Assignment | Equation, answer: Assignment | Equation)
 
 
 def _difference(equation: Assignment | Equation) -> Any:
-    """Return left side − right side, expanded; None if it is no equation of expressions."""
+    """Return left side − right side, expanded; None if a side is no expression."""
     from sympy import Expr, expand, nsimplify
 
     if isinstance(equation, Equation):
@@ -614,7 +614,7 @@ def _equal_values(gold: Number | Expression, answer: Number | Expression) -> boo
 
 
 _SIGNIFICANT = 6
-"""Number of significant digits that a decimal needs to count as equal to a number that it rounds."""
+"""Significant digits that a decimal needs to equal a number that it rounds."""
 
 
 def _is_rounded(short: Number, long: Number) -> bool:
@@ -636,7 +636,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _equal_constants(gold: Number | Expression, answer: Number | Expression) -> bool:
-    """Compare two constants, computed to 30 digits. A decimal may round the other one."""
+    """Compare two constants to 30 digits. A decimal may be the rounded value of the other constant."""
     first, second = (complex_value(value) for value in (gold, answer))
     if any(isinstance(value, Number) for value in (gold, answer)):
         number, other = (gold, second) if isinstance(gold, Number) else (answer, first)
@@ -682,7 +682,7 @@ def _parse(latex: str) -> Any:
 
 
 def _depths(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Yield (position, depth after it) of characters from `start`. All brackets are one kind: `[0, 1)`."""
+    """Yield (position, bracket depth after it) from `start` on. Any kind closes any other: `[0, 1)`."""
     depth = 0
     for position in range(start, len(text)):
         if text[position] in "([{":
@@ -693,7 +693,7 @@ def _depths(text: str, start: int = 0) -> Iterator[tuple[int, int]]:
 
 
 def _matching(text: str, start: int) -> int:
-    """Return the position of the bracket that closes the one at `start`; -1 if none does."""
+    """Return the position of the bracket that closes the bracket at `start`; -1 if none does."""
     return next((position for position, depth in _depths(text, start) if depth == 0), -1)
 
 

@@ -1,7 +1,7 @@
 """Reward `model`: the score of a reward model, for example one trained with the algorithm `reward_model`.
 
-It reads prompt and answer through its own tokenizer and chat template, as `reward_model` encodes them, so its
-vocabulary may differ from the policy's. The score at the last token is the reward.
+The model reads prompt and answer through its own tokenizer and chat template, as `reward_model` encodes them,
+so its vocabulary may differ from the policy's. The score at the last token is the reward.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:
-    """Check that a local folder holds a model."""
+    """Check that a local folder contains a model."""
     del run
     path = Path(config.path)
     if path.is_dir() and not (path / "config.json").exists():

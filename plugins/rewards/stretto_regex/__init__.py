@@ -1,4 +1,4 @@
-"""Reward `regex`: 1 if what a pattern finds in the answer is the row's expected text, else 0."""
+"""Reward `regex`: 1 if the text that a pattern finds in the answer is the row's expected text, else 0."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RegexConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the reward `regex`."""
 
     answer_cpu_s: PositiveFloat | None = 1.0
-    """CPU seconds for one answer, as for every reward: some patterns take for ever on some answers."""
+    """CPU seconds for scoring one answer; some patterns would never end on some answers."""
     pattern: str
     """Regular expression (Python's `re`) with one group, such as `<answer>(.*?)</answer>`. `.` also matches a
     new line. The last match in the answer counts; an answer without one scores 0."""
@@ -46,8 +46,8 @@ def make(config: RegexConfig, context: Context) -> Callable[..., dict[str, float
         return text.strip().casefold() if config.ignore_case else text.strip()
 
     def finds(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
-        found = pattern.findall(columns.get("prompt_opened", "") + completion)
-        right = float(bool(found) and plain(found[-1]) == plain(str(columns[config.column])))
+        matches = pattern.findall(columns.get("prompt_opened", "") + completion)
+        right = float(bool(matches) and plain(matches[-1]) == plain(str(columns[config.column])))
         return {"reward": right, "accuracy": right}
 
     return finds

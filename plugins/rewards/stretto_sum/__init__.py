@@ -1,4 +1,4 @@
-"""Reward `sum`: the weighted sum of several rewards, with each of them in the metrics."""
+"""Reward `sum`: the weighted sum of several rewards, each of which is also a metric."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["SumConfig"]
 class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `sum`.
 
-    The metrics have the reward of each part under its name, before the weight, and its other metrics as
-    `part/metric`. The first part is the main one: if it has an `accuracy`, that is the accuracy of the sum,
-    so evaluations judge the content and not the form. A part that gives None for an
-    answer does not count for it; an answer for which all parts give None is missing.
+    The metrics have the reward of each part under the part's name, without the weight, and the part's metrics
+    as `part/metric`. If the first part has an `accuracy`, it is the accuracy of the sum, so that evaluations
+    measure the content and not the form. A part that returns None for an answer does not count for this
+    answer; an answer for which all parts return None has no score.
     """
 
     parts: ComponentParts = ComponentParts()
@@ -36,12 +36,12 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ValueError("parts: expected at least one, such as `parts: {right: exact}`")
         if "accuracy" in names:
             raise ValueError("parts: no part can be called 'accuracy', because the sum reports one")
-        if odd := [name for name in self.weights if name not in names]:
-            raise ValueError(f"weights: no part {odd[0]!r}; the parts: {', '.join(names)}")
+        if unknown := [name for name in self.weights if name not in names]:
+            raise ValueError(f"weights: no part {unknown[0]!r}; the parts: {', '.join(names)}")
 
     @property
     def limits(self) -> tuple[float | None, int | None]:
-        """The limits of one answer: its own, or the sums of those that parts have."""
+        """The limits of one answer: those of the section, else the sums of the parts' limits."""
         parts = [getattr(self.parts, name).limits for name in self.parts.__struct_fields__]
         seconds = [cpu_s for cpu_s, _ in parts if cpu_s is not None]
         megabytes = [memory_mb for _, memory_mb in parts if memory_mb is not None]
@@ -52,8 +52,8 @@ class SumConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def make(config: SumConfig, context: Context, parts: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """Return the scoring function. It scores whole groups, so that a part that waits for a server does so
-    once; with limits it scores one answer per call, unless a part scores groups."""
+    """Return the scoring function. It scores whole groups, so that a part waits for a server only once. With
+    limits it scores one answer per call, unless a part scores groups."""
     del context
     weights = {name: config.weights.get(name, 1.0) for name in parts}
 
@@ -100,12 +100,12 @@ def _summed(
     """Return the reward and the metrics of one answer. `main` is the name of the first part."""
     if not scores:
         return {"reward": None}
-    _, of_main = scores.get(main, (0.0, {}))
+    _, main_metrics = scores.get(main, (0.0, {}))
     return {
         "reward": sum(weights[name] * value for name, (value, _) in scores.items()),
-        **({"accuracy": of_main["accuracy"]} if "accuracy" in of_main else {}),
+        **({"accuracy": main_metrics["accuracy"]} if "accuracy" in main_metrics else {}),
         **{name: value for name, (value, _) in scores.items()},
-        **{f"{name}/{key}": value for name, (_, own) in scores.items() for key, value in own.items()},
+        **{f"{name}/{key}": value for name, (_, metrics) in scores.items() for key, value in metrics.items()},
     }
 
 
