@@ -94,7 +94,7 @@ def base_url(port: int) -> str:
 
 
 def key_of(request: web.Request) -> str:
-    """Return the key of a request, as clients of either API send it; empty if it has none."""
+    """Return the key of a request, as clients of either API send it; empty if the request has no key."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return request.headers.get("x-api-key", token if scheme == "Bearer" else "")
 

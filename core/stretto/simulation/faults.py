@@ -54,7 +54,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     who: str = ""
     """Role of the process that the fault hits."""
     pick: float = 0.0
-    """Which process of the role, as a share of their number. For `scale`, it draws the new number."""
+    """Which process of the role, as a share of their number; for `scale`, it draws the new number."""
     seconds: float = 0.0
     share: float = 0.0
     """Share of messages that the fault hits."""
@@ -71,7 +71,7 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int
     run: dict[str, Any]
-    """The run file, without its paths."""
+    """The run file. The universe sets its folders."""
     faults: tuple[Fault, ...]
     patience_s: float = 60.0
     """A run is stuck after this many virtual seconds without a new batch, version or evaluation in the

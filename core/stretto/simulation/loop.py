@@ -35,7 +35,7 @@ class Deadlock(Exception):
 
 
 class Livelock(Exception):
-    """Callbacks follow each other without end, and no time passes. The text names the last ones."""
+    """Callbacks follow each other without end, and no time passes. The text names the last callbacks."""
 
 
 class ProcessEnded(BaseException):
@@ -57,7 +57,7 @@ class SimulatedThread:
         self.blocked_until = 0.0
         """Until this time the thread computes, and runs no callback."""
         self.debt_s = 0.0
-        """Processor time of its callbacks that has not passed yet."""
+        """Processor seconds of callbacks for which the thread was not blocked yet."""
         self.listed = False
         """Whether the thread is among the loop's runnable threads."""
 
@@ -79,7 +79,7 @@ class SimulatedProcess:
         self.main = SimulatedThread(name, self)
         self.threads = [self.main]
         self.status: int | None = None
-        """Exit status; negative for a signal; None while it runs."""
+        """Exit status; negative for a signal; None while the process runs."""
         self.stopped_until = 0.0
         self.joined = False
         """Whether the kernel has let this worker join."""
@@ -116,7 +116,7 @@ class SimulatedProcess:
             self.ended.set_result(status)
 
     def signal(self, number: int) -> None:
-        """Send a signal. It ends a process that has no handler."""
+        """Send a signal, which ends a process without a handler."""
         if self.status is None:
             self.loop.note("signal", self.name, number)
             for handle in self.on_signal:

@@ -86,7 +86,7 @@ class World:
         return result, slept_s + self.costs.expovariate(1 / _THREAD_S)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Replace `asyncio.run` in a thread: run a new loop, and let the thread sleep for its time."""
+        """Replace `asyncio.run` in a thread: run a new loop. The thread sleeps for the loop's time."""
         loop, outer_loop = SimulatedLoop(self.costs.getrandbits(32)), asyncio._get_running_loop()
         began = loop.time()
         asyncio._set_running_loop(None)

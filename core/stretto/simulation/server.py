@@ -86,7 +86,7 @@ class Weather:
         return self._ends["store_fails"] if self.store_fails == 1.0 else 0.0
 
     def reaches(self, pid: int) -> bool:
-        """Whether a process can connect."""
+        """Return whether a process can connect."""
         return self.loop.time() >= max(self.down_until, self.cut_until.get(pid, 0.0))
 
 
@@ -296,7 +296,7 @@ class SimulatedServer:
         return subscribers
 
     def has_interest(self, subject: str) -> bool:
-        """Whether a client subscribes to a subject."""
+        """Return whether a client subscribes to a subject."""
         return bool(self._subscribers(subject))
 
     def publish(

@@ -66,11 +66,11 @@ class Stream:
         self._ids: dict[str, tuple[float, int]] = {}
 
     def stores(self, subject: str) -> bool:
-        """Whether a subject belongs to this stream."""
+        """Return whether a subject belongs to this stream."""
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
-        """Store a message, once for each id. Raises StreamRefusal if its expected last number is wrong."""
+        """Store a message once for each id. Raises StreamRefusal if it expects another last number."""
         now, id = self.server.loop.time(), header(head, b"Nats-Msg-Id")
         expected = header(head, b"Nats-Expected-Last-Sequence")
         if expected is not None and int(expected) != self.last:

@@ -120,7 +120,7 @@ class SimulatedTransport(Transport):
             self._reader.feed_data(data)
 
     def at_eof(self) -> bool:
-        """Whether the connection has ended and everything was read."""
+        """Return whether the connection has ended and all bytes were read."""
         return self._reader is None or self._reader.at_eof()
 
     def __bool__(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride] - nats-py's own is wrong

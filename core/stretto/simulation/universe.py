@@ -164,7 +164,7 @@ class Universe:
     def opened(self) -> Generator[None]:
         """Put the simulated world in the place of the real one, and prepare the run."""
         torch.set_num_threads(1)  # a fork of a process with torch's threads waits for them for ever
-        load_tokenizer(self.tape.run.get("model"))  # its import starts a process: not possible once patched
+        load_tokenizer(self.tape.run.get("model"))  # before `patched`: an import here starts a process
         processes.SimulatedLauncher.machine = self.machine
         streams = self.server.streams
         self.folds = FoldOracle(lambda run, number: streams[Subjects(run).log_stream].messages[number].data)
@@ -340,8 +340,8 @@ class Universe:
 
 
 def _resumable(summary: dict[str, Any], *, first: bool) -> bool:
-    """Whether a run ended because of an injected fault, so that it is resumed: a signal, a full disk, planted
-    failures, or a trainer that the first kernel lost while the run was starting."""
+    """Return whether a run ended because of an injected fault, so that it is resumed: a signal, a full disk,
+    planted failures, or a trainer that the first kernel lost while the run was starting."""
     reason = summary["reason"]
     is_full = "No space left" in reason or "insufficient resources" in reason
     is_by_fault = (first and "was lost while the run was starting" in reason) or is_full or PLANTED in reason

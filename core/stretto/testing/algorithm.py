@@ -394,7 +394,7 @@ class AlgorithmConformance(ComponentConformance):
         assert dict(again.state()) == beginning, f"restored from nothing, its state is {again.state()}"
 
     def test_it_learns_a_tiny_task(self, under_test: ComponentUnderTest) -> None:
-        """In a few steps on the policy's own samples, or on the rows."""
+        """The algorithm trains a few steps on the policy's own samples, or on the rows."""
         training = _Training(under_test.make(), self.rows)
         before = training.goal()
         for _ in range(self.steps):

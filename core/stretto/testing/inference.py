@@ -216,7 +216,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
     def test_logprobs_of_given_text_are_those_of_the_weights_served(
         self, served: ServedEngine, models: tuple[TinyModel, TinyModel]
     ) -> None:
-        """Also after a swap when the engine has computed the same text before it, and during generation."""
+        """Tested also during generation, and after a swap if the engine had computed the same text before."""
         text = [request(length).prompt_ids.numpy().tolist() for length in (2, 3, 70, 400)]
         served.ask(request(n=2, max_tokens=600))
         for model in models:
@@ -304,7 +304,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
         assert served.answer(request([10] * 900, max_tokens=10)).finish == "length"
 
     def test_abort_frees_every_slot_within_a_decode_step(self, served: ServedEngine) -> None:
-        """Also for waiting samples; the next request starts at once. One of the tries must be fast."""
+        """Tested with running and waiting samples. The next request starts at once. One try must be fast."""
         slots, late_s = served.load().slots, list[float]()
         while len(late_s) < 2 or (min(late_s) > 0 and len(late_s) < 4):
             long, following = request(n=slots + 2, max_tokens=900), request(max_tokens=5)

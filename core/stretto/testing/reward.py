@@ -45,7 +45,7 @@ class RewardConformance(ComponentConformance):
         return _scores(under_test.make(), cls.row, cls._all())
 
     def test_every_answer_gets_a_finite_number(self, scores: _Scores) -> None:
-        """Also an empty, long or odd answer. In a run, an answer without a finite number fails."""
+        """Some answers are empty, long or odd. In a run, an answer without a finite number fails."""
         assert len(scores) == len(self._all())
 
     def test_the_same_answers_get_the_same_scores(

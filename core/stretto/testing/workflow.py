@@ -416,7 +416,7 @@ class WorkflowConformance(ComponentConformance):
         assert_valid_trajectories(trajectories, session)
 
     def test_a_sample_gets_the_reward_of_its_own_answers(self, under_test: ComponentUnderTest) -> None:
-        """And not the reward of another sample. The test shows nothing if a workflow changes the rewards."""
+        """It never gets that of another sample. The test shows nothing if a workflow changes the rewards."""
         rewards, turns = dict[str, float](), Counter[int]()
 
         def answer(_: str, number: int) -> str:

@@ -90,7 +90,7 @@ def _read_test(test: Any, function: str, index: int) -> Case:
 
 
 def _read_pair(given: Any, expected: Any, function: str) -> Case:
-    """Read one input with its output. Arguments of a call: a list, or a JSON value a line (LiveCodeBench)."""
+    """Read one input with its output. A call's arguments are a list, or lines of JSON (LiveCodeBench)."""
     if not function:
         return Case((_text(expected),), _text(given))
     if isinstance(given, str):
