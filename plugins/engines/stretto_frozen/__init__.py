@@ -26,7 +26,7 @@ class FrozenConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:
-    """Refuse runs that train, and more than one process."""
+    """Refuse runs that train, and configs of more than one process."""
     if run.steps:
         yield Problem(
             "training.use", f"'frozen' trains nothing, but steps is {run.steps}; expected `steps: 0`"
@@ -37,7 +37,7 @@ def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_training() -> Iterator[Component[FrozenConfig]]:
-    """The component of this package."""
+    """The training engine `frozen`."""
     yield Component(
         "frozen",
         "stretto_frozen.training:FrozenTraining",

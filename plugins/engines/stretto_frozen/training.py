@@ -42,19 +42,19 @@ class FrozenTraining:
         self._names_in_files = names_in_files(self._model, self._source)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's parameters, tied ones once, and the buffers that its files hold."""
+        """Yield the model's parameters, tied parameters once, and the buffers that its files contain."""
         for name, tensor in published_tensors(self._model):
             in_files = self._names_in_files.get(name, name)
             yield in_files, (tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return (T,) float32 logprobs, computed one sequence at a time, to compare engines with."""
+        """Return (T,) float32 logprobs, computed one sequence at a time: the reference for other engines."""
         logprobs: list[Tensor] = []
         for sequence in batch.split([1] * len(batch)):
             ids = sequence["tokens"][None]
-            more = self._image_arguments(sequence, ids) if self._image_arguments else {}
-            logits = self._model(input_ids=ids, **more).logits[0, :-1].float()
+            arguments = self._image_arguments(sequence, ids) if self._image_arguments else {}
+            logits = self._model(input_ids=ids, **arguments).logits[0, :-1].float()
             logprobs += [torch.zeros(1), logprobs_of(logits, ids[0, 1:], temperature)]
         return torch.cat(logprobs)
 
@@ -63,7 +63,7 @@ class FrozenTraining:
         raise EngineError("the frozen engine trains nothing; use another for `training`")
 
     def save(self, folder: Path, copy_bytes: int = 0) -> None:
-        """Raise EngineError: this engine has no state of its own."""
+        """Raise EngineError: this engine has no training state."""
         raise EngineError("the frozen engine has nothing to save")
 
     def stop(self) -> None:

@@ -29,16 +29,16 @@ class PowerSgdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     rank: PositiveInt = 8
     """Rank of the matrices that ranks exchange in place of a gradient."""
     after_steps: Annotated[int, msgspec.Meta(ge=2)] = 10
-    """Number of optimizer steps that are not compressed at the start of training, when gradients change most.
-    At least those of the warm-up are not."""
+    """Number of steps without compression at the start of training, when gradients change most. Steps of the
+    warm-up are not compressed either."""
 
 
 class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Data parallel over `processes` ranks, or over groups of `tensor_parallel` of them."""
+    """Data parallel over `processes` ranks, or over groups of `tensor_parallel` ranks each."""
 
     tensor_parallel: PositiveInt = 1
     """Number of ranks that compute each layer together, for models of the Llama, Qwen2 and Gemma types; must
-    divide `processes`. Rank r is number r % tensor_parallel of its group."""
+    divide `processes`. Rank r has the number r % tensor_parallel in its group."""
     shard: bool = True
     """Shard parameters, gradients and optimizer over the data-parallel ranks. If false, each rank keeps full
     copies, which takes about half the time for models of less than some million parameters."""
@@ -46,10 +46,10 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     """Dtype in which gradients are reduced between data-parallel ranks."""
     power_sgd: PowerSgdConfig | None = None
     """Compress the gradients that ranks exchange, for slow networks; needs `shard: false`. `rank` (8) is the
-    rank of the matrices that are sent in place of a gradient: a higher one costs more bytes and loses less.
+    rank of the matrices that are sent in place of a gradient: a higher rank sends more bytes and loses less.
     `after_steps` (10) is the number of steps at the start that are not compressed; steps of the warm-up are
-    not, either. `{}` takes these values.
-    Updates are approximate: docs/benchmarks.md says how much that costs."""
+    not compressed either. `{}` uses the values in brackets.
+    Updates are approximate; docs/benchmarks.md has the cost."""
     cpu_offload: bool = False
     """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
 
@@ -61,8 +61,8 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
             )
         if self.cpu_offload and not self.shard:
             raise ValueError("cpu_offload needs shard: true")
-        whole = not self.shard and self.tensor_parallel == 1 and self.reduce_dtype == "float32"
-        if self.power_sgd is not None and not whole:
+        plain_copies = not self.shard and self.tensor_parallel == 1 and self.reduce_dtype == "float32"
+        if self.power_sgd is not None and not plain_copies:
             raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
@@ -76,7 +76,7 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
 
     @property
     def ranks_together(self) -> int:
-        """The ranks of a tensor parallel group."""
+        """Number of ranks of a tensor-parallel group."""
         return self.tensor_parallel
 
 

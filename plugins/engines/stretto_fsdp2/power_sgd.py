@@ -29,7 +29,7 @@ _BUCKET = 0
 
 
 class PowerSgd:
-    """The reduction of the gradients of a group's ranks, and what it carries from step to step."""
+    """The reduction of gradients over the ranks of a group, with the state that it carries between steps."""
 
     def __init__(self, config: PowerSgdConfig, group: dist.ProcessGroup) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class PowerSgd:
 
     def add_up(self, gradients: Sequence[Tensor]) -> None:
         """Replace each rank's gradients by the approximate sum over all ranks, in place. If the sum is not
-        finite, the optimizer skips the step; what was carried is not finite either and is dropped."""
+        finite, the optimizer skips the step, and the carried state, also not finite, is replaced."""
         bucket = _Bucket(gradients)
         pytorch.powerSGD_hook(self._state, bucket).wait()  # pyright: ignore[reportArgumentType]
         for gradient, mean in zip(gradients, bucket.gradients(), strict=True):
@@ -48,11 +48,11 @@ class PowerSgd:
 
     @property
     def compression(self) -> float:
-        """Size of the gradients over that of what was sent, in the compressed steps; 0 before the first."""
+        """Size of the gradients / size of what was sent, in compressed steps; 0 before the first of these."""
         return float(self._state.compression_stats()[0])
 
     def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the number of steps, the matrices, and each rank's error; the same in all ranks."""
+        """Yield the number of steps, the matrices, and the error of every rank; all ranks yield the same."""
         state = self._state
         yield "steps", torch.tensor(state.iter)
         yield "rank", torch.tensor(self._config.rank)
@@ -60,15 +60,15 @@ class PowerSgd:
             return
         yield "p", state.p_memory_dict[_BUCKET]
         yield "q", state.q_memory_dict[_BUCKET]
-        own = state.error_dict[_BUCKET]
+        own_error = state.error_dict[_BUCKET]
         for rank in range(self._group.size()):
-            error = own.clone() if rank == self._group.rank() else torch.empty_like(own)
+            error = own_error.clone() if rank == self._group.rank() else torch.empty_like(own_error)
             dist.broadcast(error, group=self._group, group_src=rank)
             yield f"error.{rank}", error
 
     def restore(self, carried: Mapping[str, Tensor], gradient_size: int, device: torch.device) -> None:
-        """Restore the state that `carried` yielded. If the number of ranks changes, each gets the same part
-        of the sum of all errors. If the rank of the matrices changes, they begin at random."""
+        """Restore the state that `carried` yielded. If the number of ranks changes, each gets an equal part
+        of the sum of all errors. If the rank of the matrices changes, the matrices begin at random."""
         state = self._new_state(int(carried["steps"]))
         self._state = state
         errors = sum(name.startswith("error.") for name in carried)
@@ -78,7 +78,7 @@ class PowerSgd:
         if errors == ranks:
             error = carried[f"error.{rank}"]
         else:
-            error = torch.stack([carried[f"error.{each}"] for each in range(errors)]).sum(0) / ranks
+            error = torch.stack([carried[f"error.{index}"] for index in range(errors)]).sum(0) / ranks
         if error.numel() != gradient_size:
             raise EngineError(
                 f"the checkpoint has PowerSGD's errors of {error.numel()} numbers, and the gradients of this "

@@ -1,7 +1,7 @@
 """The layout of `fsdp2`: data-parallel ranks that shard or copy the model, optionally split by tensor.
 
 On a mesh (dp, tp), parameters are split by tensor first, then sharded over dp. FSDP2 averages the ranks'
-gradients, so each rank's loss, already its part of the whole, is multiplied by the number of ranks.
+gradients. A rank's loss is its part of the batch's loss, so it is multiplied by the number of ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 class ShardedLayout(RankLayout):
-    """`width` is the number of tensor-parallel ranks."""
+    """The layout of one rank. `width` is the number of tensor-parallel ranks."""
 
     def __init__(self, config: Fsdp2TrainingConfig, context: Context) -> None:
         super().__init__(config, context, width=config.tensor_parallel, inner="tp")
@@ -68,7 +68,7 @@ class ShardedLayout(RankLayout):
             fully_shard(
                 module,
                 mesh=self.mesh["dp"],
-                # By default the root's parameters stay gathered: a later forward would miss a step or load.
+                # By default the root's parameters stay gathered, and a later forward would use old ones.
                 reshard_after_forward=True,
                 mp_policy=root if module is model else inner,
                 offload_policy=offload,
@@ -83,7 +83,7 @@ class ShardedLayout(RankLayout):
                 setattr(module, name, buffer.to(self.device))
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Gather and yield one tensor after the other."""
+        """Gather and yield each full tensor, one after the other."""
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
                 # Offloaded tensors are gathered on the device, because the mesh is there.
@@ -91,7 +91,7 @@ class ShardedLayout(RankLayout):
             yield name, tensor
 
     def take(self, into: Tensor, full: Tensor) -> None:
-        """Copy this rank's shard of a full tensor: split by tensor, then over dp, as torch.chunk does."""
+        """Copy this rank's shard of a full tensor: split by tensor, then over dp, like torch.chunk."""
         if isinstance(into, DTensor):
             mesh, placements = into.device_mesh, into.placements
             for dimension in reversed(range(mesh.ndim)):
@@ -106,7 +106,7 @@ class ShardedLayout(RankLayout):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Return whether this rank is the first of those that hold the same data."""
+        """Return True if this rank is the first of the ranks that have the same data of the parameter."""
         del name
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):
@@ -118,7 +118,7 @@ class ShardedLayout(RankLayout):
 
     @property
     def compression(self) -> float:
-        """Size of float32 gradients over that of what a rank sends in a compressed step."""
+        """Size of float32 gradients / size of what a rank sends in a compressed step."""
         if self._power_sgd is not None:
             return self._power_sgd.compression
         return 4 / self._reduce_dtype.itemsize
@@ -139,7 +139,7 @@ class ShardedLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run all micro-batches. FSDP2 reduces each one's gradient; copies reduce theirs once at the end."""
+        """Run all micro-batches. FSDP2 reduces the gradient of each; full copies reduce once at the end."""
         if self._shards:
             super().backward(model, rows, lambda index, output: loss_of(index, output) * self.parts)
             return
@@ -159,8 +159,8 @@ class ShardedLayout(RankLayout):
 
 
 def _return_freed_memory() -> None:
-    """Make glibc return freed memory: gathering and freeing layers in turn fragments the blocks of up to 32
-    MiB that it keeps by default, so much that sharding saves nothing."""
+    """Make glibc return freed blocks of 1 MiB or more. By default it keeps blocks of up to 32 MiB, which
+    gathering and freeing layers fragments so much that sharding saves no memory."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 2**20)

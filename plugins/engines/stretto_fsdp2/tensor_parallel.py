@@ -1,7 +1,7 @@
 """Tensor parallelism for decoders of the Llama type: how each module is split.
 
 Projections of queries, keys, values and feed-forward inputs are split by output, output projections by input,
-embedding and head by vocabulary. Between modules every rank holds all hidden states and logits.
+embedding and head by vocabulary. Between modules every rank has all hidden states and logits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")
 
 
 def split_by_tensor(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split a model over a mesh of one dimension, in place."""
+    """Split a model over the ranks of a one-dimensional mesh, in place."""
     check_splits(model, mesh.size())
     layer_plan: dict[str, Any] = {name: ColwiseParallel() for name in _BY_OUTPUT}
     layer_plan |= {name: RowwiseParallel() for name in _BY_INPUT}
@@ -46,12 +46,12 @@ def check_splits(model: PreTrainedModel, ranks: int) -> None:
     if not layers:
         raise EngineError(f"training.tensor_parallel: the layers of {kind} are not known")
     for layer in layers:
-        found = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
+        linear_names = {name for name, module in layer.named_modules() if isinstance(module, nn.Linear)}
         expected = {*_BY_OUTPUT, *_BY_INPUT}
-        if found != expected:
+        if linear_names != expected:
             raise EngineError(
                 f"training.tensor_parallel does not know how to split {kind}: its layers have the linear "
-                f"modules {', '.join(sorted(found))}; expected {', '.join(sorted(expected))}; "
+                f"modules {', '.join(sorted(linear_names))}; expected {', '.join(sorted(expected))}; "
                 "set it to 1: fsdp2 alone shards such a model"
             )
         module_names = {name.rpartition(".")[2] for name, _ in layer.named_modules()}

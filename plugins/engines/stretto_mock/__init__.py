@@ -1,6 +1,6 @@
 """Engines `mock`: training and inference at configured speeds, to try a configuration's timing.
 
-No model: answers are random tokens of random length, or those of a function; the weights are one number.
+They have no model. Answers are random tokens of random length, or texts from a function.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class MockTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkno
     seconds_per_step: NonNegativeFloat = 1.0
     """Seconds of one optimizer step, independent of the batch."""
     tokens_per_s: PositiveFloat | None = None
-    """If set, a step additionally takes the time of its batch's tokens at this speed."""
+    """If set, a step also takes the number of tokens in its batch divided by this speed."""
     seconds_per_forward: NonNegativeFloat = 0.0
     """Seconds of one forward pass over a batch."""
     calls_loss: bool = False
@@ -42,25 +42,25 @@ class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unk
     """Standard deviation of the logarithm of the answer lengths, which are lognormal. With 0 all lengths are
     equal; 1 gives a long tail."""
     step_s: NonNegativeFloat = 0.0
-    """With this or `sample_s`, the engine decodes in steps, a token of each sample in one: this is the time
-    of a step without samples. `tokens_per_s` has no effect then."""
+    """With this or `sample_s` the engine decodes in steps, one token of every sample at once. A step takes
+    this time, and `sample_s` for each sample. `tokens_per_s` has no effect then."""
     sample_s: NonNegativeFloat = 0.0
     """Time that each sample adds to a step."""
     lengths: tuple[PositiveInt, ...] = ()
-    """Lengths of answers in tokens, from which each answer draws its own; empty: `mean_tokens` and `sigma`
-    say them."""
+    """Lengths in tokens, of which each answer draws one. If empty, answers draw lengths by `mean_tokens` and
+    `sigma`."""
     swap_s: NonNegativeFloat = 0.0
     """Seconds of pause at each weight swap."""
     vocab_size: PositiveInt = 64
     """Number of different tokens that answers are drawn from."""
     script: Importable | None = None
-    """A function that answers instead, to try agents, tools and environments without a model:
+    """A function that makes the answers, to try agents, tools and environments without a model:
     `answer(prompt: str, seed: int) -> str`, which returns at least one character. It runs in the inference
     worker, so it must be fast. The tokens of a text are its bytes, so the run has no `model`."""
 
 
 def check_inference(config: MockInferenceConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the script exists and the run has no model, whose tokens are no bytes."""
+    """Check that the script exists, and that a run with a script has no model."""
     if config.script is not None and (fault := fault_of_importable(config.script)):
         yield Problem("inference.script", fault)
     if config.script is not None and run.model is not None:
@@ -71,7 +71,7 @@ def check_inference(config: MockInferenceConfig, run: RunConfig) -> Iterator[Pro
 
 @hookimpl
 def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
-    """The training engine of this package."""
+    """The training engine `mock`."""
     yield Component(
         "mock",
         "stretto_mock.training:MockTraining",
@@ -85,7 +85,7 @@ def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
 
 @hookimpl
 def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
-    """The inference engine of this package."""
+    """The inference engine `mock`."""
     yield Component(
         "mock",
         "stretto_mock.inference:MockInference",

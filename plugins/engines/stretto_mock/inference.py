@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from stretto_mock import MockInferenceConfig
 
 _TICK_S = 0.01  # protects the event loop from an engine of many tokens per second
-_MOST_STEPS = 8  # steps that are computed at once, if no sample ends before
+_MOST_STEPS = 8  # steps computed at once, or fewer if a sample ends earlier
 _EMIT_S = 0.02
-"""Time between two messages of an engine that decodes in steps, unless it has no more to do."""
+"""Time between two messages of an engine that decodes in steps; an idle engine sends at once."""
 _REFILL = 8
-"""An engine that decodes in steps lets new samples in when one slot in 8 is free, as `torch` does."""
+"""An engine that decodes in steps admits samples when 1 of this many slots is free, like `torch`."""
 _NO_LIMIT = 2**31  # without a model, every token is in the vocabulary and every length is possible
 
 
@@ -38,16 +38,16 @@ class _MockSample(OpenSample):
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # the whole answer
     finish: Finish = "stop"
-    credit: float = 0.0  # number of tokens that are due by now, with a fraction
+    credit: float = 0.0  # number of tokens decoded by now, with a fraction
 
 
 async def pass_time(seconds: float) -> None:
-    """Let the time of some decode steps pass. A simulation puts a computation in its place."""
+    """Let the time of some decode steps pass. A simulation replaces this function."""
     await anyio.sleep(seconds)
 
 
 class MockInference:
-    """Each slot decodes at `tokens_per_s / slots`, like an engine bound by memory bandwidth."""
+    """Decodes in each slot at `tokens_per_s / slots`, like an engine bound by memory bandwidth."""
 
     def __init__(self, config: MockInferenceConfig, context: Context) -> None:
         del context
@@ -73,7 +73,7 @@ class MockInference:
         """Do nothing: the engine holds no resources."""
 
     def generate(self, request: GenerateRequest, images: Sequence[bytes] = ()) -> None:
-        """Draw all answers at once, whatever the images show."""
+        """Draw all answers at once; images have no influence."""
         del images
         try:
             samples = self._intake.accept(request)
@@ -89,13 +89,13 @@ class MockInference:
         self._end(self._intake.samples(request), "abort", "")
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """Pause for `swap_s` seconds, then serve the version."""
-        begun = time.monotonic()
+        """Pause for `swap_s` seconds, then serve the new version."""
+        started_at = time.monotonic()
         async with self._paused:
             await anyio.sleep(self._config.swap_s)
             self._version = update.note.version
             self._intake.serve(self._version)
-        self._pauses.append(time.monotonic() - begun if self._config.swap_s else 0.0)
+        self._pauses.append(time.monotonic() - started_at if self._config.swap_s else 0.0)
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
 
     async def logprobs(
@@ -191,7 +191,7 @@ class MockInference:
             self._running.append(self._intake.pop())
 
     def _advance(self, tokens: float, *, all_: bool = True) -> list[Chunk]:
-        """Add tokens to each sample, and return the chunks of those that are complete, or of all."""
+        """Add `tokens` tokens to each sample; return chunks of complete samples, or with `all_` of all."""
         chunks: list[Chunk] = []
         for sample in self._running:
             sample.credit = min(sample.credit + tokens, len(sample.tokens))

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 class MockTraining:
-    """Its weights are the number of optimizer steps and a checksum of all tokens trained, in order, so that
-    versions differ and runs can be compared. In a group each process sees other rows; the checksum is 0."""
+    """Has as weights the number of optimizer steps and a checksum of all trained tokens, in order: versions
+    differ, and runs can be compared. With several processes, which get other rows, the checksum is 0."""
 
     def __init__(self, config: MockTrainingConfig, context: Context) -> None:
         del context
@@ -35,11 +35,11 @@ class MockTraining:
         self._steps, self._checksum = state.get("steps", 0), state.get("checksum", 0)
 
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
-        """Return the behaviour policy's own logprobs, as if nothing had been learned since, or 0."""
+        """Return the behaviour policy's logprobs, as if nothing had been learned since; 0 without them."""
         del temperature
         time.sleep(self._config.seconds_per_forward)
-        known = "behaviour_logprobs" in batch
-        return batch["behaviour_logprobs"] if known else torch.zeros(batch.num_tokens)
+        has_logprobs = "behaviour_logprobs" in batch
+        return batch["behaviour_logprobs"] if has_logprobs else torch.zeros(batch.num_tokens)
 
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Sleep for the configured time of a step."""

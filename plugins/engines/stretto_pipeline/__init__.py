@@ -28,7 +28,7 @@ class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, for
     """Number of ranks of the worker group. Rank r is stage r % stages of its pipeline."""
     stages: PositiveInt = 2
     """Number of stages, each with an equal share of the layers as far as possible; must divide `processes`.
-    More micro-batches keep the stages busier: with m of them, all stages compute during m - stages + 1."""
+    More micro-batches keep the stages busier: of m micro-batches, all stages work during m - stages + 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

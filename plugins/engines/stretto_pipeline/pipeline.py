@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class PipelineLayout(RankLayout):
-    """`width` is the number of stages."""
+    """The layout of one rank. `width` is the number of stages."""
 
     def __init__(self, config: PipelineTrainingConfig, context: Context) -> None:
         super().__init__(config, context, width=config.stages, inner="stage")
@@ -35,8 +35,8 @@ class PipelineLayout(RankLayout):
         self._aliases: dict[str, str] = {}
 
     def connect(self) -> None:
-        """Make the mesh and three groups for each pipeline: for hidden states and for gradients, since
-        neither may wait for the other, and for its first and last stage."""
+        """Make the mesh and three groups for each pipeline: one for hidden states, one for gradients, as
+        neither may wait for the other, and one of the first and the last stage."""
         if self._mesh is not None:
             return
         super().connect()
@@ -61,7 +61,7 @@ class PipelineLayout(RankLayout):
         cast("nn.Module", model).to(self.device)
 
     def name(self, own: str) -> str:
-        """Return a tensor's published name: the last stage's copy of a tied embedding has the embedding's."""
+        """Return a tensor's published name: a tied copy in the last stage has the name of the embedding."""
         return self._aliases.get(own, own)
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +86,7 @@ class PipelineLayout(RankLayout):
         return tensor
 
     def counts(self, name: str, parameter: Tensor) -> bool:
-        """Whether this rank is in the first pipeline, and the parameter is not the copy of a tied one."""
+        """Return True in the first pipeline, if the parameter is not a copy of a tied embedding."""
         del parameter
         return self.rank < self.width and self.name(name) == name
 
@@ -107,8 +107,8 @@ class PipelineLayout(RankLayout):
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
-        """Run 1F1B; then the ranks of a stage add up gradients, and first and last those of a tied
-        embedding."""
+        """Run 1F1B. Then the ranks of each stage add up their gradients, and the first and last stage those
+        of a tied embedding."""
         run_backward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.parts > 1 and gradients:

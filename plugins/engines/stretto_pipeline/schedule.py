@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Earlier sends have been received, or will be without further action of this rank; see `_Channel`.
+# Number of sends that need not be complete before the next send; see `_Channel.send`.
 _UNDER_WAY = 2
 
 
@@ -28,8 +28,8 @@ class _Channel:
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     def send(self, tensor: Tensor) -> None:
-        """Start to send, and keep the tensor until it is sent. Wait only for the sends before the last few;
-        this cannot deadlock: their receiver has passed them or waits for nothing else."""
+        """Start to send, and keep the tensor until it is sent. Wait for all sends but the last two. The wait
+        cannot deadlock: the receiver has already received them, or waits for nothing else."""
         self._sent.append((dist.isend(tensor, dst=self.rank, group=self.group), tensor))
         self.flush(_UNDER_WAY)
 
@@ -61,7 +61,7 @@ class Neighbours:
                 channel.flush()
 
 
-# (index of a micro-batch, hidden states from the stage before, None in the first) -> the stage's output.
+# (index of a micro-batch, hidden states of the stage before; None in the first stage) -> output of the stage.
 Compute = Callable[[int, "Tensor | None"], Tensor]
 
 
@@ -72,7 +72,7 @@ def run_forward(
     compute: Compute,
     take: Callable[[int, Tensor], object],
 ) -> None:
-    """Run all micro-batches of these shapes, without gradients. `take` gets the last stage's outputs."""
+    """Run all micro-batches of these shapes, without gradients. `take` receives the last stage's outputs."""
     for index, shape in enumerate(shapes):
         hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
         output = compute(index, hidden)
@@ -114,13 +114,13 @@ def run_backward(
             assert hidden.grad is not None
             neighbours.gradient_out.send(hidden.grad.contiguous())
 
-    count = len(shapes)
-    ahead = min(count, neighbours.after)
-    for index in range(ahead):
+    num_micro_batches = len(shapes)
+    warm_up = min(num_micro_batches, neighbours.after)
+    for index in range(warm_up):
         go_forward(index)
-    for index in range(count - ahead):
-        go_forward(index + ahead)
+    for index in range(num_micro_batches - warm_up):
+        go_forward(index + warm_up)
         go_backward(index)
-    for index in range(count - ahead, count):
+    for index in range(num_micro_batches - warm_up, num_micro_batches):
         go_backward(index)
     neighbours.flush()

@@ -1,7 +1,7 @@
 """One stage of a model: the Hugging Face model itself, without the modules of the other stages.
 
-Placeholders that return their input replace the layers of other stages, so every module keeps its name and
-each layer its number, by which the model chooses its mask.
+Placeholders that return their input replace the layers of other stages. So every module keeps its name, and
+every layer keeps its number, by which the model chooses the layer's mask.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class _Elsewhere(nn.Module):
-    """A layer that another stage holds."""
+    """The placeholder of a layer that another stage computes."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 class Stage:
-    """Stage `index` of `count`: the modules that it computes. It removes the others from the model."""
+    """Stage `index` of `count`, with the modules that it computes. Removes the others from the model."""
 
     def __init__(self, model: PreTrainedModel, index: int, count: int) -> None:
         self.is_first = index == 0
@@ -73,14 +73,14 @@ class Stage:
         return (*arguments["input_ids"].shape, self.hidden_size)
 
     def compute(self, inputs: ModelInputs, hidden: Tensor | None) -> Tensor:
-        """Return the hidden states for the next stage; in the last one, the wanted tokens' figures."""
-        own = dict(inputs.arguments)
+        """Return the hidden states for the next stage; in the last stage, the wanted tokens' figures."""
+        arguments = dict(inputs.arguments)
         if hidden is not None:
-            del own["input_ids"]
-            own["inputs_embeds"] = hidden
+            del arguments["input_ids"]
+            arguments["inputs_embeds"] = hidden
         if self.is_last:
-            return self._model(**own, wanted=inputs.wanted)
-        return self._base(**own).last_hidden_state
+            return self._model(**arguments, wanted=inputs.wanted)
+        return self._base(**arguments).last_hidden_state
 
 
 def _tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
@@ -90,7 +90,7 @@ def _tied_weight(model: PreTrainedModel) -> nn.Parameter | None:
 
 @torch.no_grad()
 def _check_nothing_else(model: Any) -> None:
-    """Check that the model computes nothing besides layers and norm: every stage would repeat it."""
+    """Check that the model computes nothing but layers and norm: every stage would repeat other work."""
     base = model.base_model
     ids = torch.arange(4, device=model.device)[None]
     embedded = base.embed_tokens(ids)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["LIKELIEST", "SglangConfig"]
 
 LIKELIEST = 1024
-"""Largest number of tokens to draw from if `top_p`, `top_k` or `min_p` is used."""
+"""Maximum number of tokens to draw from if `top_p`, `top_k` or `min_p` is used."""
 
 _RESERVED = {
     "--model-path": "model",
@@ -49,7 +49,7 @@ class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown
 
     def unfit(self, sampling: Sampling) -> str:
         """Refuse `top_k` with `top_p`."""
-        # A top_k of `LIKELIEST` applies in any case: it is how many ids the server returns at most.
+        # A top_k of `LIKELIEST` always applies: the server returns at most this number of kept ids.
         if 0 < sampling.top_k < LIKELIEST and sampling.top_p < 1 and sampling.temperature > 0:
             return (
                 f"top_k {sampling.top_k} with top_p {sampling.top_p:g}: SGLang applies top_p to the"

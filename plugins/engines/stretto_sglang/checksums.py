@@ -1,9 +1,9 @@
 """Compare an SGLang server's checksums with the weights that it should load.
 
-SGLang returns a checksum of each tensor, under its own names: query, key and value of a layer are one tensor,
-as are gate and up; a vocabulary is padded to a multiple of 64; tensors of vision-language models have older
-names. On CPU the checksum begins the SHA-256 of the tensor's bytes. On other devices its definition is not
-known, but it changes if and only if the tensor does.
+SGLang returns a checksum of each of its tensors, which differ from those in files: query, key and value of a
+layer are one tensor, gate and up too; a vocabulary is padded to a multiple of 64; vision-language models have
+older names. On CPU a checksum is the beginning of the SHA-256 of the tensor's bytes. On other devices its
+definition is not known, but it changes if and only if the tensor changes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from stretto.models.vision import newest_name
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj", "qkv"), "gate_up_proj": ("gate_proj", "up_proj")}
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-_PADDED_TO = 64
-_DIGITS = 16
+_PADDED_TO = 64  # rows of a vocabulary
+_DIGITS = 16  # of the SHA-256 in a checksum, in hex
 
 
 class Checksums:
@@ -36,14 +36,14 @@ class Checksums:
         self._published: Mapping[str, str] = {}
 
     def begin(self, checksums: Mapping[str, str]) -> None:
-        """Start with a new server, whose weights are not known."""
+        """Start with the checksums of a new server, whose version is not known."""
         self._checksums, self._published = checksums, {}
 
     def hashes(
         self, published: Mapping[str, str], folder: Path, checksums: Mapping[str, str]
     ) -> dict[str, str]:
-        """Return the published hashes; a tensor that the server's `checksums` show to differ gets a hash that
-        says so. `published`: hashes of the version in `folder`, which the server should load."""
+        """Return the published hashes, but a hash that shows the checksum where the server's tensor differs.
+        `published`: hashes of the version in `folder`, which the server should have loaded."""
         hashes = dict(published)
         tensors = {newest_name(name): place for name, place in places_in(folder).items()}
         for name, checksum in checksums.items():
@@ -56,20 +56,20 @@ class Checksums:
     def _matches(
         self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]
     ) -> bool:
-        """Return whether a checksum can belong to a tensor made of these tensors, in order."""
+        """Return True if the server's tensor `name` can be the file tensors `places`, joined in order."""
         same_dtype = all(place.dtype == self._dtype for place in places)
         if self._exact and same_dtype:
             return checksum in _expected(places)
         if not self._published:
             return True
-        same = all(self._published.get(place.name) == published.get(place.name) for place in places)
-        unchanged = checksum == self._checksums.get(name)
-        # In a dtype with fewer bits a tensor may be unchanged although the published one has changed.
-        return unchanged if same else not (unchanged and same_dtype)
+        same_hashes = all(self._published.get(place.name) == published.get(place.name) for place in places)
+        same_checksum = checksum == self._checksums.get(name)
+        # In a dtype with fewer bits, a tensor may be unchanged although the published tensor has changed.
+        return same_checksum if same_hashes else not (same_checksum and same_dtype)
 
 
 def _parts(name: str) -> list[str]:
-    """Return the names of a checkpoint's tensors that make up a tensor of the server, in order."""
+    """Return the names of the file tensors that are joined to a tensor of the server, in order."""
     for fused, parts in _FUSED.items():
         if f".{fused}." in name:
             return [name.replace(fused, part) for part in parts]
@@ -77,7 +77,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _expected(places: Sequence[Place]) -> tuple[str, str]:
-    """Return the two possible checksums of a tensor made of these: unpadded and padded."""
+    """Return the two possible checksums of the joined tensors: unpadded and padded."""
     hasher = hashlib.sha256()
     for place in places:
         hasher.update(place.read())

@@ -1,4 +1,4 @@
-"""The requests to an SGLang server, and how its replies are read.
+"""Send requests to an SGLang server, and read its replies.
 
 Streams go to /generate with token ids. The server returns segments of token ids with the logprobs of
 `log_softmax(logits / temperature)`; the last segment names the weight versions. The server loads weights from
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     from stretto_sglang import SglangConfig
 
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
-_MODELS = "stretto_in_sglang"  # beside serve.py
-_CALL_S = 30.0
-_LOAD_S = 300.0
-_SPARE = 16  # SGLang reserves a few tokens of the context length
+_MODELS = "stretto_in_sglang"  # a package beside serve.py
+_CALL_S = 30.0  # deadline of a call that needs no loading
+_LOAD_S = 300.0  # deadline of a call that loads or reads all weights
+_SPARE = 16  # tokens of the context length, of which SGLang reserves a few
 _GPU_SHARE = 0.85  # of the worker's share of the GPU; the rest is for activations and CUDA itself
 
 
@@ -81,7 +81,7 @@ class SglangEngine(ServerEngine):
     def command(self, port: int, key: str) -> ServerCommand:
         """Return the command of SGLang's own launcher, behind `in_server/serve.py`."""
         config = self._sglang
-        own: dict[str, Flag] = {
+        opts: dict[str, Flag] = {
             "--model-path": self._model,
             "--host": "127.0.0.1",
             "--port": port,
@@ -96,37 +96,37 @@ class SglangEngine(ServerEngine):
         }
         if self._reads_images:
             # stretto's own image processors resize with Pillow; torchvision differs.
-            own["--image-processor-backend"] = "pil"
+            opts["--image-processor-backend"] = "pil"
         # The spare tokens may exceed the model's own context length; no sample reaches them.
         env = {"STRETTO_SERVER_KEY": key, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
         if self._reads_images:
             env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _MODELS}
         if config.gpus:
             if config.share < 1:
-                own["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
+                opts["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
         else:
             # The default attention of SGLang's CPU engine needs AMX.
-            own |= {"--device": "cpu", "--attention-backend": "torch_native"}
-            own["--max-total-tokens"] = config.slots * (self._room + _SPARE)
+            opts |= {"--device": "cpu", "--attention-backend": "torch_native"}
+            opts["--max-total-tokens"] = config.slots * (self._room + _SPARE)
             env["SGLANG_USE_CPU_ENGINE"] = "1"
         if Path(self._model).is_dir():
             env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         assert config.python is not None, "refused by check"
-        return ServerCommand((config.python, str(_SERVE), *flags(own, config.args)), env | config.env)
+        return ServerCommand((config.python, str(_SERVE), *flags(opts, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check that the server accepts the key, and streams segments, not each time the whole answer."""
+        """Check the server's key and settings, such as streams of segments instead of whole answers."""
         try:
             info = await server.get("/server_info", deadline_s=_CALL_S)
             room, segments, dtype = (
                 info[name] for name in ("context_length", "incremental_streaming_output", "dtype")
             )
-            resizes = info["image_processor_backend"]
+            image_backend = info["image_processor_backend"]
         except (ServerRefused, ServerLost, KeyError, TypeError) as error:
             raise EngineError(f"the server at {server.url} cannot be used as SGLang: {error!r}") from error
         if not segments:
             raise EngineError(f"the server at {server.url} lacks --incremental-streaming-output")
-        if self._reads_images and resizes != "pil":
+        if self._reads_images and image_backend != "pil":
             raise EngineError(f"the server at {server.url} lacks --image-processor-backend pil")
         if room is not None and room < self._room + _SPARE:
             raise EngineError(
@@ -148,16 +148,16 @@ class SglangEngine(ServerEngine):
             "return_sampling_mask": _restricts(ask.sampling),
             "sampling_params": _sampling(ask.sampling) | {"max_new_tokens": ask.max_tokens},
         }
-        unseen, first = bool(ask.text.images), True
+        must_check_ids, first = bool(ask.text.images), True
         async for event in server.stream("/generate", body, _EVENT):
             if event.error is not None or event.meta_info is None:
                 message = event.error.message if event.error is not None else "an event without meta_info"
                 yield StreamChunk((), (), "error", message)
                 return
-            if unseen:
-                unseen = False
-                found = _IDS.decode(event.prompt_token_ids) if event.prompt_token_ids else None
-                if difference := ask.text.difference(found):
+            if must_check_ids:
+                must_check_ids = False
+                prompt_ids = _IDS.decode(event.prompt_token_ids) if event.prompt_token_ids else None
+                if difference := ask.text.difference(prompt_ids):
                     yield StreamChunk((), (), "error", difference)
                     return
             piece = _piece(event.output_ids, event.meta_info)
@@ -167,7 +167,7 @@ class SglangEngine(ServerEngine):
 
     async def abort_streams(self, server: Server, ids: Sequence[str]) -> None:
         """See `ServerEngine`. All ids have the same length, because SGLang ends every request whose id begins
-        with the given one."""
+        with the id it receives."""
         for id in ids:
             await server.post("/abort_request", {"rid": id}, deadline_s=_CALL_S)
 
@@ -210,7 +210,7 @@ class SglangEngine(ServerEngine):
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def _read_checksums(self, server: Server) -> Mapping[str, str]:
-        """Return the server's checksum of each tensor that it holds; those of several ranks are joined."""
+        """Return the server's checksum of each of its tensors; checksums of several ranks are joined."""
         try:
             answer = await server.post("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
         except ServerRefused as error:
@@ -236,8 +236,8 @@ def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
 
 
 def _restricts(sampling: Sampling) -> bool:
-    """Whether top_p, top_k or min_p removes tokens. SGLang then adds the logprob of the drawn token among the
-    remaining ones, if they are not too many."""
+    """Return True if top_p, top_k or min_p removes tokens. SGLang then adds the drawn token's logprob among
+    the remaining tokens, if these are not too many."""
     restricts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
     return restricts and sampling.temperature > 0
 
@@ -261,17 +261,17 @@ def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
     logprobs = meta.output_token_sampling_logprobs
     if logprobs is None:
         logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
-    if len(known) < len(tokens):
+    finite_logprobs = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
+    if len(finite_logprobs) < len(tokens):
         return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in meta.weight_versions]
     reason = meta.finish_reason
     kept = meta.output_token_sampling_mask
     if reason is None:
-        return StreamChunk(tokens, known, kept=kept)
+        return StreamChunk(tokens, finite_logprobs, kept=kept)
     finish = FINISH_REASONS.get(reason.type, "error")
     if finish == "abort":
-        # SGLang does not check whether these tokens end the answer, so they are drawn again later.
+        # SGLang does not check whether aborted tokens end the answer, so they are drawn again later.
         return StreamChunk((), (), finish, "", versions)
     error = reason.message if finish == "error" else ""
-    return StreamChunk(tokens, known, finish, error, versions, kept)
+    return StreamChunk(tokens, finite_logprobs, finish, error, versions, kept)

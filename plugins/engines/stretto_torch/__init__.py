@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LONGEST", "TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
 
 LONGEST = 4096
-"""Most tokens of a sample if the config does not set `context_length`."""
+"""Maximum number of tokens of a sample if the config does not set `context_length`."""
 _CACHE_SHARE = 1 / 8
 """Share of the device's memory that keys and values may take, unless one sample needs more."""
 
@@ -33,7 +33,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     With `deterministic` a prompt is computed only together with prompts of the same length, rounded up to a
     multiple of 16. Prefixes that several prompts share are computed for each prompt, and a sample waits until
     it fits into the cache at its largest possible length. The engine tests at its start that a sample's bits
-    do not depend on the others; docs/benchmarks.md has the cost. The bits depend on the kind of processor,
+    do not depend on other samples; docs/benchmarks.md has the cost. The bits depend on the kind of processor,
     the number of threads, and the versions of torch and its libraries.
     """
 
@@ -41,19 +41,19 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     sends_kept_tokens: ClassVar[bool] = True
 
     slots: PositiveInt | None = None
-    """Number of samples decoded at once. A larger number raises the total tokens per second and lowers
-    those of each sample. Null: as many as the run may have in flight (`queue.max_staleness`), at most 128;
-    fewer, but at least 32, if samples of `context_length` tokens in all of them would take over an eighth of
-    the memory. 32 with `deterministic`."""
+    """Number of samples decoded at once. A larger number raises the total tokens per second and lowers the
+    tokens per second of each sample. Null: the number of samples that the run may have in flight
+    (`queue.max_staleness`), at most 128; halved, but not below 32, while full slots would need more than an
+    eighth of the memory. With `deterministic`, null means 32."""
     context_length: PositiveInt | None = None
     """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
     4096."""
     cache_gb: PositiveFloat | None = None
-    """Memory for keys and values, in GiB; on a processor, what was used once is taken. It must hold at least
+    """Memory for keys and values, in GiB; on a CPU, memory once used is not freed. It must hold at least
     one sample of `context_length`, or eight if transformers runs the model. Null: enough for all slots to be
     full, at most an eighth of the memory. With less than for all slots, a sample gets a slot only while the
     cache has room for it and the running samples. If the cache runs full, the samples that came last are
-    preempted: they keep their tokens and continue later. Memory that running samples do not use keeps the
+    preempted: they keep their tokens and resume later. Memory that running samples do not use keeps the
     texts of samples that have ended. A prompt with the same prefix as one of them, such as the next turn of a
     conversation, is then computed only from the first different token; not with `deterministic`, and never
     across versions."""
@@ -82,13 +82,13 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
         return HostMemory(parameters_in(folder) * _ITEM[self.dtype] + cache, parts)
 
 
-_ITEM = {"float32": 4, "bfloat16": 2}
+_ITEM = {"float32": 4, "bfloat16": 2}  # bytes of one number
 
 
 def slots_within(
     config: TorchInferenceConfig, samples_in_flight: int, sample_bytes: int, memory: float
 ) -> int:
-    """Return the number of slots if the run file has none. Sizes are in bytes."""
+    """Return the number of slots for a run file without `slots`. `memory` is in bytes."""
     slots = slots_for(samples_in_flight, deterministic=config.deterministic)
     if config.cache_gb is None:
         while slots > FEW_SLOTS and slots * sample_bytes > memory * _CACHE_SHARE:
@@ -97,7 +97,7 @@ def slots_within(
 
 
 def tokens_within(most: int, least: int, token_bytes: int, memory: float) -> int:
-    """Return the number of tokens in the cache of a run file without `cache_gb`."""
+    """Return the size of the cache, `least` to `most` tokens, for a run file without `cache_gb`."""
     return min(most, max(least, int(memory * _CACHE_SHARE / token_bytes)))
 
 
@@ -123,7 +123,7 @@ def _bytes_of_a_token(config: TorchInferenceConfig, model: str | None) -> int:
     size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
     hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
     if not layers or not kv_heads or not size or hybrid:
-        return 0
+        return 0  # the config does not say how much a token needs
     return 2 * layers * kv_heads * size * _ITEM[config.dtype]
 
 
@@ -143,7 +143,7 @@ def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
 
 
 class TorchTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One process with the whole model."""
+    """Training in one process, which has the whole model."""
 
 
 def _check_training(config: TorchTrainingConfig, run: RunConfig) -> Iterable[Problem]:

@@ -1,8 +1,8 @@
 """Attention of the hand-written decoder, over a prompt and over slots.
 
 N: tokens computed at once, R: rows, T: positions attended to, P: columns of a prefill, K: key-value heads, G:
-query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): queries, keys and
-values of one token after the other, queries and keys already rotated.
+query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 2 * K) * D): the queries, keys
+and values of each token. Queries and keys are already rotated.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Prompts:
 
 
 def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Attend:
-    """Return causal attention within each prompt. If there is a cache, it stores keys and values there."""
+    """Return causal attention within each prompt. With a cache, also store the keys and values in it."""
     targets = None if cache is None else prompts.cache_indices(cache)
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def over_prompts(cache: SlotCache | None, heads: Heads, prompts: Prompts) -> Att
 
 
 def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor) -> Attend:
-    """Return causal attention for texts, of `ends` (n,) tokens each, that continue those in their slots."""
+    """Return causal attention for texts that continue the tokens in their slots, up to `ends` (n,) tokens."""
     targets = prompts.cache_indices(cache)
     columns = torch.arange(int(ends.max()), device=cache.device)  # (T,)
-    # A text has no block beyond its end.
+    # The block of a short text may end before column T.
     bounded_columns = torch.minimum(columns, (ends - 1).unsqueeze(1)).flatten()
     sources = cache.indices(0, prompts.rows.repeat_interleave(len(columns)), bounded_columns)
     sources = sources.view(len(ends), len(columns), -1).transpose(1, 2).flatten()
@@ -97,15 +97,15 @@ def over_prefixes(cache: SlotCache, heads: Heads, prompts: Prompts, ends: Tensor
 
 
 class SlotAttention:
-    """Attention of one new token per row to its slot. The G query heads of a key-value head take the place of
-    G query positions, so that keys and values are read once and need not be repeated."""
+    """Attention of one new token per row to its slot. The G query heads of a key-value head are computed
+    like G query positions, so that keys and values are read once and need not be repeated."""
 
     def __init__(self, cache: SlotCache, heads: Heads, length: int) -> None:
         self._cache = cache
         self._heads = heads
         self._scale = heads.dim**-0.5
         self._columns = torch.arange(length, device=cache.device)
-        # The output of each row in the layer that is being computed. Padding rows keep what was there.
+        # The output of each row in the layer that is being computed. Padding rows keep old values.
         self._outputs = torch.zeros(
             cache.rows * heads.kv, heads.query // heads.kv, heads.dim, device=cache.device, dtype=cache.dtype
         )
@@ -133,7 +133,7 @@ class SlotAttention:
         return x[span.start * self._heads.kv : span.stop * self._heads.kv]
 
     def _mask(self, positions: Tensor, span: TokenSpan) -> Tensor:
-        """Return the additive mask for the scores of a span: (its rows * K, 1, T), 0 or -inf."""
+        """Return the additive mask for the scores of a span: (rows of the span * K, 1, T), 0 or -inf."""
         masked = self._columns[: span.length] > positions[span.start : span.stop].unsqueeze(1)
         if self._heads.kv > 1:
             masked = masked.repeat_interleave(self._heads.kv, dim=0)
@@ -141,11 +141,11 @@ class SlotAttention:
         return zeros.masked_fill_(masked, -inf).unsqueeze(1)
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, into: Tensor) -> None:
-        """Write the attention output of one span, (its rows * K, G, D)."""
+        """Write the attention output of one span, (rows of the span * K, G, D), to `into`."""
         if queries.dtype != torch.float32:
             # Scores must not be rounded to half precision: this kernel keeps them in float32.
-            four = [tensor.unsqueeze(1) for tensor in (queries, keys, values, mask)]
-            into.copy_(F.scaled_dot_product_attention(*four[:3], attn_mask=four[3]).squeeze(1))
+            inputs = [tensor.unsqueeze(1) for tensor in (queries, keys, values, mask)]
+            into.copy_(F.scaled_dot_product_attention(*inputs[:3], attn_mask=inputs[3]).squeeze(1))
         else:
             scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=self._scale)
             torch.bmm(scores.softmax(-1), values, out=into)

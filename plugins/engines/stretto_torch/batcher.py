@@ -1,6 +1,6 @@
 """Continuous batching: take requests, sample tokens, and change the weights between steps.
 
-The engine's compute thread makes all calls. None waits for requests: the thread in `inference.py` does.
+Only the engine's compute thread calls this module. No call waits for requests; `inference.py` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
 
 @dataclass
 class Figures:
-    """Totals since the start. The compute thread writes them; any thread may read them."""
+    """Totals since the start of the engine. The compute thread writes them; any thread may read them."""
 
     generated_tokens: int = 0
     busy_s: float = 0.0
@@ -63,15 +63,15 @@ class Batcher:
         self.intake = Intake(
             SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
         )
-        """All unfinished samples. Call `step` at its `next_deadline` even if `busy` is False."""
+        """All unfinished samples. Call `step` at `intake.next_deadline` even if `busy` is False."""
         self._chunks: list[Chunk] = []
-        # End of the last step, if samples ran on and no swap or logprobs followed.
+        # Time of the end of the last step; None if no sample remained, or a swap or `logprobs` came after it.
         self._decoding_since: float | None = None
 
     # ------------------------------------------------------------------------ calls that change the work
 
     def take(self, request: GenerateRequest, arrived: float, images: PromptImages | None = None) -> None:
-        """Take a request, which came at `arrived`. Ignore it if its id is running."""
+        """Accept a request that came at `arrived`. Ignore it if a request with this id is unfinished."""
         try:
             if self._deterministic and any(len(tokens) for tokens in request.begun):
                 raise RequestError(
@@ -107,11 +107,11 @@ class Batcher:
         self._end_all(self.intake.samples(request), "abort")
 
     def give_up(self) -> list[Chunk]:
-        """Return the last chunks, with `abort`: another engine may finish these samples."""
+        """Return unsent chunks and an `abort` chunk per sample: another engine may finish the samples."""
         return [*self._chunks, *(_chunk(sample, NO_TOKENS, "abort") for sample in self.intake)]
 
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
-        """Use these checked weights from the next token on. Return the seconds that this took."""
+        """Use these checked weights from the next token on. Return the duration in seconds."""
         start, self._decoding_since = monotonic(), None
         self.model.targets.load(tensors)
         self.version = version
@@ -131,24 +131,24 @@ class Batcher:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """True if samples are running or ready to run."""
         return bool(self.slots.running or self.intake.ready)
 
     def step(self) -> None:
         """Fill free slots if enough are free, and sample one token for every running sample."""
         start = monotonic()
-        begin = start if self._decoding_since is None else self._decoding_since
+        busy_since = start if self._decoding_since is None else self._decoding_since
         for request in self.intake.late(start):
             self._end_all(self.intake.samples(request.id), "error", request.late)
-        count = self._refill()
+        num_tokens = self._refill()
         self._make_room()
         if self.slots.running:
-            count += len(self.slots.running)
+            num_tokens += len(self.slots.running)
             self._take_out(self.slots.step(self.version))
         now = monotonic()
-        if count:
-            self.figures.generated_tokens += count
-            self.figures.busy_s += now - begin
+        if num_tokens:
+            self.figures.generated_tokens += num_tokens
+            self.figures.busy_s += now - busy_since
         self._decoding_since = now if self.slots.running else None
 
     def logprobs(
@@ -190,7 +190,7 @@ class Batcher:
         return len(samples)
 
     def _make_room(self) -> None:
-        """Put samples back into the waiting line if the cache is too small for the next step of all."""
+        """Put samples back into the waiting line if the cache has no room for the next step of all."""
         preempted = self.slots.surplus()
         for sample in preempted:
             answer = self.slots.answer(sample, sample.sent)

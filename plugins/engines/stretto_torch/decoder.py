@@ -30,9 +30,9 @@ class Decoder(Protocol):
     cache: SlotCache  # the slots
     targets: Targets  # the tensors that new weights are copied into
     one_size_class: bool
-    """Whether all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
+    """True if all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
     cheap_padding: int
-    """Padding tokens in one prefill up to which padding costs less than a second prefill."""
+    """Number of padding tokens in one prefill up to which padding costs less than a second prefill."""
 
     def prefill(
         self,
@@ -52,7 +52,7 @@ class Decoder(Protocol):
             rows: (N,) int64, the slot of each text.
             begins: (N,) int64, number of tokens that each slot holds already; None if all are empty.
             shifts: (N,) int64, see `PromptImages.shift`; only with `begins`, and None for models of text.
-            images: of the one text that is computed from its beginning; None for a text without images.
+            images: the images of the only text, computed from its beginning; None if no text has images.
 
         Returns: (N, V) float32 logits after the last token of each text.
         """

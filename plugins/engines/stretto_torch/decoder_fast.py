@@ -1,9 +1,9 @@
 """A decoder written by hand for models built like Llama, Mistral, Qwen2 and Qwen3.
 
-A decode step of a small model is mostly the cost of starting kernels, so there are few: query, key and value
-in one product, gate and up in one, residuals added by the preceding product, and the rotary embedding as one
-complex multiplication. For the latter, rows of the query and key weights are reordered at load: the pair (i,
-i + D/2) of Hugging Face becomes (2i, 2i + 1).
+A decode step of a small model spends most of its time on starting kernels. This decoder starts few: one for
+query, key and value, one for gate and up, none to add residuals (the preceding product adds them), and one
+complex multiplication for the rotary embedding. Loading reorders rows of the query and key weights for this
+multiplication: the pair (i, i + D/2) of Hugging Face becomes (2i, 2i + 1).
 
 N: tokens computed at once, D: head dimension.
 """
@@ -39,8 +39,8 @@ class UnsuitableError(Exception):
 
 
 class FastDecoder:
-    """Keeps `Decoder` with fused weights of its own: for `rows` of the largest step, slots of `length`
-    tokens, and `tokens` of all slots together. Raise UnsuitableError for another architecture."""
+    """Implements `Decoder` with a fused copy of the weights; raises UnsuitableError for other architectures.
+    `rows`: rows of the largest step; `length`: tokens of a slot; `tokens`: tokens of all slots together."""
 
     one_size_class = False
     cheap_padding = 512  # only attention computes padding
@@ -76,15 +76,15 @@ class FastDecoder:
         shifts: Tensor | None = None,
         images: PromptImages | None = None,
     ) -> Tensor:
-        """See `Decoder`. No model that it runs reads images."""
+        """See `Decoder`. This decoder runs no model that reads images."""
         del shifts, images
         count, columns = tokens.shape
         positions = self._positions[:columns].expand(count, columns)
-        # Only attention computes padding, unless each text alone would have these columns: then everything
-        # does, to give the products of a deterministic engine a multiple of 16 rows.
-        whole = begins is None and padded_prompt(int(lengths.min())) == columns
-        widths = torch.full_like(lengths, columns) if whole else lengths
-        unpadded = (positions < widths.unsqueeze(1)).flatten().nonzero().squeeze(1)
+        # Only attention computes padding. But if each text alone would be padded to these columns, all layers
+        # compute the padding: a deterministic engine needs products with a multiple of 16 rows.
+        computes_padding = begins is None and padded_prompt(int(lengths.min())) == columns
+        computed_lengths = torch.full_like(lengths, columns) if computes_padding else lengths
+        unpadded = (positions < computed_lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
         if begins is None:
             prompts = Prompts(rows, positions, unpadded)
             attend = over_prompts(self.cache, self._heads, prompts)
@@ -92,19 +92,19 @@ class FastDecoder:
             prompts = Prompts(rows, positions + begins.unsqueeze(1), unpadded)
             attend = over_prefixes(self.cache, self._heads, prompts, begins + lengths)
         hidden = self._forward(tokens.flatten()[unpadded], prompts.positions.flatten()[unpadded], attend)
-        last = widths.cumsum(0) - widths + lengths - 1
+        last_tokens = computed_lengths.cumsum(0) - computed_lengths + lengths - 1
         # Padded like the rows of a step: a product with fewer rows gives different bits.
-        return self._logits(hidden[F.pad(last, (0, padded_rows(count) - count))])[:count]
+        return self._logits(hidden[F.pad(last_tokens, (0, padded_rows(count) - count))])[:count]
 
     def decode(
         self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
     ) -> Tensor:
-        """See `Decoder`. No model that it runs reads images."""
+        """See `Decoder`. This decoder runs no model that reads images."""
         del shifts
         return self._logits(self._forward(tokens, positions, self._attention.at(positions, spans)))
 
     def score(self, tokens: Tensor, images: PromptImages | None = None) -> Tensor:
-        """See `Decoder`. No model that it runs reads images."""
+        """See `Decoder`. This decoder runs no model that reads images."""
         del images
         positions = self._positions[: len(tokens)]
         prompt = Prompts(positions[:1], positions.unsqueeze(0), positions)
@@ -176,7 +176,7 @@ class _DecoderWeights:
         self._onednn = onednn
 
     def find(self, *names: str, factor: float = 1.0) -> Tensor | None:
-        """Allocate one tensor for these, stacked by rows, times a factor; None if the model lacks one."""
+        """Allocate one tensor for these weights, stacked by rows, times `factor`; None if one is missing."""
         if any(name not in self._state for name in names):
             return None
         tensors = [self._state[name] for name in names]
@@ -223,7 +223,7 @@ class _DecoderWeights:
         return targets
 
     def _order(self, name: str, height: int) -> Tensor | None:
-        """Return the order of rows that get rotated, or None: 2i and 2i + 1 are i and i + D/2."""
+        """Return the order of rotated rows, where i and i + D/2 become 2i and 2i + 1; None for other rows."""
         if name.split(".")[-2] not in ("q_proj", "k_proj", "q_norm", "k_norm"):
             return None
         return torch.arange(height).view(-1, 2, self._head_dim // 2).transpose(1, 2).flatten()

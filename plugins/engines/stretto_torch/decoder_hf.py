@@ -24,8 +24,8 @@ from stretto_torch.swap import Target, Targets, tied_names
 
 
 class HFDecoder:
-    """Keeps `Decoder` with an unchanged model of transformers: for `rows` of the largest step, slots of
-    `length` tokens, and `tokens` of all slots together."""
+    """Implements `Decoder` with an unchanged model of transformers. `rows`: rows of the largest step;
+    `length`: tokens of a slot; `tokens`: tokens of all slots together."""
 
     one_size_class = True
     cheap_padding = 64
@@ -55,27 +55,27 @@ class HFDecoder:
         images: PromptImages | None = None,
     ) -> Tensor:
         """See `Decoder`. For whole texts the model makes its own causal masks, as in its plain forward."""
-        # Padding stays at the last position: learned embeddings may have no position after it.
+        # Padding has the position of the last token: learned embeddings may have no later position.
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         positions = torch.minimum(columns, (lengths - 1).unsqueeze(1))
         unpadded = (columns < lengths.unsqueeze(1)).flatten().nonzero().squeeze(1)
         cache, mask = _PromptCache(self.cache, rows, positions, unpadded), None
         if images is not None and images.positions is not None:
-            known = min(images.positions.shape[2], positions.shape[1])
+            prompt_columns = min(images.positions.shape[2], positions.shape[1])
             positions = (positions + images.shift).repeat(3, 1, 1)
-            positions[..., :known] = images.positions[..., :known]
+            positions[..., :prompt_columns] = images.positions[..., :prompt_columns]
         if begins is not None:
             positions = positions + begins.unsqueeze(1)
             cache = _PrefixCache(self.cache, rows, positions, unpadded)
             mask = self._masks.at(positions, cache.length)
             positions = positions if shifts is None else positions + shifts.unsqueeze(1)
-        last, column = torch.unique(lengths - 1, return_inverse=True)
+        kept_columns, last_column = torch.unique(lengths - 1, return_inverse=True)
         # Padded like the rows of a step: a product with fewer rows gives different bits.
-        enough = -(-padded_rows(1) // len(tokens))
-        last = F.pad(last, (0, max(0, enough - len(last))))
-        more = self._arguments(tokens, images)
-        logits = self._run(tokens, positions, cache, mask, last, **more)
-        return logits[torch.arange(len(tokens), device=tokens.device), column].float()
+        min_columns = -(-padded_rows(1) // len(tokens))
+        kept_columns = F.pad(kept_columns, (0, max(0, min_columns - len(kept_columns))))
+        arguments = self._arguments(tokens, images)
+        logits = self._run(tokens, positions, cache, mask, kept_columns, **arguments)
+        return logits[torch.arange(len(tokens), device=tokens.device), last_column].float()
 
     def decode(
         self, tokens: Tensor, positions: Tensor, spans: Sequence[TokenSpan], shifts: Tensor | None = None
@@ -142,14 +142,14 @@ class _PromptCache(Cache):
 
 
 class _PrefixCache(_PromptCache):
-    """Like `_PromptCache`, for texts that continue after the tokens in their slots; the model sees both."""
+    """A `_PromptCache` for texts that continue the tokens in their slots; the model attends to both."""
 
     def __init__(self, slots: SlotCache, rows: Tensor, positions: Tensor, unpadded: Tensor) -> None:
         super().__init__(slots, rows, positions, unpadded)
         last = positions.max(dim=1, keepdim=True).values
         self.length = int(last.max()) + 1
         columns = torch.arange(self.length, device=positions.device)
-        self._bounded_columns = torch.minimum(columns, last).flatten()  # a text has no block beyond its end
+        self._bounded_columns = torch.minimum(columns, last).flatten()  # a block may be shorter
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -226,7 +226,7 @@ class _Masks:
 
 
 def layer_shapes(model: Any) -> list[LayerShape]:
-    """Find the shape that each layer keeps per token, from a cache that the model fills itself."""
+    """Return the shape of each layer's keys and values per token, read from a cache that the model fills."""
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     cache = getattr(model(input_ids=tokens, use_cache=True), "past_key_values", None)
     shapes: list[LayerShape] = []

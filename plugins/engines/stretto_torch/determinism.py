@@ -1,8 +1,8 @@
 """The test, at the start of a deterministic engine, that a row's bits do not depend on the other rows.
 
-No library promises this; so far it held on the machines tested, for shapes padded as in `shapes.py`. If it
-fails, every prompt is computed separately; then the number of rows is fixed at its largest, and last the
-lengths. It takes up to some minutes, so its result is kept.
+No library promises this; so far it held on the machines tested, for shapes padded as in `shapes.py`. If the
+test fails, it is repeated with stricter shapes: separate prompts, then also the largest number of rows in
+every step, then also the largest lengths. The test takes up to some minutes, so its result is cached.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from stretto_torch.size_classes import SizeClasses
 
 log = structlog.get_logger(__name__)
 
-_PROMPT = 21
-_STEPS = 3
+_PROMPT = 21  # tokens of the tested prompt
+_STEPS = 3  # decode steps of one test
 
 Say = Callable[[str], None]
 
 
 class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a former test has found: the fields of `Shapes` that it chooses."""
+    """The cached result of an earlier test: the fields of `Shapes` that the test sets."""
 
     solo_prompts: bool
     fixed: bool
@@ -45,34 +45,34 @@ class _Found(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def kept_shapes(decoder: Decoder, shapes: Shapes, values: Sequence[str], say: Say) -> Shapes:
-    """Return `stable_shapes`: from this user's cache, or by the test. `values`: the model and the engine's
-    values, which are the key of the cache. `say` is told what the test does, and how long it still takes."""
-    facts = (*values, *_machine(decoder), repr(shapes))
-    name = sha256("\n".join(facts).encode()).hexdigest()[:32]
+    """Return the result of `stable_shapes`, from this user's cache if possible. `values`: the model and the
+    engine's config, as a part of the cache key. `say` receives the progress of the test."""
+    key_parts = (*values, *_machine(decoder), repr(shapes))
+    name = sha256("\n".join(key_parts).encode()).hexdigest()[:32]
     file = cache_folder("deterministic") / f"{name}.json"
     with ExitStack() as stack:
-        former = None
+        cached = None
         with suppress(OSError):  # a folder that cannot be written, or a file system without locks
-            former = _former(stack, file, say)
-        if former is not None:
+            cached = _former(stack, file, say)
+        if cached is not None:
             log.info("a former test of this model and processor holds", file=str(file))
-            return dataclasses.replace(shapes, **msgspec.structs.asdict(former))
-        found = stable_shapes(decoder, shapes, say)
+            return dataclasses.replace(shapes, **msgspec.structs.asdict(cached))
+        tested = stable_shapes(decoder, shapes, say)
         with suppress(OSError):
-            file.write_bytes(msgspec.json.encode(_Found(found.solo_prompts, found.fixed, found.trimmed)))
-    return found
+            file.write_bytes(msgspec.json.encode(_Found(tested.solo_prompts, tested.fixed, tested.trimmed)))
+    return tested
 
 
 def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
-    """Return the kept result, and lock its file for the duration of the stack."""
+    """Return the cached result, if any, and lock its file until the stack closes."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    kept = stack.enter_context(file.open("a+b"))
+    locked_file = stack.enter_context(file.open("a+b"))
     say("waits for another engine that makes the same test")
-    fcntl.flock(kept, fcntl.LOCK_EX)  # an evaluation's engine starts at the same time as the others
-    kept.seek(0)
+    fcntl.flock(locked_file, fcntl.LOCK_EX)  # an evaluation's engine starts at the same time as the others
+    locked_file.seek(0)
     try:
-        return msgspec.json.decode(kept.read(), type=_Found)
-    except msgspec.DecodeError:  # new, or cut short
+        return msgspec.json.decode(locked_file.read(), type=_Found)
+    except msgspec.DecodeError:  # the file is new, or was cut short
         return None
 
 
@@ -88,14 +88,14 @@ def _machine(decoder: Decoder) -> tuple[str, ...]:
 
 
 def what_was_found(shapes: Shapes) -> str:
-    """Return in words what a user must know of the shapes; empty if all rows are independent."""
+    """Describe the limits of these shapes to the user; empty if all rows are independent."""
     if shapes.fixed:
         return "rows are not independent here, so steps have fixed shapes: bits depend on inference.slots"
     return "prompts are not independent here, so each is computed by itself" if shapes.solo_prompts else ""
 
 
 def stable_shapes(decoder: Decoder, shapes: Shapes, say: Say = lambda text: None) -> Shapes:
-    """Return shapes with which a row gives the same bits alone, among other rows, and at another position."""
+    """Return shapes with which a row has the same bits alone, among other rows, and at another position."""
     for change in ({}, {"solo_prompts": True}, {"fixed": True, "trimmed": True}, {"trimmed": False}):
         shapes = dataclasses.replace(shapes, **change)
         max_tokens = shapes.most_rows * shapes.length
@@ -113,8 +113,8 @@ def stable_shapes(decoder: Decoder, shapes: Shapes, say: Say = lambda text: None
 
 
 def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
-    what, began = "tries that answers do not depend on each other", clock.now()
-    say(what)
+    activity, started_at = "tries that answers do not depend on each other", clock.now()
+    say(activity)
     longest = shapes.context - _STEPS
     prompt = min(_PROMPT, longest)
     expected = _logprobs(decoder, shapes, _Company(live=1, row=0, prompt=prompt, other_tokens=0))
@@ -123,14 +123,14 @@ def _same_bits(decoder: Decoder, shapes: Shapes, say: Say) -> bool:
         _Company(live, row, prompt, min(other_tokens, longest))
         for live in sorted({shapes.slots, min(shapes.slots, 9), min(shapes.slots, 17)})
         for row in sorted({0, live // 2, live - 1})
-        for other_tokens in (5, 30, 140)  # of these, 30 shares prefills with the sample
+        for other_tokens in (5, 30, 140)  # rows with 30 tokens share prefills with the sample
     ]
     for number, company in enumerate(companies, 1):
         result = _logprobs(decoder, shapes, company)
         if result is not None and not torch.equal(expected, result):
             return False
-        left = (clock.now() - began) / number * (len(companies) - number)
-        say(f"{what}: {number} of {len(companies)}, about {left:.0f} s left")
+        left_s = (clock.now() - started_at) / number * (len(companies) - number)
+        say(f"{activity}: {number} of {len(companies)}, about {left_s:.0f} s left")
     return True
 
 

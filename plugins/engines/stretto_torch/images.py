@@ -29,11 +29,11 @@ class PromptImages:
     media: Mapping[str, Tensor]  # arguments of the model, such as `pixel_values`
     places: NDArray[np.int64]  # positions of the image tokens, ascending, at least one
     salt: NDArray[np.int32]
-    """Stands for the image tokens in texts of the prefix cache: negative, other numbers for other images."""
+    """Numbers that replace image tokens in the prefix cache: negative, and different for different images."""
     positions: Tensor | None
     """(3, 1, P) time, height and width of each token, for models with M-RoPE (Qwen2-VL); None for others."""
     shift: int
-    """Difference of a later token's position and its index: an image may take fewer positions than tokens."""
+    """Position minus index of the tokens after the images: an image may have fewer positions than tokens."""
 
     @property
     def end(self) -> int:
@@ -42,7 +42,7 @@ class PromptImages:
 
 
 class ImageReader:
-    """Makes the images of prompts for one vision-language model of transformers. One thread calls it."""
+    """Turns image files into inputs of one vision-language model. Call it from one thread at a time."""
 
     def __init__(self, folder: str, model: Any) -> None:
         self.vision = Vision(folder)
@@ -64,7 +64,7 @@ class ImageReader:
     def images(
         self, prompt: NDArray[np.int32], media: Mapping[str, NDArray[Any]], digests: Sequence[str]
     ) -> PromptImages:
-        """Return the images of a prompt whose arrays are known."""
+        """Return the images of a prompt (P,). `media`: arrays that `Vision.media_of` made of the files."""
         device, dtype = self._model.device, self._model.dtype
         tensors = {name: torch.from_numpy(array).to(device) for name, array in media.items()}
         tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
@@ -75,7 +75,7 @@ class ImageReader:
         return PromptImages(tensors, places, _salt(digests, len(places)), positions, shift)
 
     def marks(self, ids: Tensor) -> dict[str, Tensor]:
-        """Return the arguments that show the model which of the ids (N, P) are of images."""
+        """Return the arguments that tell the model which of the tokens (N, P) are image tokens."""
         return dict.fromkeys(self._marks, (ids == self.vision.image_token).long())
 
     def _media_of(
@@ -92,12 +92,12 @@ class ImageReader:
         return self._media[key]
 
     def _positions(self, ids: Tensor, media: Mapping[str, Tensor]) -> Tensor | None:
-        """Return (3, 1, P) positions, as the model's own forward computes them."""
+        """Return (3, 1, P) positions as the model's own forward computes them; None without M-RoPE."""
         rope = getattr(self._model.model, "get_rope_index", None)
         if rope is None:
             return None
-        known = {*inspect.signature(rope).parameters}
-        arguments = {name: value for name, value in {**media, **self.marks(ids)}.items() if name in known}
+        names = {*inspect.signature(rope).parameters}
+        arguments = {name: value for name, value in {**media, **self.marks(ids)}.items() if name in names}
         return rope(ids, **arguments)[0]
 
 

@@ -70,7 +70,7 @@ class _SwapCommand:
     hashes: Mapping[str, str]  # of all tensors
     tensors: Mapping[str, Tensor]
     assumed: Collection[str]
-    """Tensors that the engine held with the published hash, so that nobody read them."""
+    """Tensors that the decoder already had with the published hash, so that their data was not read."""
     report: Future[SwapReport] = field(default_factory=Future[SwapReport])
 
 
@@ -90,8 +90,8 @@ _Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _St
 
 
 class TorchInferenceEngine:
-    """Keeps `stretto.engine.InferenceEngine`. An exception in the compute thread breaks it permanently: the
-    task group given to `start` gets it, unfinished and later requests `abort` chunks, and `swap` raises."""
+    """Implements `stretto.engine.InferenceEngine`. An exception in the compute thread ends the engine's work:
+    `start`'s task group and `swap` raise it, and unfinished and later requests end with `abort` chunks."""
 
     def __init__(self, config: TorchInferenceConfig, context: Context) -> None:
         self._config = config
@@ -111,13 +111,13 @@ class TorchInferenceEngine:
         self._samples_posted = 0
         self._swaps_called = 0
         self._note = ""
-        """What the compute thread does while it loads, or has found out; replaced as a whole."""
+        """Activity of the compute thread while it loads, then its finding; replaced as a whole."""
         # Used by the compute thread only (`_samples_taken` is read by both).
         self._samples_taken = 0
         self._swaps_due: list[_SwapCommand] = []
         self._newest_swap = 0
         self._held: Mapping[str, str] = {}
-        """Tensor name -> hash of what the decoder holds; replaced as a whole, and read by another thread."""
+        """Tensor name -> hash of the decoder's tensor; replaced as a whole, and read by another thread."""
         self._served = SwapReport(-1, "", 0.0)
 
     # --------------------------------------------------------------------------- on the event loop
@@ -150,14 +150,14 @@ class TorchInferenceEngine:
         self._commands.put(_AbortCommand(request))
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """See `InferenceEngine`. Only the last of several due swaps is loaded; all return its version."""
+        """See `InferenceEngine`. Of several due swaps only the last is loaded; all return its version."""
         self._swaps_called += 1
         order = self._swaps_called
         command = await anyio.to_thread.run_sync(self._inspect, update, order)
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
         self._commands.put(command)
-        # The compute thread may be reading the tensors now, so the caller must not go and close them.
+        # Wait even if cancelled: the compute thread may be reading the tensors, which the caller then closes.
         report = asyncio.wrap_future(command.report)
         with anyio.CancelScope(shield=True):
             await asyncio.wait([report])
@@ -169,10 +169,10 @@ class TorchInferenceEngine:
         """See `VisionEngine`. All sequences are scored between two decode steps, with the same weights."""
         if self._ended.is_set():
             raise self._failure or EngineError("the torch inference engine was stopped")
-        seen: Sequence[PromptImages | None] = [None] * len(sequences)
+        prompt_images: Sequence[PromptImages | None] = [None] * len(sequences)
         if images:
-            seen = [await self._see(sequence, images) for sequence in sequences]
-        command = _ScoreCommand(seen, sequences)
+            prompt_images = [await self._see(sequence, images) for sequence in sequences]
+        command = _ScoreCommand(prompt_images, sequences)
         self._commands.put(command)
         return await asyncio.wrap_future(command.scores)
 
@@ -197,7 +197,7 @@ class TorchInferenceEngine:
         )
 
     async def stop(self) -> None:
-        """See `InferenceEngine`. May be called at any time, and again."""
+        """See `InferenceEngine`. May be called at any time, and more than once."""
         self._emit = None
         if self._loop is not None:
             self._commands.put(_Stop())
@@ -342,12 +342,12 @@ class TorchInferenceEngine:
                 self._post(self._deliver, batcher.collect())
 
     def _take_commands(self, batcher: Batcher) -> list[_Command]:
-        """Return the new commands, none after a stop; wait for one if there is nothing to compute."""
+        """Return the new commands, up to a stop; wait for a command if there is nothing to compute."""
         commands: list[_Command] = []
         if not batcher.busy:
-            patience = min(batcher.intake.next_deadline - monotonic(), threading.TIMEOUT_MAX)
+            timeout_s = min(batcher.intake.next_deadline - monotonic(), threading.TIMEOUT_MAX)
             with suppress(Empty):
-                commands.append(self._commands.get(timeout=max(patience, 0.0)))
+                commands.append(self._commands.get(timeout=max(timeout_s, 0.0)))
         while not self._commands.empty() and not (commands and isinstance(commands[-1], _Stop)):
             commands.append(self._commands.get_nowait())
         return commands
@@ -366,8 +366,8 @@ class TorchInferenceEngine:
         newest = max(self._swaps_due, key=lambda swap: swap.order)
         if newest.order > self._newest_swap:
             held, hashes = self._held, dict(newest.hashes)
-            changed = {name: each for name, each in newest.tensors.items() if held.get(name) != hashes[name]}
-            # Another swap may have come between: what it replaced is loaded again, and has not been read yet.
+            changed = {name: t for name, t in newest.tensors.items() if held.get(name) != hashes[name]}
+            # A swap in between may have replaced tensors that were assumed unchanged: load and hash them now.
             hashes |= hashes_of({name: changed[name] for name in newest.assumed if name in changed})
             pause_s = batcher.swap(changed, newest.version)
             self._newest_swap, self._held = newest.order, hashes

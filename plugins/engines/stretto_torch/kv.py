@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class LayerShape(NamedTuple):
-    """Keys and values that a layer keeps per token. If values are narrower, the rest is unused."""
+    """Shape of a layer's keys and values per token. `head_dim` is the larger of their two dimensions."""
 
     kv_heads: int
     head_dim: int
@@ -22,8 +22,8 @@ class LayerShape(NamedTuple):
 class Block(NamedTuple):
     """A part of the pool, filled from its first token on."""
 
-    start: int  # index of its first token in the pool
-    capacity: int  # number of tokens it has room for
+    start: int  # index of the block's first token in the pool
+    capacity: int  # number of tokens that fit into the block
 
 
 class Move(NamedTuple):
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 
 class SlotCache:
-    """Keys and values of every slot. Never holds NaN: masked positions are multiplied by 0, not skipped.
+    """Keys and values of every slot. Must not contain NaN: masked positions are multiplied by 0, not skipped.
 
     `layers[i]` is (2 * (tokens + 1) * kv_heads, head_dim): all keys, then all values. In a block the key of
     head k at position p is at `start * kv_heads + k * capacity + p`. Rows without a block write to the
@@ -58,12 +58,12 @@ class SlotCache:
         # By number of heads: the index of position 0 of each row's keys, then values: (rows, 2 * kv_heads).
         self._starts: dict[int, Tensor] = {}
         # The views that `span` has returned since the last call of `place`: making one costs as much as a
-        # small kernel, and most steps need those of the step before.
+        # small kernel, and most steps need the views of the step before.
         self._spans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
         self.place([])
 
     def place(self, blocks: Sequence[Block]) -> None:
-        """Give rows 0, 1, ... these blocks, and none to the rows beyond. Moves nothing."""
+        """Assign these blocks to rows 0, 1, ..., and none to later rows. No keys and values are moved."""
         self.blocks = list(blocks)
         self._spans.clear()
         dummies = (self.tokens, 1) * (self.rows - len(blocks))
@@ -72,13 +72,13 @@ class SlotCache:
             self._starts[heads] = torch.from_numpy(starts.reshape(self.rows, 2 * heads)).to(self.device)
 
     def place_evenly(self, capacity: int, rows: int) -> None:
-        """Give this number of rows adjacent blocks of one capacity."""
+        """Assign adjacent blocks of one capacity to this number of rows."""
         self.place([Block(row * capacity, capacity) for row in range(rows)])
 
     def copy(self, moves: Sequence[Move]) -> None:
         """Copy parts of the pool, all at once: every move reads the contents from before all moves."""
-        ends = [*(move.source for move in moves), *(move.target for move in moves)]
-        blocks = [*chain.from_iterable(ends)]
+        sources_and_targets = [*(move.source for move in moves), *(move.target for move in moves)]
+        blocks = [*chain.from_iterable(sources_and_targets)]
         lengths = [move.length for move in moves]
         for heads in self._head_counts:
             sources, targets = self._tokens_of(blocks, lengths * 2, heads).chunk(2)
@@ -114,8 +114,8 @@ class SlotCache:
         return flat.as_strided(shape, stride, offset), flat.as_strided(shape, stride, half + offset)
 
     def _beginnings(self, blocks: Sequence[int], heads: int) -> NDArray[np.int64]:
-        """Return where each head's keys, then values, begin: (blocks, 2 * heads). `blocks`: start, capacity
-        of each, flattened."""
+        """Return the indices of each head's first key, then first value: (blocks, 2 * heads). `blocks`: start
+        and capacity of each block, flattened."""
         pairs = np.array(blocks).reshape(-1, 2, 1)
         keys = pairs[:, 0] * heads + pairs[:, 1] * np.arange(heads)
         return np.concatenate([keys, keys + (self.tokens + 1) * heads], axis=1)
@@ -124,14 +124,14 @@ class SlotCache:
         """Return the indices of all keys and values of the first tokens of each block (see `_beginnings`)."""
         counts = np.repeat(lengths, 2 * heads)
         ends = counts.cumsum()
-        # A head's tokens follow its beginning: the difference to the running number of all tokens.
+        # For each head: index in the layer of its first token, minus number of tokens of the heads before.
         offsets = self._beginnings(blocks, heads).ravel() - (ends - counts)
         return torch.from_numpy(np.repeat(offsets, counts) + np.arange(ends[-1])).to(self.device)
 
 
 def _zeros(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return zeros. On a CPU the system zeroes pages as they are written: `torch.zeros` would write all at
-    once, and 6 GB took 16 s of the start."""
+    """Return zeros. On a CPU `np.zeros` lets the system zero each page at its first use; `torch.zeros` would
+    write all pages at once, which took 16 s for 6 GB."""
     if device.type != "cpu":
         return torch.zeros(rows, columns, device=device, dtype=dtype)
     size = rows * columns * dtype.itemsize

@@ -1,9 +1,9 @@
 """The product with a weight matrix, by the kernel that is fast for its size.
 
-On a CPU, torch computes float32 products with MKL. On AMD, oneDNN is faster for large weights: on Zen 5 twice
-at any number of rows, on Zen 3 a third at 8 rows and not at 64. It is called through private operators of
-torch, costs about 8 us more per call, generates code for each new number of rows, and keeps a second copy of
-the weight in its own order, packed again after each change.
+On a CPU, torch computes float32 products with MKL. On AMD, oneDNN is faster for large weights: twice as fast
+on Zen 5, a third faster on Zen 3 at 8 rows, not faster at 64. oneDNN is called through private operators of
+torch, costs about 8 us more per call, generates code for each new number of rows, and needs a second copy of
+the weight in another order (a packed copy), which must be made again after each change.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of a weight from which oneDNN makes up for its more expensive call at 8 rows (measured on Zen 5).
-# It depends on the weight alone: another kernel for other rows would give other bits.
+# Number of elements of a weight from which oneDNN is faster at 8 rows, with its slower call (on Zen 5).
+# The choice must not depend on the number of rows: another kernel for other rows would give other bits.
 _WORTHWHILE = 160_000
-# Rows for which a weight is packed. Other numbers of rows use the same order.
+# Number of rows for which a weight is packed. Products with other numbers of rows use the same copy.
 _PACKED_FOR = 32
 
 
 class Linear:
-    """A weight (out_features, in_features), perhaps with a bias. When it has changed, call `pack`."""
+    """A weight (out_features, in_features), perhaps with a bias. Call `pack` after the weight has changed."""
 
     __slots__ = ("_bias", "_onednn", "_packed", "_transposed", "_weight")
 
@@ -35,7 +35,7 @@ class Linear:
         self._packed: Tensor | None = None
 
     def pack(self) -> None:
-        """Copy the weight into the order of its kernel, if that is another one."""
+        """Make the packed copy of the weight, if oneDNN computes its products."""
         if self._onednn:
             self._packed = None  # one copy at a time
             reorder: Any = torch.ops.mkldnn._reorder_linear_weight
@@ -58,14 +58,14 @@ class Linear:
 def prefers_onednn(
     choice: Literal["auto", "torch", "onednn"], device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether to use oneDNN for large products; `auto`: on AMD. It measures nothing: the bits of a
-    deterministic engine would follow the measurement."""
+    """Return True to use oneDNN for large products; `auto` does on AMD. No speed is measured: the bits of a
+    deterministic engine would depend on the measurement."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     if choice != "auto":
         return choice == "onednn"
-    is_there = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return is_there and _is_amd()
+    available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return available and _is_amd()
 
 
 def _is_amd() -> bool:

@@ -45,7 +45,7 @@ class LoadedModel:
     targets: Targets  # the tensors that new weights are copied into, by their names in the model's files
     shapes: Shapes
     eos: tuple[int, ...]  # tokens that end an answer
-    reader: ImageReader | None = None  # what reads the images of prompts; None for a model of text
+    reader: ImageReader | None = None  # reader of the images in prompts; None for a model of text
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
@@ -53,10 +53,10 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
-        sees = reads_images(AutoConfig.from_pretrained(folder))
-        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        has_vision = reads_images(AutoConfig.from_pretrained(folder))
+        kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
         model: Any = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-        reader = ImageReader(folder, model) if sees else None
+        reader = ImageReader(folder, model) if has_vision else None
     except ConfigError as error:
         raise EngineError(str(error)) from error
     except (OSError, ValueError) as error:
@@ -120,8 +120,8 @@ def _bytes_of_a_token(model: Any) -> int:
 
 
 def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows: int) -> int:
-    """Return the number of tokens of all slots together: all that can be used, or what the budget allows. It
-    must hold the longest sample in as many rows as the decoder computes for one."""
+    """Return the number of tokens of the cache: as many as the slots can use, or as the memory allows, but at
+    least the longest sample in each of `rows` rows, which the decoder computes for one sample."""
     max_tokens = shapes.most_rows * shapes.length
     size = _bytes_of_a_token(model)
     min_tokens = max(rows * shapes.length, 64)  # the decoder's test needs 64
@@ -139,7 +139,7 @@ def _cache_tokens(model: Any, shapes: Shapes, config: TorchInferenceConfig, rows
 
 def difference(decoder: Decoder, model: Any) -> float:
     """Return the difference between a decoder's logits and the model's own, for prompts of several lengths,
-    further tokens, and texts that continue after the tokens in their slots."""
+    decoded tokens, and texts that continue after the tokens in their slots."""
     prompts, cached, steps = (9, 20), (5, 13), 4
     length = max(prompts) + steps
     tokens = torch.arange(7, 7 + length * len(prompts)).mul(7919).remainder(decoder.vocabulary)
@@ -165,7 +165,7 @@ def difference(decoder: Decoder, model: Any) -> float:
 
 def difference_with_image(decoder: Decoder, model: Any, reader: ImageReader) -> float:
     """Return the difference between a decoder's logits and the model's own for a prompt with an image,
-    further tokens, and a text that continues after the image in its slot."""
+    decoded tokens, and a text that continues after the image in its slot."""
     steps, blank = 4, reader.vision.blank()
     text = (
         torch.arange(11, 16 + steps).mul(7919).remainder(min(decoder.vocabulary, reader.vision.image_token))
@@ -181,8 +181,8 @@ def difference_with_image(decoder: Decoder, model: Any, reader: ImageReader) -> 
     decoder.cache.place_evenly(capacity, 1)
     logits = [decoder.prefill(ids[:, :prompt], lengths, row, images=images)]
     for step in range(steps):
-        at = lengths + step
-        logits.append(decoder.decode(ids[0, at], at, [TokenSpan(0, 1, capacity)], shifts))
+        position = lengths + step
+        logits.append(decoder.decode(ids[0, position], position, [TokenSpan(0, 1, capacity)], shifts))
     begins = lengths - 2
     tail = ids[:, prompt - 2 :]
     logits.append(decoder.prefill(tail, torch.full_like(lengths, tail.shape[1]), row, begins, shifts=shifts))

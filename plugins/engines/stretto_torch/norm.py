@@ -1,7 +1,7 @@
 """Normalisation by the root mean square, with few kernels.
 
 On a CPU `F.rms_norm` is eight kernels, a quarter of a small model's decode step. x / sqrt(mean(x ** 2) + eps)
-equals sqrt(D) * x / hypot(|x|, sqrt(D * eps)): four, if the weight contains the factor sqrt(D).
+equals sqrt(D) * x / hypot(|x|, sqrt(D * eps)), which is four kernels if the weight contains sqrt(D).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Norm:
-    """The normalisation of vectors of dimension D. `weight`: (D,), times `factor(D, weight)`."""
+    """The normalisation of vectors of dimension D. `weight`: (D,), already multiplied by `factor`."""
 
     __slots__ = ("_eps", "_least", "_weight")
 
@@ -32,10 +32,10 @@ class Norm:
 
     @staticmethod
     def factor(dim: int, state: Tensor) -> float:
-        """Return by what to multiply `Norm`'s weight beforehand, for the device and dtype of `state`."""
+        """Return the factor of `Norm`'s weight, for the device and dtype of `state`."""
         return sqrt(dim) if _by_length(state) else 1.0
 
 
 def _by_length(tensor: Tensor) -> bool:
-    """Whether to compute with four kernels: a GPU has one for all, and bfloat16 would round the factor."""
+    """Return True to use the four kernels: a GPU needs only one, and bfloat16 would round the factor."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32

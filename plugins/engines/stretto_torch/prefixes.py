@@ -2,7 +2,7 @@
 
 Every text was computed completely with the current weights: a swap clears the cache. A running sample's text
 is in its own block. When the sample leaves, its text is copied to the free part of the pool, where new texts
-replace the least recently used ones. A text that another one continues needs no room of its own.
+replace the least recently used ones. A text that is the beginning of another text needs no separate room.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from stretto_torch.kv import Block, Move
 from stretto_torch.slot_sample import SlotSample
 
 _NOWHERE = Block(0, 0)
-# Places to compare for a text: more of them take longer than they save.
+# Places in the pool to compare for a new text. To compare more places takes longer than it saves.
 _LOOKS = 256
-# Tokens of the pool for texts that have ended, at first.
+# Initial number of tokens of the pool for the texts of ended samples, with `saves`.
 _ROOM = 2048
 
 
@@ -42,43 +42,43 @@ class CachedText:
 
 
 class Prefixes:
-    """The texts of one pool with `tokens` tokens. `saves`: use little of the pool, because used memory stays
-    taken: as much as the rows had at most, and twice as much whenever a text returns that had no room."""
+    """The texts of one pool with `tokens` tokens. `saves`: use only a part of the pool, because memory once
+    used is not freed. The part is at least the rows' largest use, and doubles when a lost text returns."""
 
     def __init__(self, tokens: int, *, saves: bool = False) -> None:
         self.lost_tokens = 0
-        """Tokens computed again because the cache, which had them before, is too small."""
+        """Number of tokens computed again because the cache was too small to keep them."""
         self._tokens = tokens
         self._room = _ROOM if saves else tokens
         self._uses = 0
-        self._by_key: dict[int, CachedText] = {}  # of each beginning in whole pieces, the newest text
+        self._by_key: dict[int, CachedText] = {}  # key of a prefix in whole pieces -> the newest text
         self._running: dict[SlotSample, CachedText] = {}
         self._seen = SeenTexts()
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget all texts."""
         self._by_key.clear()
         self._running.clear()
         self._seen.clear()
-        self._kept: list[CachedText] = []  # those with separate blocks, by the place in the pool
+        self._kept: list[CachedText] = []  # texts with separate blocks, in the order of the pool
         self._free = (0, self._tokens)
-        self._next = 0  # where among them to look first for the next text's place
+        self._next = 0  # index in `_kept` at which the search for a place begins
 
     def find(self, ids: NDArray[np.int32]) -> tuple[SlotSample | Block, int] | None:
-        """Return where the text is that shares most leading pieces with this one, and how many tokens they
-        share. At least one token is not shared, because the logits need one computed token."""
+        """Find the text that shares the most leading pieces with this one. Return its place and the number of
+        shared tokens. The last token is never shared, because the logits after it must be computed."""
         keys = prefix_keys(ids[:-1])
-        found = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
-        shared = 0 if found is None else _shared(found.ids, ids[:-1])
+        best = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
+        shared = 0 if best is None else _shared(best.ids, ids[:-1])
         lost = max(0, self._seen.shared(keys) - (shared if shared >= SHORTEST else 0))
         if lost:
             self.lost_tokens += lost
             self._room = min(2 * self._room, self._tokens)
-        if found is None or shared < SHORTEST:
+        if best is None or shared < SHORTEST:
             return None
-        found.used = self._next_use()
-        return found.sample or found.block, shared
+        best.used = self._next_use()
+        return best.sample or best.block, shared
 
     def hold(self, sample: SlotSample, ids: NDArray[np.int32]) -> None:
         """Record that a running sample's slot begins with this text."""
@@ -88,7 +88,7 @@ class Prefixes:
             self._add(text)
 
     def release(self, sample: SlotSample) -> None:
-        """Forget a leaving sample's text; `arrange` may keep a copy."""
+        """Forget the text of a sample that leaves its slot; `arrange` may keep a copy."""
         text = self._running.pop(sample, None)
         if text is not None:
             self._forget(text)
@@ -96,9 +96,9 @@ class Prefixes:
     def arrange(
         self, free: tuple[int, int], former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = ()
     ) -> list[Move]:
-        """Set the free part of the pool, tokens start..stop-1; rows have blocks in all others. Keep there
-        what was in the way of rows, and texts of samples that have left. Return the moves, which the caller
-        must copy at once."""
+        """Set the free part of the pool, tokens start..stop-1; the blocks of rows are in the rest. Move the
+        texts outside of the free part into it, and add `former_texts`, those of samples that have left.
+        The caller must copy the returned moves at once."""
         self._room = max(self._room, self._tokens - (free[1] - free[0]))
         self._free = free = (free[0], min(free[1], free[0] + self._room))
         kept = self._kept
@@ -119,7 +119,7 @@ class Prefixes:
             if len(ids) >= SHORTEST and self._place(text := self._new(ids)):
                 moves.append((text, Move(source, text.block, len(ids))))
                 self._add(text)
-        # One that was placed may have been replaced by a later one.
+        # A later text may have replaced a text that was placed before.
         return [move for text, move in moves if self._is_known(text)]
 
     def _next_use(self) -> int:
@@ -132,10 +132,10 @@ class Prefixes:
         return text
 
     def _place(self, text: CachedText) -> bool:
-        """Give a text a block: the next gap that is large enough, else the least recently used of the next
-        `_LOOKS` places. Return False if that was used after the text's own."""
+        """Assign a block to a text: the next gap that is large enough, else the place, of the next `_LOOKS`,
+        whose texts were used least recently. Return False if even these were used after `text`."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
-        best = (text.used, 0, 0, 0)
+        best = (text.used, 0, 0, 0)  # newest use, size, and kept[first:last], the texts to replace
         for look in range(min(places, _LOOKS)):
             first = (self._next + look) % places
             start = kept[first - 1].stop if first else self._free[0]
@@ -160,12 +160,12 @@ class Prefixes:
         return True
 
     def _add(self, text: CachedText) -> None:
-        former = {each for key in text.keys if (each := self._by_key.get(key)) and not each.sample}
+        older_texts = {older for key in text.keys if (older := self._by_key.get(key)) and not older.sample}
         self._by_key.update(dict.fromkeys(text.keys, text))
-        # What a text continues is found as its beginning from now on.
-        for each in former:
-            if not self._is_known(each) and each in self._kept:
-                self._kept.remove(each)
+        # Drop older texts that are a beginning of the new text: all their keys now lead to the new text.
+        for older in older_texts:
+            if not self._is_known(older) and older in self._kept:
+                self._kept.remove(older)
 
     def _is_known(self, text: CachedText) -> bool:
         return self._by_key.get(text.keys[-1]) is text

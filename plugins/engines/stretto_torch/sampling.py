@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Under top_p most answers need few tokens; topk of them is ten times cheaper than sorting the vocabulary.
+# Tokens that top_p tries first. They are mostly enough, and topk is ten times cheaper than to sort all.
 _LIKELIEST = 256
 
 
@@ -28,7 +28,7 @@ class SamplingSettings:
     min_p: NDArray[np.float32]
     bias: Bias | None = None
     wants_kept: NDArray[np.bool_] | None = None
-    """Rows whose kept tokens are wanted, (R,); None for no row."""
+    """Rows for which `draw` returns the kept tokens, (R,); None for no row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def draw(
         settings: None if every row has temperature 1 and keeps every token.
 
     Returns: tokens (R,); logprobs (R,) of the distribution that they were drawn from, not finite where a
-    row's logits are not; and by row, where wanted, the ids that it was drawn from.
+    row's logits are not; and row -> kept ids, of which one was drawn, for rows in `wants_kept`.
     """
     kept: dict[int, NDArray[np.int32]] = {}
     if settings is not None:
@@ -70,7 +70,7 @@ def draw(
     cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
     threshold = torch.from_numpy(uniform).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold.to(cumulative.dtype), right=True)
-    tokens.clamp_(max=logits.shape[1] - 1)  # logits that are not finite
+    tokens.clamp_(max=logits.shape[1] - 1)  # if the logits are not finite, the search may end there
     if settings is not None and not settings.temperature.all():
         greedy = torch.from_numpy(settings.temperature == 0).to(logits.device)
         tokens[greedy] = logits[greedy].argmax(-1, keepdim=True)
@@ -93,8 +93,8 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 
 def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """Add the bias, divide by the temperature, mask what min_p, then top_k and top_p remove. A greedy row
-    gets only the bias: its logprobs are those of the plain distribution."""
+    """Add the bias, divide by the temperature, and set logits that min_p, top_k and top_p remove to -inf. A
+    greedy row gets only the bias: its logprobs are those of the plain distribution."""
     device = logits.device
     if settings.bias is not None:
         index = (torch.from_numpy(settings.bias.rows), torch.from_numpy(settings.bias.tokens))
@@ -104,7 +104,7 @@ def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
     logits = logits / divisor.to(device).unsqueeze(1)
     if settings.min_p.any():
         with np.errstate(divide="ignore"):
-            # Relative to the logit of the likeliest token.
+            # The smallest kept logit, relative to that of the likeliest token.
             log_min_p = np.log(np.where(sampled, settings.min_p, np.float32(0)))
         threshold = logits.amax(-1, keepdim=True) + torch.from_numpy(log_min_p).to(device).unsqueeze(1)
         logits.masked_fill_(logits < threshold, -inf)

@@ -1,7 +1,7 @@
 """The shapes of decode steps (rows, and positions that attention reads) and of deterministic prefills.
 
-Rows are padded to a multiple of 8, lengths to one of 32, the columns of a deterministic prefill to one of 16.
-With such shapes every kernel in use gave the same bits for a row; `determinism.py` tests it.
+Rows are padded to a multiple of 8, lengths to a multiple of 32, columns of a deterministic prefill to a
+multiple of 16. With these shapes every kernel in use gave the same bits for a row; `determinism.py` tests it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 _ROWS = 8
 _LENGTH = 32
 _PROMPT = 16
-# Columns of all prompts in a deterministic prefill. More is hardly faster; the test at the start uses it.
+# Most columns, of all its prompts, in a deterministic prefill. More columns are hardly faster.
 _PREFILL = 512
 
 
@@ -41,12 +41,12 @@ class Shapes:
 
     @property
     def full(self) -> bool:
-        """Whether attention always reads all rows and all positions of a slot."""
+        """True if attention always reads all rows and all positions of a slot."""
         return self.fixed and not self.trimmed
 
     @property
     def length(self) -> int:
-        """Tokens a slot has room for."""
+        """Number of tokens that fit into a slot."""
         return padded_length(self.context)
 
     @property
@@ -69,15 +69,15 @@ class Shapes:
         ]
 
     def prompt_batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Divide prompts into deterministic prefills. All prompts of one have the same number of columns, so
-        that attention computes each as it would alone."""
+        """Divide prompts into deterministic prefills. All prompts of a prefill have the same number of
+        columns, so that attention computes each prompt as it would alone."""
         by_columns: dict[int, list[int]] = {}
         for i, length in enumerate(lengths):
             by_columns.setdefault(padded_prompt(length), []).append(i)
         batches: list[list[int]] = []
         for columns, indices in by_columns.items():
-            most = 1 if self.solo_prompts else max(1, _PREFILL // columns)
-            batches += [indices[first : first + most] for first in range(0, len(indices), most)]
+            max_prompts = 1 if self.solo_prompts else max(1, _PREFILL // columns)
+            batches += [indices[first : first + max_prompts] for first in range(0, len(indices), max_prompts)]
         return batches
 
 

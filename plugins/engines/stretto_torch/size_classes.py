@@ -1,10 +1,10 @@
-"""The allocator of the cache: it gives each row a block of the pool.
+"""The allocator of the cache: it assigns a block of the pool to each row.
 
-A row has a block of the smallest capacity that holds it, or of the next one if its rows are few. Rows of one
-capacity form a size class, adjacent in the pool and in the step, so that attention reads them as one tensor.
-The pool begins with all classes but the largest, larger capacities first; each divides those before it, so
-most blocks keep their positions when a class before them changes by one block. The class of the largest
-capacity, the slot's own length, which the others need not divide, is at the end. The space between is free.
+A row has a block of the smallest capacity that is enough, or of the next one if few rows have that capacity.
+Rows of one capacity form a size class, adjacent in the pool and in the step: attention reads them as one
+tensor. The class of the largest capacity, a whole slot, is at the end of the pool. The others are at the
+start, larger capacities first. Each of their capacities divides those before it, so most blocks keep their
+positions when a class before them changes by one block. The space between is free.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from stretto_torch.kv import Block
 from stretto_torch.shapes import Shapes
 
 _CAPACITIES = (32, 64, 128, 512, 2048, 8192, 32768, 131072)
-# Another call of attention costs as much as to read about this number of positions more (measured with 0.2 M
-# and 10 M parameters).
+# One more call of attention costs as much as reading about this number of positions (measured with models of
+# 0.2 M and 10 M parameters).
 _CHEAP = 768
 
 
@@ -30,12 +30,12 @@ class Plan:
     order: list[int]  # for each new row, its current row
     blocks: list[Block]  # the block of each new row, possibly followed by blocks of padding rows
     size_classes: list[tuple[int, int]]
-    """The rows start..stop-1 of each size class, in order, together all rows: adjacent blocks."""
+    """Rows start..stop-1 of each size class, in order. The blocks of a class are adjacent."""
     free: tuple[int, int]  # tokens start..stop-1 of the pool, which are in no block
 
 
 class SizeClasses:
-    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one."""
+    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one class."""
 
     def __init__(self, shapes: Shapes, tokens: int, *, one_size_class: bool) -> None:
         self._shapes = shapes
@@ -49,7 +49,7 @@ class SizeClasses:
         self._holds_all_rows = shapes.most_rows * self._longest <= tokens
 
     def fits(self, needs: Sequence[int]) -> bool:
-        """Whether the pool has room for rows that need these numbers of tokens, for up to `slots` rows."""
+        """Return True if the pool has room for rows of these numbers of tokens, at most `slots` rows."""
         if self._holds_all_rows or not needs:
             return True
         if self._one_size_class:
@@ -57,7 +57,7 @@ class SizeClasses:
         return sum(map(self._capacity, needs)) <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
-        """Order the rows and give each a block with room; they must fit, and keep theirs if possible."""
+        """Order the rows and assign a large enough block to each, its old one if possible. All must fit."""
         by_capacity: dict[int, list[int]] = {}
         if self._one_size_class and needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]

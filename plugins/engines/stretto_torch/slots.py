@@ -1,7 +1,7 @@
 """The running samples: one row each, decoded together, token by token.
 
 Rows 0..n-1 are in the order in which `size_classes.py` places their keys and values, so a step computes only
-live rows and each span attends no further than it must. A sample's other state is in its lane, which never
+running samples and attention reads few unused positions. A sample's other state is in its lane, which never
 moves. n: running samples, V: vocabulary, L: tokens of a slot.
 """
 
@@ -28,7 +28,7 @@ from stretto_torch.slot_sample import SlotSample
 
 # Tokens in one prefill; bounds its memory.
 _PREFILL_TOKENS = 8192
-# A sample gets a slot only if every one then has room for this many more tokens, or it might leave at once.
+# A sample gets a slot only if all samples then have room for this many more tokens, or one might leave soon.
 _HEADROOM = 64
 
 
@@ -66,9 +66,9 @@ class SampleEnding:
 class Slots:
     """Rows and lanes of the running samples.
 
-    `image_token`: id that stands for images, -1 for a model of text; an answer with it has no meaning.
-    `deterministic`: a sample's bits do not depend on others: every prompt is computed whole, with others of
-    the same padded length, and a sample that has a slot keeps it.
+    `image_token`: id of image tokens, -1 for a model of text; a sample that draws it ends with an error.
+    `deterministic`: a sample's bits do not depend on other samples. Every prompt is computed whole, with
+    prompts of the same padded length, and no sample must leave its slot.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Slots:
         self._token = np.zeros(shapes.most_rows, np.int64)
         self._position = np.zeros(shapes.most_rows, np.int64)
         self._lane = np.zeros(shapes.most_rows, np.int64)
-        self._blocks: list[Block | None] = []  # of each running sample; None for a new one
+        self._blocks: list[Block | None] = []  # of each running sample; None for a new sample
         self._class_rows: list[tuple[int, int]] = []  # rows start..stop-1 of each size class
         self._steps_in_order = 0  # steps that may pass before a row's block is full
         self._shared_prompts: dict[str, _SharedPrompt] = {}  # by request, computed with the current weights
@@ -115,7 +115,7 @@ class Slots:
         self._min_p = np.zeros(lanes, np.float32)
         self._bias: dict[int, dict[int, float]] = {}
         self._wants_kept = np.zeros(lanes, np.bool_)
-        self._kept: dict[int, list[NDArray[np.int32]]] = {}  # of each token that was drawn in the lane
+        self._kept: dict[int, list[NDArray[np.int32]]] = {}  # by lane, the kept ids of each drawn token
 
     @property
     def free(self) -> int:
@@ -135,11 +135,11 @@ class Slots:
 
     @property
     def lost_tokens(self) -> int | None:
-        """Tokens computed again for want of room in the cache; None without a prefix cache."""
+        """Tokens computed again because the cache was too small; None without a prefix cache."""
         return self._prefixes and self._prefixes.lost_tokens
 
     def surplus(self) -> list[SlotSample]:
-        """Return the samples, the last ones, that must leave before the next step for want of room."""
+        """Return the samples, last arrived first, that must leave to make room for the next step."""
         if self._steps_in_order:
             return []
         needs = dict(zip(self.running, (self._position[: len(self.running)] + 1).tolist(), strict=True))
@@ -269,12 +269,12 @@ class Slots:
         self._kept[lane] = []
 
     def _samples_to_compute(self, samples: Sequence[SlotSample]) -> list[SlotSample]:
-        """Return the samples that do not copy their prompt from another running one of their request."""
-        by_request: dict[str, SlotSample] = {}
+        """Return the samples whose prompt must be computed. The others copy a prompt of the same request."""
+        first_of_request: dict[str, SlotSample] = {}
         for sample in samples:
             if not len(sample.begun) and sample.request.id not in self._shared_prompts:
-                by_request.setdefault(sample.request.id, sample)
-        return [s for s in samples if len(s.begun) or by_request.get(s.request.id) is s]
+                first_of_request.setdefault(sample.request.id, sample)
+        return [s for s in samples if len(s.begun) or first_of_request.get(s.request.id) is s]
 
     def _find_and_hold_prefixes(self, samples: Sequence[SlotSample]) -> dict[SlotSample, tuple[Block, int]]:
         if self._prefixes is None:
@@ -297,7 +297,7 @@ class Slots:
         return prefixes
 
     def _text(self, sample: SlotSample) -> NDArray[np.int32]:
-        """Return the text in a running sample's slot, with other numbers for the tokens of other images."""
+        """Return the text in a running sample's slot, with its images' salt in place of image tokens."""
         text = self._ids[self._lane[sample.row], : self._position[sample.row]].copy()
         if sample.images is not None:
             text[sample.images.places] = sample.images.salt
@@ -309,7 +309,7 @@ class Slots:
         return torch.from_numpy(self._shift[self._lane[rows]]).to(self._device)
 
     def _share_prompts(self, samples: Sequence[SlotSample], logits: dict[SlotSample, Tensor]) -> Tensor:
-        """Copy prompts computed for one sample of a request to its others; return (samples, V) logits."""
+        """Copy prompts to the other samples of their request; return the prompts' (samples, V) logits."""
         for sample in logits:
             if not len(sample.begun):
                 self._shared_prompts[sample.request.id] = _SharedPrompt(sample, logits[sample])
@@ -325,14 +325,14 @@ class Slots:
         return torch.stack([logits[sample] for sample in samples])
 
     def _prefill(self, rows: Sequence[int], begins: Sequence[int] | None = None) -> list[Tensor]:
-        """Return (V,) logits after each row's known tokens, from `begins[i]` on: its slot has the others."""
+        """Compute each row's known tokens after the first `begins[i]`; return the (V,) logits after them."""
         begins = begins or [0] * len(rows)
         lengths = self._position[list(rows)].tolist()
         logits_by_index: dict[int, Tensor] = {}
         with_images = [i for i in range(len(rows)) if self.running[rows[i]].images and not begins[i]]
-        of_text = [i for i in range(len(rows)) if not begins[i] and i not in with_images]
+        text_only = [i for i in range(len(rows)) if not begins[i] and i not in with_images]
         continued = [i for i in range(len(rows)) if begins[i]]
-        batches = [*self._batches(of_text, lengths), *self._batches(continued, lengths)]
+        batches = [*self._batches(text_only, lengths), *self._batches(continued, lengths)]
         for batch in [*batches, *([i] for i in with_images)]:
             logits = self._prefill_batch(
                 np.array([rows[i] for i in batch]),
@@ -378,8 +378,8 @@ class Slots:
     def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[SampleEnding]:
         """Draw a token for each of these rows from their logits (rows, V); return the samples that end."""
         lane, position = self._lane[rows], self._position[rows]
-        tokens, logprobs, kept = draw(logits, self._uniforms[lane, position], self._settings(lane))
-        for index, ids in kept.items():
+        tokens, logprobs, kept_ids = draw(logits, self._uniforms[lane, position], self._settings(lane))
+        for index, ids in kept_ids.items():
             self._kept[int(lane[index])].append(ids)
         self._token[rows] = tokens
         self._ids[lane, position] = tokens
@@ -430,7 +430,7 @@ class Slots:
         return SampleEnding(sample, "stop" if stopped else "length", "", self.answer(sample, sample.sent))
 
     def _not_finite(self, row: int, version: int) -> SampleEnding:
-        """End a sample whose keys and values are not finite: clear them, and keep nothing of them."""
+        """End a sample whose logits are not finite: zero its keys and values, and do not cache its text."""
         self._cache.clear(row)
         sample = self.running[row]
         sample.pure = False
@@ -445,9 +445,9 @@ class Slots:
         former_texts: Sequence[tuple[Block, NDArray[np.int32]]] = (),
         prefixes: Mapping[SlotSample, tuple[Block, int]] = MappingProxyType({}),
     ) -> None:
-        """Keep only these rows, in a new order and in blocks that fit. `former_texts`: of samples that have
-        just left. `prefixes`: where to copy each new sample's from; all is copied at once, so a source may
-        overlap a new block."""
+        """Keep only these rows, in a new order and in large enough blocks. `former_texts`: block and text of
+        samples that have just left. `prefixes`: block and length of a new sample's prefix. All is copied at
+        once, so a source may overlap a new block."""
         positions = self._position[: len(self.running)].tolist()
         blocks = [self._blocks[row] for row in rows]
         needs = [positions[row] + 1 for row in rows]

@@ -21,7 +21,7 @@ class Target:
     factor: float = 1.0  # factor of the tensor's values in `into`
 
     def load(self, tensor: Tensor) -> None:
-        """Copy, converting dtype and device."""
+        """Copy the tensor into place, converting dtype and device."""
         self.into.copy_(tensor if self.order is None else tensor[self.order])
         if self.factor != 1.0:
             self.into.mul_(self.factor)
@@ -37,7 +37,7 @@ class Targets:
     products: Sequence[Linear] = ()
 
     def renamed(self, names: Mapping[str, str]) -> Targets:
-        """Return the same targets under other names: those to change -> their new ones."""
+        """Return the same targets with new names. `names`: old name -> new name, for names that change."""
         by_name = {names.get(name, name): target for name, target in self.by_name.items()}
         tied = frozenset(names.get(name, name) for name in self.tied)
         return Targets(by_name, tied, self.products)
@@ -68,7 +68,7 @@ class Targets:
                 )
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors of a set that passed `check` into place."""
+        """Copy tensors into place; they belong to a set that passed `check`."""
         for name, tensor in tensors.items():
             if name not in self.tied:
                 self.by_name[name].load(tensor)

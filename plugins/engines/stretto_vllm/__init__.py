@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmConfig"]
 
-_CPU_HEAD_DIM = 32
-_TEMPERATURES = 0.01, 2.0
+_CPU_HEAD_DIM = 32  # smallest that vLLM supports
+_TEMPERATURES = 0.01, 2.0  # smallest and largest that vLLM supports, besides 0
 
 _RESERVED = {
     "--model": "model",
@@ -47,7 +47,7 @@ class VllmConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_f
     """Without GPUs: memory of the KV cache in GiB. On GPUs the cache gets the memory that `share` leaves."""
 
     def unfit(self, sampling: Sampling) -> str:
-        """Refuse temperatures that vLLM refuses, or that it replaces by 0.01 in silence."""
+        """Refuse temperatures that vLLM refuses, or replaces by 0.01 without a message."""
         low, high = _TEMPERATURES
         if sampling.temperature and not low <= sampling.temperature <= high:
             return (

@@ -1,4 +1,4 @@
-"""The requests to a vLLM server, and how its replies are read.
+"""Send requests to a vLLM server, and read its replies.
 
 Streams go to /inference/v1/generate with token ids. The server returns token ids with logprobs of the
 distribution they were drawn from (`--logprobs-mode processed_logprobs`), and at the end the weight versions.
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 _IN_SERVER = Path(__file__).with_name("in_server")
 _EXTENSION = "stretto_in_vllm.Weights"
-_CALL_S = 30.0
-_READ_S = 300.0
-_LOAD_S = 300.0
+_CALL_S = 30.0  # deadline of a call that needs no loading
+_READ_S = 300.0  # time to read the files of a version
+_LOAD_S = 300.0  # deadline of a load
 _ASK_EVERY_S = 0.02
-_BATCH = 2048
+_BATCH = 2048  # tokens that a step on CPU may compute, or those of the longest sample
 _PILLOW = '{"use_fast": false}'  # stretto's own image processors resize with Pillow; torchvision differs
 _GPU_SHARE = 0.9  # of the worker's share of the GPU: vLLM does not count the memory that CUDA itself needs
 
@@ -91,7 +91,7 @@ class VllmEngine(ServerEngine):
     def command(self, port: int, key: str) -> ServerCommand:
         """Return the command `vllm serve`, with the development endpoints for weights, all behind the key."""
         config = self._vllm
-        own: dict[str, Flag] = {
+        opts: dict[str, Flag] = {
             "--host": "127.0.0.1",
             "--port": port,
             "--served-model-name": "policy",
@@ -108,7 +108,7 @@ class VllmEngine(ServerEngine):
             "--enforce-eager": not config.gpus,  # compiling takes minutes
         }
         if self._reads_images:
-            own["--mm-processor-kwargs"] = _PILLOW
+            opts["--mm-processor-kwargs"] = _PILLOW
         env = {
             "PYTHONPATH": str(_IN_SERVER),
             "VLLM_API_KEY": key,
@@ -116,20 +116,23 @@ class VllmEngine(ServerEngine):
             "VLLM_NO_USAGE_STATS": "1",
         }
         if config.gpus:
-            own["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
+            opts["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
             # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.
-            own |= {"--no-enable-chunked-prefill": True, "--max-num-batched-tokens": max(_BATCH, self._room)}
+            opts |= {
+                "--no-enable-chunked-prefill": True,
+                "--max-num-batched-tokens": max(_BATCH, self._room),
+            }
             # Without "nobind" vLLM uses all cores, whatever `threads` of the worker is.
             env |= {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if Path(self._model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
         assert config.python is not None, "refused by check"
         module = (config.python, "-m", "vllm.entrypoints.cli.main", "serve", self._model)
-        return ServerCommand((*module, *flags(own, config.args)), env | config.env)
+        return ServerCommand((*module, *flags(opts, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:
-        """Check the key, the extension, and that logprobs are those of the distribution that is sampled."""
+        """Check the server's key, extension and settings, such as logprobs of the sampled distribution."""
         try:
             models = await server.get("/v1/models", deadline_s=_CALL_S)
             room = models["data"][0]["max_model_len"]
@@ -166,10 +169,10 @@ class VllmEngine(ServerEngine):
             "sampling_params": _sampling(ask.sampling)
             | {"max_tokens": ask.max_tokens, "seed": ask.seed, "logprobs": 0, "detokenize": False},
         }
-        unseen = bool(ask.text.images)
+        must_check_ids = bool(ask.text.images)
         async for event in server.stream("/inference/v1/generate", body, _EVENT):
-            if unseen and event.choices:
-                unseen = False
+            if must_check_ids and event.choices:
+                must_check_ids = False
                 if difference := ask.text.difference(event.prompt_token_ids):
                     yield StreamChunk((), (), "error", difference)
                     return
@@ -188,15 +191,15 @@ class VllmEngine(ServerEngine):
         await server.post("/abort_requests", {"request_ids": names}, deadline_s=_CALL_S)
 
     async def prepare_weights(self, server: Server, update: WeightUpdate, folder: Path) -> None:
-        """Make the server read the files; keep the hashes. Raise WeightsError if it cannot read them."""
+        """Make the server read the files, and store their hashes. Raise WeightsError if reading fails."""
         await self._rpc(server, "stretto_read", str(folder), deadline_s=_CALL_S)
         with anyio.move_on_after(_READ_S):
-            while not (read := await self._rpc(server, "stretto_have_read", deadline_s=_CALL_S))["done"]:
+            while not (state := await self._rpc(server, "stretto_have_read", deadline_s=_CALL_S))["done"]:
                 await anyio.sleep(_ASK_EVERY_S)
-            if read["error"]:
+            if state["error"]:
                 version = update.note.version
-                raise WeightsError(f"the server refuses version {version}: {read['error']}", version=version)
-            self._hashes = read["hashes"]
+                raise WeightsError(f"the server refuses version {version}: {state['error']}", version=version)
+            self._hashes = state["hashes"]
             return
         raise ServerLost(f"it did not read {folder} within {_READ_S:g} s")
 
@@ -210,7 +213,7 @@ class VllmEngine(ServerEngine):
             await server.post("/update_weight_version", version, deadline_s=_CALL_S)
             if forget:
                 await server.post("/reset_prefix_cache", deadline_s=_CALL_S)
-            if self._reads_images:  # vLLM keeps what the previous weights made of images
+            if self._reads_images:  # vLLM caches image embeddings of the previous weights
                 await server.post("/reset_encoder_cache", deadline_s=_CALL_S)
         except ServerRefused as error:
             raise ServerLost(str(error)) from error
@@ -249,7 +252,7 @@ class VllmEngine(ServerEngine):
 
 
 def _prompt(text: ServerText) -> dict[str, Any]:
-    """Return the fields of a prompt. With images vLLM returns its own ids; the digest names an image."""
+    """Return the fields of a prompt. With images, vLLM returns the prompt's ids. Digests identify images."""
     parts = [{"type": "image_url", "url": image.url, "uuid": image.digest} for image in text.images]
     images = {"content_parts": parts, "return_token_ids": True} if parts else {}
     return {"token_ids": text.sent, **images}

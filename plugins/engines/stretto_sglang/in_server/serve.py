@@ -1,6 +1,6 @@
 """Start an SGLang server, in SGLang's own interpreter: `serve.py [any flag of the server]`.
 
-Passes the server its key, from the variable STRETTO_SERVER_KEY so that no command line shows it, and keeps
+It passes the key in the variable STRETTO_SERVER_KEY to the server, so that no command line shows it. It keeps
 the key out of the log. With SGLANG_USE_CPU_ENGINE=1 SGLang runs on machines without its CPU kernels (AMX).
 
 The code above `main` runs at import on purpose: SGLang spawns processes that each import this file again.

@@ -1,7 +1,7 @@
 """Stretto's additions to a vLLM server, in vLLM's own interpreter: this file imports nothing of stretto.
 
 - `Weights`, a worker extension: reads a folder of safetensors during sampling, then loads it at once.
-- `RequireKey`, a middleware: requires the server's key on every path; vLLM itself does on some paths only.
+- `RequireKey`, a middleware: requires the server's key on every path; vLLM itself requires it only on some.
 """
 
 # pyright: reportMissingImports=false
@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 
 class Weights:
-    """Mixed into every worker of the server; called through /collective_rpc."""
+    """Methods that vLLM adds to every worker of the server; /collective_rpc calls them."""
 
     model_runner: Any
     reload_weights: Any
@@ -45,7 +45,7 @@ class Weights:
     def stretto_load(self) -> dict[str, Any]:
         """Load the tensors that were read."""
         reading, self._stretto_reading = self._stretto_reading, None
-        # Not `model.load_weights`: on CPU linear weights are packed after a load, and this unpacks them.
+        # Not `model.load_weights`: on CPU, weights are packed after a load; `reload_weights` unpacks them.
         self.reload_weights(weights_iterator=iter(reading.tensors.items()))
         for module in self.model_runner.get_model().modules():
             # A reload does not update the packed copy of a head on CPU that is tied to the embedding.
@@ -55,7 +55,7 @@ class Weights:
 
 
 class _TensorReader(threading.Thread):
-    """Reads all files first: a reload that fails half-way leaves an unusable model and ends the server."""
+    """Reads all files before the load: a load that fails half-way would leave an unusable model."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(daemon=True)
@@ -82,7 +82,7 @@ def _files(folder: str) -> list[str]:
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:
-    """Return the hash of a tensor that `stretto.models.digest` defines. A test compares the two."""
+    """Return a tensor's hash as `stretto.models.digest` defines it. A test compares the two functions."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))
     hasher = hashlib.sha256(f"stretto tensor\0{dtype} {shape}\n".encode())
     hasher.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -90,7 +90,7 @@ def tensor_hash(tensor: torch.Tensor) -> str:
 
 
 class RequireKey:
-    """ASGI middleware. Only /health is open: it shows only that the server is running."""
+    """ASGI middleware. Only /health needs no key: it shows only that the server is running."""
 
     def __init__(self, app: Any) -> None:
         self._app = app

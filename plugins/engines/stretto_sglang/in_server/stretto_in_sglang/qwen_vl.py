@@ -1,8 +1,8 @@
-"""Qwen2-VL and Qwen2.5-VL that load checkpoints with the names of today, and positions of any prompt.
+"""Qwen2-VL and Qwen2.5-VL for SGLang that also load newer tensor names, and accept any prompt.
 
 SGLang's loaders know only the names of the first checkpoints: they refuse the text model's new names and
-silently skip those of the vision tower. Its positions fail for a prompt that ends with the token before an
-image, as an answer may that continues after a swap.
+silently skip the vision tower's new names. SGLang cannot compute the positions of a prompt that ends with
+the token before an image, such as an answer that continues after a swap.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -23,7 +23,7 @@ class Qwen2VLForConditionalGeneration(qwen2_vl.Qwen2VLForConditionalGeneration):
     """SGLang's Qwen2-VL."""
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load tensors with names of either kind."""
+        """Load tensors with old or new names."""
         super().load_weights(_renamed(weights))
 
 
@@ -31,7 +31,7 @@ class Qwen2_5_VLForConditionalGeneration(qwen2_5_vl.Qwen2_5_VLForConditionalGene
     """SGLang's Qwen2.5-VL."""
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
-        """Load tensors with names of either kind."""
+        """Load tensors with old or new names."""
         super().load_weights(_renamed(weights))
 
 
@@ -47,7 +47,7 @@ _rope_index_of = MRotaryEmbedding.get_rope_index
 def _rope_index(
     *arguments: Any, input_ids: torch.Tensor, **keywords: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of tokens, computed with a text token after them."""
+    """Return the positions of the tokens, computed with one more text token at the end."""
     longer = torch.nn.functional.pad(input_ids, (0, 1), value=-1)
     positions, delta = _rope_index_of(*arguments, input_ids=longer, **keywords)
     return positions[..., :-1], delta
