@@ -21,8 +21,8 @@ class FrozenConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unknown_fie
     """Section of the training engine `frozen`."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of the published weights; `auto` keeps that of the model's files. To serve the same weights as an
-    earlier run, use its `training.dtype`."""
+    """Dtype of the published weights; `auto` keeps the dtype of the model's files. To serve the weights of an
+    earlier run unchanged, use that run's `training.dtype`."""
 
 
 def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:

@@ -151,7 +151,7 @@ class ShardedLayout(RankLayout):
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 
     def _own_gradient(self, parameter: Tensor) -> Tensor:
-        """Return this rank's part of a gradient, which autograd may have split unlike its parameter."""
+        """Return this rank's part of a gradient; autograd may have split it differently than the weight."""
         if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         assert parameter.grad is not None

@@ -223,8 +223,8 @@ class SglangEngine(ServerEngine):
 
 
 def _prompt(text: ServerText, salt: str) -> dict[str, Any]:
-    """Return the fields of a prompt. With images, SGLang returns its own ids. It keeps the vision tower's
-    output by the image's hash across loads, so the hash depends on the salt, which names a version."""
+    """Return the fields of a prompt. With images, SGLang also returns the prompt's ids. It caches the vision
+    tower's output by the image's hash, even across loads, so the hash depends on the version in the salt."""
     if not text.images:
         return {"input_ids": text.sent}
     return {

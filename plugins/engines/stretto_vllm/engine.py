@@ -119,10 +119,7 @@ class VllmEngine(ServerEngine):
             opts["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
             # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.
-            opts |= {
-                "--no-enable-chunked-prefill": True,
-                "--max-num-batched-tokens": max(_BATCH, self._room),
-            }
+            opts |= {"--no-enable-chunked-prefill": True, "--max-num-batched-tokens": max(_BATCH, self._room)}
             # Without "nobind" vLLM uses all cores, whatever `threads` of the worker is.
             env |= {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if Path(self._model).is_dir():
@@ -237,7 +234,7 @@ class VllmEngine(ServerEngine):
         return [by_position[i][str(token)]["logprob"] for i, token in enumerate(text.tokens) if i]
 
     async def _rpc(self, server: Server, method: str, *arguments: str, deadline_s: float) -> Any:
-        """Return the common answer of all extensions. Raise ServerLost if a call fails, or answers differ."""
+        """Call all workers; return their common answer. Raise ServerLost if a call fails or answers vary."""
         body = {"method": method, "args": arguments}
         try:
             answer = await server.post("/collective_rpc", body, deadline_s=deadline_s)

@@ -24,7 +24,7 @@ __all__ = ["LocalHandle", "LocalLauncher"]
 
 
 class _ProcessRecord(msgspec.Struct, frozen=True):
-    """A process, for the launcher of the run's next kernel."""
+    """A worker's process, as recorded for the launcher of the run's next kernel."""
 
     pid: int
     created: str
@@ -40,12 +40,12 @@ class LocalHandle:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The worker's process id."""
         return self._process.pid
 
     @property
     def place(self) -> str:
-        """Its process id."""
+        """The worker's process id, as text."""
         return f"pid {self._process.pid}"
 
     async def wait(self) -> int:
@@ -68,7 +68,7 @@ class LocalHandle:
         await self.wait()
 
     async def dump_stacks(self) -> None:
-        """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
+        """Send SIGUSR1: the worker then writes the stacks of its threads to its output."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
 
@@ -103,9 +103,9 @@ class LocalLauncher:
 
     async def launch(self, jobs: Sequence[Job]) -> list[LocalHandle]:
         """Start the jobs. A worker that ran before gets the same GPUs again."""
-        fresh = [job for job in jobs if job.worker not in self._spots]
-        spots = self._place_beside(fresh)
-        self._spots |= {job.worker: (job, spots[job.worker]) for job in fresh}
+        new_jobs = [job for job in jobs if job.worker not in self._spots]
+        spots = self._place_beside(new_jobs)
+        self._spots |= {job.worker: (job, spots[job.worker]) for job in new_jobs}
         handles: dict[str, LocalHandle] = {}
         errors: list[LaunchError] = []
 
@@ -128,7 +128,7 @@ class LocalLauncher:
         return [handles[job.worker] for job in jobs]
 
     def record(self, worker: str) -> str:
-        """Return the process of a worker and its GPUs, in JSON. It is empty if the process has ended."""
+        """Return a worker's process and its GPUs as JSON; an empty text if the process has ended."""
         try:
             created = FormerProcess(self._handles[worker].pid).created
         except psutil.NoSuchProcess:
@@ -137,19 +137,19 @@ class LocalLauncher:
         return msgspec.json.encode(_ProcessRecord(self._handles[worker].pid, created, gpus)).decode()
 
     async def adopt(self, job: Job, record: str) -> LocalHandle | None:
-        """Take over a process with its GPUs, if it runs."""
+        """Take over the recorded process and its GPUs; return None if the process has ended."""
         if not record:
             return None
-        known = msgspec.json.decode(record, type=_ProcessRecord)
-        process = FormerProcess.find(known.pid, known.created)
+        recorded = msgspec.json.decode(record, type=_ProcessRecord)
+        process = FormerProcess.find(recorded.pid, recorded.created)
         if process is None:
             return None
-        self._spots[job.worker] = job, Spot(_this_machine().name, known.gpus)
+        self._spots[job.worker] = job, Spot(_this_machine().name, recorded.gpus)
         self._handles[job.worker] = LocalHandle(process)
         return self._handles[job.worker]
 
     def _place_beside(self, jobs: Sequence[Job]) -> dict[str, Spot]:
-        """Choose GPUs for new workers, last those of ended workers, which may be started again with them."""
+        """Choose GPUs for new workers. Use GPUs of ended workers, which may start again, only if needed."""
         machine = [_this_machine()]
         try:
             return place(jobs, machine, self._spots)
@@ -182,5 +182,5 @@ def _this_machine() -> Node:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[LauncherConfig]]:
-    """The component of this package."""
+    """The launcher `local`."""
     yield Component("local", LocalLauncher, LauncherConfig, "processes on this machine")

@@ -17,7 +17,7 @@ from stretto.launcher import Role
 __all__ = ["RayConfig"]
 
 _OURS = {"CPU": "threads", "GPU": "gpus", "memory": "memory_gb"}
-"""Resources that follow from a key of the worker's section."""
+"""Resources of Ray, and the key of the worker's section that sets each."""
 
 
 class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,8 +28,8 @@ class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Name of the launcher."""
     address: str | None = None
     """Address of a running cluster, of which this machine is a node: `HOST:PORT` of its head, or `auto` for
-    the cluster that this machine belongs to. null: start a cluster on this machine for the run, and end it
-    with the run."""
+    the cluster that this machine belongs to. null: start a cluster on this machine for the run, and stop
+    it with the run."""
     runtime_env: Mapping[str, Any] = {}
     """Ray's runtime environment of the workers, such as `{env_vars: {NCCL_DEBUG: INFO}}` or
     `{image_uri: …}`. Ray shows it in logs and in its dashboard, so it must hold no secrets."""
@@ -62,7 +62,7 @@ class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
-    """Find resources of workers that the run does not have, and what Ray cannot give."""
+    """Report resources for workers that the run does not have, and settings that Ray does not support."""
     groups = {name: getattr(run.groups, name) for name in run.groups.__struct_fields__}
     known = (*get_args(Role), "training", *groups)
     for worker in config.resources:
@@ -96,7 +96,7 @@ def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[RayConfig]]:
-    """The component of this package."""
+    """The launcher `ray`."""
     yield Component(
         "ray",
         "stretto_ray.launcher:RayLauncher",

@@ -1,4 +1,4 @@
-"""The actor that runs one worker's program on a node of the cluster, and passes on its output."""
+"""The actor that runs one worker's program on a node of the cluster, and returns the program's output."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-_CHUNK = 2**16
+_CHUNK = 2**16  # bytes of output in an answer
 _READ_S = 20.0
-"""A call of `read` without news is answered after this many seconds."""
+"""Seconds after which a call of `read` returns without new output."""
 _DRAIN_S = 1.0
-"""A process that has left the worker's session may hold its output open: do not wait for it any longer."""
+"""Seconds to wait for more output after the worker's end: a process of another session may keep it open."""
 _OF_RAY = ("RAY_", "PYTHONBREAKPOINT")
-"""Variables with which Ray starts an actor, a login of the cluster among them. A worker needs none."""
-# Ray kills an actor with its job or its node, and not always its children: so the system kills the worker
-# when the actor's thread ends (PR_SET_PDEATHSIG). Ray blocks SIGINT.
+"""Prefixes of Ray's variables in an actor, one of which has a login. A worker needs none of them."""
+# Ray kills an actor with its job or its node, but not always the actor's children. So the system kills the
+# worker when the actor's thread ends (PR_SET_PDEATHSIG). The mask is cleared because Ray blocks SIGINT.
 _BEGIN = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -34,7 +34,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class WorkerActor:
-    """One worker on this node. Lives until the worker has ended, and the worker ends with it."""
+    """The actor of one worker on this node. Both end together."""
 
     _process: subprocess.Popen[bytes]
     _output: asyncio.StreamReader
@@ -46,8 +46,8 @@ class WorkerActor:
     async def start(
         self, command: Sequence[str], env: Mapping[str, str], text: bytes, folder: str
     ) -> tuple[str, int]:
-        """Start the worker with a text as standard input, in place of an empty program; return the ids of
-        node and process. `folder`: the working directory, if this node has it."""
+        """Start the worker and return the ids of node and process. An empty program in `command` means
+        this Python. `text`: standard input. `folder`: working directory, if this node has it."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids()["GPU"]
@@ -75,8 +75,8 @@ class WorkerActor:
         return context.get_node_id(), process.pid
 
     async def read(self) -> bytes | int | None:
-        """Return the next output, or the exit status at the end. None after some seconds without news."""
-        async with self._turn:  # a call whose answer was lost on the network may still wait
+        """Return new output, or the exit status at the end; None after some seconds without output."""
+        async with self._turn:  # an earlier call, whose answer was lost on the network, may still wait
             reading = asyncio.create_task(self._output.read(_CHUNK))
             await asyncio.wait([reading, self._ending], timeout=_READ_S, return_when=asyncio.FIRST_COMPLETED)
             if self._ending.done():
@@ -85,7 +85,7 @@ class WorkerActor:
                 reading.cancel()
             elif data := reading.result():
                 return data
-            else:  # it has closed its output
+            else:  # the worker has closed its output
                 await asyncio.wait([self._ending], timeout=_READ_S)
             return self._ending.result() if self._ending.done() else None
 

@@ -1,6 +1,6 @@
-"""Starts workers on the nodes of a Ray cluster: for each one an actor, which runs the worker's program.
+"""Starts workers on the nodes of a Ray cluster, each in an actor that runs the worker's program.
 
-However the kernel's process ends, Ray ends its actors, and these their workers: none outlives its kernel.
+When the kernel's process ends in any way, Ray ends the actors and these end their workers.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from stretto_ray.placement import ClusterNode, groups_of, resources_of, shortage
 from stretto_ray.reservations import BundlePlace
 
 _KILLED_S = 20.0
-"""A worker that was killed has this many seconds to end. Then its actor is killed."""
+"""Seconds that a killed worker has to end, before its actor is killed."""
 _ANSWER_S = 10.0
-"""The head of the cluster answers a question within this many seconds. What it says is only shown."""
-_RETRY_S = 0.5  # between questions to a node that is away, so that they cost nothing
-_LOST = 1
-_SHOWN = ("CPU", "GPU")
+"""Time limit for an answer of the cluster's head, in seconds. Answers are used in messages only."""
+_RETRY_S = 0.5  # between two questions to a node that does not answer
+_LOST = 1  # exit status of a lost worker
+_SHOWN = ("CPU", "GPU")  # resources in messages
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class RayHandle:
 
     @property
     def place(self) -> str:
-        """Its node and process id."""
+        """The worker's node and process id."""
         return f"{self._name} pid {self._pid}"
 
     @property
@@ -62,23 +62,23 @@ class RayHandle:
 
     @property
     def has_started(self) -> bool:
-        """Whether its program has begun."""
+        """True once the worker's program has begun."""
         return self._following is not None
 
     async def start(self, folder: str) -> None:
-        """Start the worker's program. Raise LaunchError if that fails."""
+        """Start the worker's program. Raise LaunchError if the start fails."""
         job = self._job
         command, text = job.command, b""
         if command[1:3] == ("-m", "stretto.workers"):
             text = Path(command[-1]).read_bytes()
-            command = ("", *command[1:-1], "-")  # the Python of the node, or of the runtime environment
+            command = ("", *command[1:-1], "-")  # "": the Python of the node, or of the runtime environment
         env = {**thread_variables(job.resources), **job.env}
         try:
             self._node, self._pid = await self._actor.start.remote(command, env, text, folder)
         except self._ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, self._ray.exceptions.RayTaskError) else error
             raise LaunchError(f"{job.worker} cannot be started: {cause}", worker=job.worker) from error
-        with anyio.CancelScope(shield=True):  # it runs, and is to be stopped
+        with anyio.CancelScope(shield=True):  # the program runs, and `stop` needs `_following`
             nodes = {node["NodeID"]: node["NodeName"] for node in await _ask(self._ray.nodes, [])}
             self._name = nodes.get(self._node, self._node)
             self._write(f"stretto: {job.worker} on {self._name}, pid {self._pid}\n".encode())
@@ -96,14 +96,14 @@ class RayHandle:
             return
         self._signal(signal.SIGKILL)
         if self._following is not None and not await self._ends_within(_KILLED_S):
-            self._following.cancel()  # its node does not answer
+            self._following.cancel()  # the worker's node does not answer
 
     async def dump_stacks(self) -> None:
-        """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
+        """Send SIGUSR1: the worker then writes the stacks of its threads to its output."""
         self._signal(signal.SIGUSR1)
 
     async def undo(self) -> None:
-        """End the worker, also one that has not started."""
+        """End the worker, even if its program has not started."""
         if self.has_started:
             await self.stop(0)
         else:
@@ -116,24 +116,24 @@ class RayHandle:
 
     def _signal(self, number: signal.Signals) -> None:
         if not self._status.done():
-            self._actor.signal.remote(number)  # a lost actor is seen by `_follow`
+            self._actor.signal.remote(number)  # `_follow` notices a lost actor
 
     async def _follow(self) -> None:
         status = _LOST
         try:
             while True:
                 try:
-                    said = await self._actor.read.remote()
+                    answer = await self._actor.read.remote()
                 except self._ray.exceptions.ActorUnavailableError:
-                    await asyncio.sleep(_RETRY_S)  # its node may come back; if not, Ray says that it is lost
+                    await asyncio.sleep(_RETRY_S)  # the node may come back; if not, Ray raises another error
                     continue
                 except self._ray.exceptions.RayError as error:
                     self._write(f"stretto: {await self._loss(error)}\n".encode())
                     return
-                if isinstance(said, bytes):
-                    self._write(said)
-                elif said is not None:
-                    status = said
+                if isinstance(answer, bytes):
+                    self._write(answer)
+                elif answer is not None:
+                    status = answer
                     return
         finally:
             self._end(status)
@@ -156,7 +156,7 @@ class RayHandle:
 
 
 class RayLauncher:
-    """Starts workers on the nodes of a Ray cluster. Connects when it is first needed."""
+    """Starts workers on the nodes of a Ray cluster. Connects at the first call that needs the cluster."""
 
     def __init__(self, config: RayConfig, context: Context) -> None:
         self._config = config
@@ -165,18 +165,18 @@ class RayLauncher:
 
     @property
     def address(self) -> str:
-        """Where the cluster's other nodes reach this machine. Raises LaunchError without a connection."""
+        """Address of this machine for other nodes of the cluster. Raises LaunchError without a connection."""
         if self._config.address is None:
             return "127.0.0.1"
         ray, nodes = import_module("ray"), self._nodes()
-        own = ray.get_runtime_context().get_node_id()
+        own_id = ray.get_runtime_context().get_node_id()
         for node in nodes:
-            if node["NodeID"] == own:
+            if node["NodeID"] == own_id:
                 return node["NodeManagerAddress"]
         raise LaunchError("this machine is no node of the Ray cluster; start one with `ray start`")
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
-        """Compare what the jobs need with what the cluster has, whether it is used or not."""
+        """Compare the resources that the jobs need with all resources of the cluster, used or not."""
         try:
             if self._config.address is None:
                 place(jobs, [Node("this machine", gpus=tuple(visible_gpus(os.environ)))], {})
@@ -188,8 +188,8 @@ class RayLauncher:
             yield Problem("launcher", str(error), "environment")
 
     async def launch(self, jobs: Sequence[Job]) -> list[RayHandle]:
-        """Start an actor for each job, and its program. A worker that ran before gets its reserved resources,
-        on another node if its previous one is lost."""
+        """Start an actor for each job, with the job's program. A worker that ran before gets its reserved
+        resources again, on another node if its previous node is lost."""
         config = self._config
         connection = await anyio.to_thread.run_sync(connect, config, self._log)
         keep_sigterm()
@@ -231,19 +231,19 @@ class RayLauncher:
 
 
 def _begin(actors: Any, resources: dict[str, float], bundle: BundlePlace) -> Any:
-    """Begin an actor. Ray makes it when its placement group is there."""
+    """Request an actor. Ray creates it when its placement group is ready."""
     strategies: Any = import_module("ray.util.scheduling_strategies")
-    where = bundle.reservation.handle, bundle.number
+    group_and_bundle = bundle.reservation.handle, bundle.number
     return actors.options(
         num_cpus=resources.pop("CPU"),
         num_gpus=resources.pop("GPU", 0),
         memory=resources.pop("memory", None),
         resources=resources,
-        scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(*where),
+        scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(*group_and_bundle),
     ).remote()
 
 
 async def _ask(question: Callable[[], T], otherwise: T) -> T:
-    with anyio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray raises many kinds
+    with anyio.move_on_after(_ANSWER_S), suppress(Exception):  # Ray raises many kinds of errors
         return await asyncio.wrap_future(call(question))
     return otherwise

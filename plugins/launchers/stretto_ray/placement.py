@@ -12,7 +12,7 @@ from stretto_ray import RayConfig
 _NAMES = {"CPU": "CPUs (`threads`)", "GPU": "GPUs (`gpus`)", "memory": "GiB of memory (`memory_gb`)"}
 _UNITS = {"memory": 2.0**30}
 _CLOSE = 1e-6
-"""Ray counts in steps of 0.0001."""
+"""Tolerance of a comparison. It is far below 0.0001, the step in which Ray counts."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class ClusterNode:
 
     name: str
     resources: Mapping[str, float]
-    """Everything that the node has, used or not."""
+    """All resources of the node, used or not."""
 
 
 @dataclass(frozen=True)
 class RayBundle:
-    """Resources that one node gives to one worker, or to the workers of one unit."""
+    """Resources that are reserved on one node for one worker, or for the workers of one unit."""
 
     workers: tuple[str, ...]
     resources: Mapping[str, float]
@@ -50,22 +50,22 @@ def group_of(job: Job) -> str:
 
 
 def resources_of(config: RayConfig, job: Job) -> dict[str, float]:
-    """Return the Ray resources that a worker reserves; no memory on a cluster that the launcher starts here,
-    whose CPUs and memory do not limit workers."""
+    """Return the Ray resources that a worker reserves. On a cluster that the launcher starts, CPUs and memory
+    do not limit workers, so no memory is reserved."""
     needs = job.resources
-    found: dict[str, float] = {"CPU": needs.threads}
+    reserved: dict[str, float] = {"CPU": needs.threads}
     if needs.gpus:
-        found["GPU"] = needs.gpus * needs.share
+        reserved["GPU"] = needs.gpus * needs.share
     if config.address is None:
-        return found
+        return reserved
     if needs.memory_gb:
-        found["memory"] = needs.memory_gb * _UNITS["memory"]
-    return found | dict(config.resources.get(job.group, config.resources.get(job.role, {})))
+        reserved["memory"] = needs.memory_gb * _UNITS["memory"]
+    return reserved | dict(config.resources.get(job.group, config.resources.get(job.role, {})))
 
 
 def groups_of(config: RayConfig, jobs: Iterable[Job]) -> list[RayGroup]:
-    """Return one placement group for each worker group and role, in the order of the jobs. Ranks get few
-    nodes, other workers many. The ranks of a unit share a bundle, which never spans nodes."""
+    """Return one placement group for each worker group and role, in the order of the jobs. Ranks are
+    placed on few nodes, other workers on many. The ranks of a unit share a bundle, so they share a node."""
     groups: dict[str, dict[str, list[Job]]] = {}
     for job in jobs:
         units = groups.setdefault(group_of(job), {})
@@ -88,14 +88,14 @@ def _bundle(config: RayConfig, members: Sequence[Job]) -> RayBundle:
 
 def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:
     total = Counter[str]()
-    for each in resources:
-        total.update(each)  # pyright: ignore[reportArgumentType] - a Counter adds fractions, too
+    for amounts in resources:
+        total.update(amounts)  # pyright: ignore[reportArgumentType] - a Counter adds fractions, too
     return dict(total)
 
 
 def shortage(groups: Sequence[RayGroup], nodes: Sequence[ClusterNode]) -> str:
-    """Return why an empty cluster has no room for placement groups, with the keys that say what a worker
-    needs; empty if it may have."""
+    """Return why even an unused cluster has no room for the placement groups, with the config keys of the
+    resources; an empty text if the cluster may have room."""
     bundles = [bundle for group in groups for bundle in group.bundles]
     have = ", ".join(f"{node.name}: {_text(node.resources, bundles)}" for node in nodes) or "no nodes"
     for bundle in bundles:

@@ -19,18 +19,18 @@ class Reservation:
     group: RayGroup
     handle: Any
     places: set[BundlePlace] = field(default_factory=set["BundlePlace"])
-    """Those of workers that start or run."""
+    """The places of workers that start or run."""
 
     def own_bundle(self, config: RayConfig, job: Job) -> int | None:
         """Return the bundle that was made for a worker, unless another worker uses it."""
         for number, bundle in enumerate(self.group.bundles):
-            mine = job.worker in bundle.workers and bundle.each == resources_of(config, job)
-            if mine and (job.unit or self._is_unused(number)):
+            is_own = job.worker in bundle.workers and bundle.each == resources_of(config, job)
+            if is_own and (job.unit or self._is_unused(number)):
                 return number
         return None
 
     def unused_bundle(self, config: RayConfig, job: Job) -> int | None:
-        """Return a bundle as large as a worker needs, of a worker that has ended."""
+        """Return a bundle of an ended worker that has exactly the resources which this worker needs."""
         for number, bundle in enumerate(self.group.bundles):
             fits = not job.unit and bundle.resources == resources_of(config, job)
             if fits and self._is_unused(number):
@@ -38,7 +38,7 @@ class Reservation:
         return None
 
     def _is_unused(self, number: int) -> bool:
-        return all(place.number != number for place in tuple(self.places))  # others leave meanwhile
+        return all(place.number != number for place in tuple(self.places))  # other workers leave meanwhile
 
 
 @dataclass(eq=False)
@@ -49,20 +49,20 @@ class BundlePlace:
     number: int
 
     def leave(self) -> None:
-        """The worker has ended. Its bundle stays reserved for it."""
+        """Record that the worker has ended. The bundle stays reserved for a next start."""
         self.reservation.places.discard(self)
 
 
 class Reservations:
-    """The placement groups of one connection. They end with it."""
+    """The placement groups of one connection. They end with the connection."""
 
     def __init__(self) -> None:
         self._util: Any = import_module("ray.util")
         self._all: list[Reservation] = []
 
     def reserve(self, config: RayConfig, jobs: Sequence[Job]) -> list[BundlePlace]:
-        """Return each job's bundle: its worker's former one, an unused one, or a new one, which Ray gives
-        when there is room."""
+        """Return a bundle for each job: its worker's former bundle, an unused bundle, or a new one, for which
+        Ray may still wait for room."""
         places: dict[str, BundlePlace] = {}
         for find in (Reservation.own_bundle, Reservation.unused_bundle):
             for job in jobs:
@@ -81,8 +81,8 @@ class Reservations:
         return [places[job.worker] for job in jobs]
 
     def release_unused(self) -> None:
-        """Give back the placement groups in which no worker starts or runs."""
-        for unused in [each for each in self._all if not each.places]:
+        """Remove the placement groups in which no worker starts or runs."""
+        for unused in [reservation for reservation in self._all if not reservation.places]:
             self._all.remove(unused)
             self._util.remove_placement_group(unused.handle)
 

@@ -19,11 +19,11 @@ from stretto.launcher import Role
 __all__ = ["SlurmConfig", "SlurmPart"]
 
 _OURS = ("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--output", "-o", "--open-mode", "--signal")
-"""Options of sbatch that the launcher writes, and that would not work with other values."""
+"""Options of sbatch that the launcher sets, and that do not work with other values."""
 
 
 class SlurmPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One more part of a heterogeneous job, for workers that need other nodes than the rest."""
+    """One more part of a heterogeneous job, for workers that need another kind of node."""
 
     workers: tuple[str, ...]
     """The workers of this part: roles (`inference`, `rollout`, `verifier`, `trainer`) or names of worker
@@ -80,7 +80,7 @@ class SlurmConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def check(config: SlurmConfig, run: RunConfig) -> Iterator[Problem]:
-    """Find parts for workers that the run does not have."""
+    """Report parts for workers that the run does not have, and `weights: file` on several nodes."""
     groups = ("training", *run.groups.__struct_fields__)
     for name, part in config.parts.items():
         for worker in part.workers:
@@ -101,7 +101,7 @@ def check(config: SlurmConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[SlurmConfig]]:
-    """The component of this package."""
+    """The launcher `slurm`."""
     yield Component(
         "slurm",
         "stretto_slurm.slurm:SlurmLauncher",

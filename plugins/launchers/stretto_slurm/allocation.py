@@ -1,4 +1,4 @@
-"""What Slurm has given to the run: the nodes of its job, and what may be used on each of them."""
+"""The nodes of the run's Slurm job, and the resources that the job has on each node."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from stretto.errors import LaunchError
 from stretto.nodes import Node
 
-_ANSWER_S = 60.0  # a busy controller answers late; one that is gone must not hold up the kernel
+_ANSWER_S = 60.0  # a busy controller answers late; a lost controller must not block the kernel
 _UNUSABLE = ("down", "drain", "fail", "maint", "boot", "power", "unk")
-"""Beginnings of the states of nodes on which no new process starts, as `sinfo` names them."""
+"""Prefixes of the states, as `sinfo` prints them, of nodes on which no new process can start."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class Allocation:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Allocation | None:
-        """Return the job that a process with this environment runs in; None if it runs in none."""
+        """Return the job that a process with this environment runs in; None outside of jobs."""
         if parts := int(environment.get("SLURM_HET_SIZE", "0")):
             return cls(tuple(environment[f"SLURM_JOB_ID_HET_GROUP_{part}"] for part in range(parts)))
         return cls((environment["SLURM_JOB_ID"],)) if "SLURM_JOB_ID" in environment else None
 
     def nodes(self, part: int) -> list[Node]:
-        """Return the nodes that a part of the job has now, and on which processes can start."""
-        described = ask_slurm("scontrol", "show", "job", "-d", "-o", self.jobs[part]).splitlines()
-        # Slurm describes all parts of a heterogeneous job when it is asked for the first.
-        mine = [line for line in described if line.startswith(f"JobId={self.jobs[part]} ")]
-        nodes = nodes_in(" ".join(mine))
+        """Return the present nodes of a part of the job on which processes can start."""
+        lines = ask_slurm("scontrol", "show", "job", "-d", "-o", self.jobs[part]).splitlines()
+        # Slurm describes all parts of a heterogeneous job when it is asked for the first part.
+        own_lines = [line for line in lines if line.startswith(f"JobId={self.jobs[part]} ")]
+        nodes = nodes_in(" ".join(own_lines))
         names = ",".join(node.name for node in nodes)
         states = (
             ask_slurm("sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T") if nodes else ""
@@ -51,29 +51,29 @@ class Allocation:
 
 
 def nodes_in(job: str) -> list[Node]:
-    """Read the nodes of a job from what `scontrol show job -d -o` prints."""
+    """Read the nodes of a job from the output of `scontrol show job -d -o`."""
     nodes: list[Node] = []
     for names, cores, memory, gres in re.findall(
         r"(?<= )Nodes=(\S+) CPU_IDs=(\S+) Mem=(\d+) GRES=(\S*)", job
     ):
         gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:(,]+)?:(\d+)", gres))
         for name in ask_slurm("scontrol", "show", "hostnames", names).split():
-            # A process names its GPUs by their number in the list that its step gets.
-            memory_gb = int(memory) / 1024 or None  # 0 is all that the node has
+            # A process names a GPU by the GPU's number in the list of its step.
+            memory_gb = int(memory) / 1024 or None  # 0 means all memory of the node
             nodes.append(Node(name, _count(cores), tuple(map(str, range(gpus))), memory_gb))
     return nodes
 
 
 def _count(ids: str) -> int:
-    """Return how many numbers a list such as `0-3,8` has."""
-    ends = [each.partition("-") for each in ids.split(",")]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in ends)
+    """Return the number of ids in a list such as `0-3,8`."""
+    ranges = [piece.partition("-") for piece in ids.split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
 
 
 def ask_slurm(*command: str, text: str = "") -> str:
-    """Run a command of Slurm with a text as input. Raise LaunchError if it fails, or takes over a minute."""
+    """Run a command of Slurm with `text` as input and return its output. Raise LaunchError if it fails."""
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             input=text,
             capture_output=True,
@@ -84,14 +84,14 @@ def ask_slurm(*command: str, text: str = "") -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"Slurm does not answer: {' '.join(command)}: {error}") from error
-    if done.returncode:
-        said = (done.stderr or done.stdout).strip()
-        raise LaunchError(f"`{' '.join(command)}` failed with status {done.returncode}: {said}")
-    return done.stdout
+    if process.returncode:
+        message = (process.stderr or process.stdout).strip()
+        raise LaunchError(f"`{' '.join(command)}` failed with status {process.returncode}: {message}")
+    return process.stdout
 
 
 def slurm_environment() -> dict[str, str]:
-    """Return this process's environment without the options that Slurm's commands would take from it."""
+    """Return this process's environment without the variables that Slurm's commands read as options."""
     return {
         name: value
         for name, value in os.environ.items()

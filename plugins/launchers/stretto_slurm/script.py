@@ -1,4 +1,4 @@
-"""The script of a Slurm job that runs a run: the resources of its nodes, and the kernel's command."""
+"""The script of a run's Slurm job: the resources of its nodes, and the kernel's command."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
 
-_KERNEL_CORES = 1
-_KERNEL_GB = 2
+_KERNEL_CORES = 1  # of a node, for the kernel
+_KERNEL_GB = 2  # of a node's memory, for the kernel
 _MEMORY_STEPS = 64
-"""Sizes of memory that are tried."""
+"""Number of memory sizes per node to try."""
 
 _BODY = """\
 umask 077
@@ -53,7 +53,7 @@ def part_of(config: SlurmConfig, job: Job) -> int:
 
 def wait_for(variable: str) -> str:
     """Return lines of bash that wait for the process whose id is in a variable, and set `status` to its exit
-    status. A trap ends bash's `wait` early."""
+    status. They wait in a loop, because a trap ends bash's `wait` early."""
     return (
         f"while kill -0 ${variable} 2> /dev/null; do wait ${variable}; status=$?; done\n"
         f"wait ${variable}; late=$?\n"
@@ -63,7 +63,7 @@ def wait_for(variable: str) -> str:
 
 def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
     """Return the script of a run's job. Raise LaunchError if the workers have no room on the nodes."""
-    parts = [(config.nodes, config.options), *((each.nodes, each.options) for each in config.parts.values())]
+    parts = [(config.nodes, config.options), *((part.nodes, part.options) for part in config.parts.values())]
     headers: list[list[str]] = []
     for number, (nodes, options) in enumerate(parts):
         jobs = [job for job in submission.jobs if part_of(config, job) == number]
@@ -93,8 +93,8 @@ def script_of(config: SlurmConfig, name: str, submission: Submission) -> str:
 
 
 def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[str]:
-    """Return the options for each node with which the workers have room: as few GPUs as possible, and ranks
-    on as few nodes; without GPUs as few cores and as little memory."""
+    """Return options with which each node has enough for the workers: as few GPUs as possible, with ranks on
+    as few nodes as possible; without GPUs, as few cores and as little memory as possible."""
     spots, gpus = (
         _place_on_gpus(jobs, nodes)
         if any(job.resources.gpus for job in jobs)
@@ -106,18 +106,18 @@ def _resources(jobs: Sequence[Job], nodes: int, *, with_kernel: bool) -> list[st
     for job in jobs:
         cores[spots[job.worker].node] += job.resources.threads
         memory_gb[spots[job.worker].node] += math.ceil(job.resources.memory_gb or 0)
-    sized = bool(jobs) and all(job.resources.memory_gb for job in jobs)
+    all_set_memory = bool(jobs) and all(job.resources.memory_gb for job in jobs)
     return [
         f"--nodes={nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={max(1, *cores.values())}",
         *([f"--gpus-per-node={gpus}"] if gpus else []),
-        *([f"--mem={max(memory_gb.values())}G"] if sized else []),
+        *([f"--mem={max(memory_gb.values())}G"] if all_set_memory else []),
     ]
 
 
 def _place_on_gpus(jobs: Sequence[Job], nodes: int) -> tuple[dict[str, Spot], int]:
-    """Return the spots of jobs on nodes with the fewest GPUs that have room, and this number."""
+    """Return the spots of jobs on nodes with the smallest sufficient number of GPUs, and this number."""
     total = sum(job.resources.gpus for job in jobs)
     for gpus in range(math.ceil(total / nodes), total):
         with suppress(LaunchError):
@@ -126,7 +126,7 @@ def _place_on_gpus(jobs: Sequence[Job], nodes: int) -> tuple[dict[str, Spot], in
 
 
 def _place_on_cores(jobs: Sequence[Job], nodes: int) -> dict[str, Spot]:
-    """Return the spots of jobs on nodes with about the same part of all cores and of all memory."""
+    """Return the spots of jobs on nodes that have about equal parts of all cores and all memory."""
     cores = math.ceil(sum(job.resources.threads for job in jobs) / nodes)
     memory_gb = sum(job.resources.memory_gb or 0 for job in jobs)
     for step in range(_MEMORY_STEPS):  # memory that divides evenly may leave no room for large workers

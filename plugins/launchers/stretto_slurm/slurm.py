@@ -22,15 +22,15 @@ from stretto_slurm import SlurmConfig
 from stretto_slurm.allocation import Allocation, ask_slurm, slurm_environment
 from stretto_slurm.script import part_of, script_of, wait_for
 
-# `Node failure` is what srun prints when a node is lost; its own status is then 0.
+# srun prints `Node failure` when a node is lost; the exit status of srun is then 0.
 _LOST_NODE = "error: Node failure on"
-_LOST = 1
-_SIGNAL_BASE = 128
-_POLL_S = 0.05  # how often the start of a step is looked for in its log
+_LOST = 1  # exit status of a lost worker
+_SIGNAL_BASE = 128  # srun's exit status for a signal, minus the signal
+_POLL_S = 0.05  # between two looks for the start of a step in its log
 _KILLED_S = 30.0
-"""A step that was killed has this many seconds until its srun ends."""
-# Slurm numbers a step's GPUs in one way or another, so they are chosen by their place in its list. Not every
-# Slurm ends what a worker leaves running, so this does. Commands in the background need a standard input.
+"""Seconds that the srun of a killed step has to end."""
+# The numbers of a step's GPUs vary, so GPUs are chosen by their position in the step's list. Not every Slurm
+# kills processes that a worker leaves, so the wrapper does. `<&0`: bash gives a background command no input.
 _WRAPPER = """\
 IFS=, read -ra all <<< "${{CUDA_VISIBLE_DEVICES-}}"
 chosen=""
@@ -69,16 +69,16 @@ class SlurmHandle:
 
     @property
     def place(self) -> str:
-        """Its node, step and process id."""
+        """The worker's node, step and process id."""
         return f"{self._spot.node} step {self._step} pid {self._pid}"
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended yet."""
+        """True until the step has ended."""
         return self._process.returncode is None
 
     async def until_started(self, within_s: float) -> None:
-        """Wait until the step has started its program."""
+        """Wait until the worker's program has started. Raise LaunchError if it does not."""
         worker, node = self._job.worker, self._spot.node
         with anyio.move_on_after(within_s):
             while not (started := _STARTED.search(self._output())):
@@ -111,12 +111,12 @@ class SlurmHandle:
         with anyio.move_on_after(_KILLED_S):
             await self.wait()
             return
-        with suppress(ProcessLookupError):  # its node does not answer
+        with suppress(ProcessLookupError):  # the worker's node does not answer
             self._process.kill()
         await self.wait()
 
     async def dump_stacks(self) -> None:
-        """Send SIGUSR1, at which a worker writes the stacks of its threads to its output."""
+        """Send SIGUSR1: the worker then writes the stacks of its threads to its output."""
         await self._signal(signal.SIGUSR1)
 
     async def _signal(self, number: signal.Signals) -> None:
@@ -150,7 +150,7 @@ class SlurmLauncher:
         return found[1] if found else socket.gethostname()
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
-        """Compare what the jobs need with what Slurm has given, or see that they can be submitted."""
+        """Compare the jobs' needs with the Slurm job's resources; outside of a job, check a submission."""
         try:
             if self._allocation is None:
                 script_of(
@@ -163,11 +163,11 @@ class SlurmLauncher:
             yield Problem("launcher", str(error), "environment")
 
     def submission(self, submission: Submission) -> str | None:
-        """Return the script of a job for the run; None in a process that runs in a job."""
+        """Return the script of a Slurm job for the run; None inside of a Slurm job."""
         return script_of(self._config, self._name, submission) if self._allocation is None else None
 
     def submit(self, text: str) -> str:
-        """Submit the script."""
+        """Submit a job's script; return the job's id as text."""
         try:
             return f"Slurm job {ask_slurm('sbatch', '--parsable', text=text).strip()}"
         except LaunchError as error:
@@ -177,7 +177,7 @@ class SlurmLauncher:
             ) from error
 
     async def launch(self, jobs: Sequence[Job]) -> list[SlurmHandle]:
-        """Start a step for each job. A worker gets its former spot if that node is still there."""
+        """Start a step for each job. A worker gets its former spot if its node is still in the Slurm job."""
         if self._allocation is None:
             raise LaunchError("this process runs in no Slurm job, so it cannot start a step")
         spots = await anyio.to_thread.run_sync(self._place, jobs, self._allocation)
@@ -200,10 +200,10 @@ class SlurmLauncher:
     def _place(self, jobs: Sequence[Job], allocation: Allocation) -> dict[str, Spot]:
         spots: dict[str, Spot] = {}
         for part in range(len(allocation.jobs)):
-            mine = [job for job in jobs if part_of(self._config, job) == part]
-            if not mine:
+            part_jobs = [job for job in jobs if part_of(self._config, job) == part]
+            if not part_jobs:
                 continue
-            spots |= self._place_part(mine, allocation.nodes(part))
+            spots |= self._place_part(part_jobs, allocation.nodes(part))
         return spots
 
     def _place_part(self, jobs: Sequence[Job], nodes: Sequence[Node]) -> dict[str, Spot]:
@@ -213,8 +213,8 @@ class SlurmLauncher:
             for worker, (job, spot, handle) in self._handles.items()
             if spot.node in names and (worker in starting or handle.runs)
         }
-        again = {worker: spot for worker, (_, spot) in taken.items() if worker in starting}
-        return again | place([job for job in jobs if job.worker not in again], nodes, taken)
+        former_spots = {worker: spot for worker, (_, spot) in taken.items() if worker in starting}
+        return former_spots | place([job for job in jobs if job.worker not in former_spots], nodes, taken)
 
     async def _start(self, job: Job, spot: Spot, allocation: Allocation) -> SlurmHandle:
         config, part = self._config, part_of(self._config, job)
@@ -248,6 +248,6 @@ def _wrapped(job: Job, spot: Spot, prologue: Sequence[str]) -> str:
 
 
 async def _ask_quietly(*command: str) -> None:
-    """Run a command of Slurm. It fails if the step has ended, which is no fault."""
+    """Run a command of Slurm. Ignore its failure, because the step may have ended."""
     with suppress(LaunchError):
         await anyio.to_thread.run_sync(ask_slurm, *command)

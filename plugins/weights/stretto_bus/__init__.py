@@ -1,7 +1,7 @@
 """Weight transport `bus`: sends versions over the run's bus, for machines that share no folder.
 
 The publisher keeps the newest versions in a folder and answers requests for pieces of them. A subscriber
-fetches pieces into a folder on its machine, and checks every tensor. Both engines continue meanwhile.
+fetches pieces into a folder on its machine, and checks every tensor. Engines continue meanwhile.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower fetch starts again with the newest."""
     deltas: bool = True
-    """Send what has changed since the version before, if the weights are published with 16 bits
-    (`training.dtype` or `training.publish_dtype`). The trainer holds one version in memory for this, and each
-    engine's machine keeps the newest one in `folder`."""
+    """Send only the changes since the version before, if the weights are published with 16 bits
+    (`training.dtype` or `training.publish_dtype`). For this the trainer keeps one version in memory, and each
+    engine's machine keeps the newest version in `folder`."""
     piece_kb: PositiveInt = 512
     """Size of the piece that one message carries, in KiB; limited by the bus's largest message."""
     in_flight: PositiveInt = 8
-    """Number of pieces that an engine requests at once. The bus holds their bytes times the number of
-    engines."""
+    """Number of pieces that an engine requests at once. The bus buffers this number of pieces for each
+    engine."""
     deadline_s: PositiveFloat = 30.0
     """Seconds to wait for a piece before the fetch fails. Pieces that have arrived are kept for the next
     attempt."""
@@ -43,7 +43,7 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
 
 
 class BusTransport:
-    """Make both ends, for the processes of one run."""
+    """Makes both ends, for the processes of one run."""
 
     def __init__(self, config: BusTransportConfig, context: Context) -> None:
         self._config = config
@@ -66,11 +66,11 @@ class BusTransport:
         )
 
     def clean(self) -> None:
-        """Remove the run's folders on this machine. Workers on other machines remove theirs."""
+        """Remove the run's folders on this machine. Workers on other machines remove the folders there."""
         self._folders.clean()
 
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[BusTransportConfig]]:
-    """The component of this package."""
+    """The weight transport `bus`."""
     yield Component("bus", BusTransport, BusTransportConfig, "piece by piece over the bus, no shared folder")

@@ -30,14 +30,14 @@ _TRIES = 3
 
 
 class BusSubscriber(VersionReceiver):
-    """Fetches versions into folders below `root`, which it owns: `in_flight` pieces of `piece` bytes at once,
-    no more than the wire's limit, each within `deadline_s`."""
+    """Fetches versions into folders below `root`, which it owns: `in_flight` pieces at once, each of at most
+    `piece` bytes (no more than the wire's limit) and within `deadline_s`."""
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         super().__init__(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))
 
     def close(self) -> None:
-        """Remove the folders that have not been handed out."""
+        """Remove the folder `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
@@ -48,7 +48,7 @@ class _PieceSource:
         self._in_flight = in_flight
         self._deadline_s = deadline_s
         self._fetch: _Fetch | None = None
-        """The newest fetch; if it was interrupted, the next one of the same files continues it."""
+        """The running or interrupted fetch; the next fetch of the same files continues it."""
 
     async def outline(self, note: WeightsNote) -> Outline:
         return await self.ask(note, AskOutline(note.version), Outline)

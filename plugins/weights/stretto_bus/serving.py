@@ -1,4 +1,4 @@
-"""The questions of subscribers about versions, in msgpack, and the publisher's end, which answers them."""
+"""The requests of subscribers, in msgpack, and the publisher's end, which answers them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 def checksum(data: bytes | memoryview) -> int:
-    """Return the CRC-32, which shows a damaged piece at once. The tensors' hashes show other weights."""
+    """Return the CRC-32, which shows a damaged piece at once. The tensors' hashes show wrong weights."""
     return zlib.crc32(data)
 
 
@@ -45,7 +45,7 @@ _decode = msgspec.msgpack.Decoder[Question](Question).decode
 
 
 class BusPublisher(FolderPublisher):
-    """Publishes from a thread, and meanwhile answers questions on the event loop."""
+    """Publishes in a thread, and meanwhile answers requests of subscribers on the event loop."""
 
     def __init__(self, root: Path, keep: int, shard_gb: float, wire: Wire, *, deltas: bool) -> None:
         super().__init__(root, keep, shard_gb, wire.address, deltas=deltas)

@@ -1,8 +1,8 @@
 """Weight transport `collective`: sends versions from trainer to inference workers by torch.distributed.
 
-Faster than `bus`. Trainer and worker meet over the run's bus and then use gloo, or NCCL, over one network
-interface, in a process group of two for each transfer. So engines may join and leave, and a transfer that
-fails leaves nothing behind. A worker whose engine is a separate server imports torch for this only.
+It is faster than `bus`. Trainer and worker meet over the run's bus. Then they use gloo, or NCCL, over one
+network interface, in a process group of two for each transfer. So engines may join and leave, and a failed
+transfer has no effect on others. A worker whose engine is a separate server imports torch only for this.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     """Network interface over which trainer and engines reach each other, with the same name on all machines.
     The traffic is not encrypted. The default works on a single machine."""
     backend: Literal["gloo", "nccl", "auto"] = "gloo"
-    """Library that carries the bytes. `nccl` needs a GPU at both ends, and two different ones. `auto` takes
-    NCCL where it can be used, otherwise gloo. NCCL has not been tried on GPUs, so it is not the default."""
+    """Library that sends the bytes. `nccl` needs a GPU at each end, not the same one. `auto` uses NCCL where
+    it is possible, otherwise gloo. NCCL has not been tried on GPUs, so it is not the default."""
     folder: str | None = None
     """Folder for versions, local to each machine. Default: shared memory where available, else the folder for
     temporary files."""
     keep: KeptVersions = 3
     """Number of newest versions that the trainer keeps. A slower transfer starts again with the newest."""
     deltas: bool = True
-    """As in the section of `bus`."""
+    """Send only the changes since the version before; see `deltas` of `bus`."""
     bucket_mb: PositiveInt = 64
     """Size of the bucket that is sent at once, in MiB."""
     deadline_s: PositiveFloat = 60.0
-    """Seconds for both ends to meet, and for each bucket. The transfer fails when they have passed."""
+    """Time limit in seconds for the meeting of both ends, and for each bucket; then the transfer fails."""
     shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
 class CollectiveTransport:
-    """Make both ends, for the processes of one run."""
+    """Makes both ends, for the processes of one run."""
 
     def __init__(self, config: CollectiveConfig, context: Context) -> None:
         self._config = config
@@ -67,7 +67,7 @@ class CollectiveTransport:
         return CollectiveSubscriber(self._folders.own(), wire, self._config)
 
     def clean(self) -> None:
-        """Remove the run's folders on this machine. Workers on other machines remove theirs."""
+        """Remove the run's folders on this machine. Workers on other machines remove the folders there."""
         self._folders.clean()
 
 
@@ -79,7 +79,7 @@ def check(config: CollectiveConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[CollectiveConfig]]:
-    """The component of this package."""
+    """The weight transport `collective`."""
     yield Component(
         "collective",
         CollectiveTransport,

@@ -1,7 +1,7 @@
 """(torch) Form a group of two processes: they meet through a store in the sender, and then use gloo or NCCL.
 
-The receiver says which GPU it has, and the sender chooses. NCCL, not tried on GPUs yet, works on GPUs only:
-each end copies a bucket through its GPU.
+The receiver names its GPU, and the sender chooses the library. NCCL has not been tried on GPUs yet. It works
+on GPUs only, so each end copies a bucket through its GPU.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline
 
 BACKEND = "stretto/backend"
-"""Key in the store of a transfer: the library that the sender has chosen."""
+"""Key of the library that the sender has chosen, in the store of a transfer."""
 
 _POLL_S = 0.0005
-"""Seconds between two looks at a bucket under way on a GPU."""
+"""Seconds between two checks whether a GPU has sent or received a bucket."""
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
@@ -38,19 +38,19 @@ class Put(msgspec.Struct, frozen=True, array_like=True, tag="put"):
 
 
 class Take(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """Ask for a value of the store of a transfer. The answer is the value, as soon as it exists."""
+    """Ask for a value in the store of a transfer. The answer comes as soon as the value exists."""
 
     transfer: str
     key: str
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Ask the publisher to meet and to send a version's files. The empty answer comes when they are sent."""
+    """Ask the publisher to meet and to send a version's files. The empty answer follows the last file."""
 
     transfer: str
     version: int
     gpu: str
-    """UUID of the receiver's GPU; empty if it has none, or uses none."""
+    """UUID of the receiver's GPU; empty if the receiver has or uses no GPU."""
     files: tuple[str, ...]
     """Names of the files that the receiver lacks. They are sent in the order of the manifest."""
 
@@ -81,24 +81,24 @@ def choose_backend(backend: str, gpu: str, other: str) -> str:
 
 
 class Transfer:
-    """One end of a group of two during a `with` block, on one interface only: rank 0 sends, rank 1 receives.
-    Raise RuntimeError if the other end does not come in time, or the interface does not exist."""
+    """One end of a group of two during a `with` block, on one interface: rank 0 sends, rank 1 receives.
+    Raises RuntimeError if the other end does not join in time, or the interface does not exist."""
 
     def __init__(self, backend: str, store: Store, rank: int, interface: str, deadline_s: float) -> None:
         self._deadline = timedelta(seconds=deadline_s)
         self._on_gpu = backend == "nccl"
-        make = _nccl_group if self._on_gpu else _gloo_group
-        self._group = make(store, rank, interface, self._deadline)
+        make_group = _nccl_group if self._on_gpu else _gloo_group
+        self._group = make_group(store, rank, interface, self._deadline)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
         if self._on_gpu:
-            self._group.abort()  # frees what it holds on the GPU
+            self._group.abort()  # frees memory of the GPU
 
     def send(self, bucket: Tensor) -> None:
-        """Send a bucket. Raise RuntimeError if that fails, or takes longer than the deadline."""
+        """Send a bucket. Raise RuntimeError if sending fails, or takes longer than the deadline."""
         on_device = bucket.cuda() if self._on_gpu else bucket
         self._wait(self._group.send([on_device], 1, 0))
 
@@ -113,7 +113,7 @@ class Transfer:
         if not self._on_gpu:
             work.wait(self._deadline)
             return
-        # NCCL's own deadline would end the process, and with it the training. So ask for the end instead.
+        # NCCL's own deadline would end the process, and with it the training. So poll instead.
         end = time.monotonic() + self._deadline.total_seconds()
         while not work.is_completed():
             if time.monotonic() > end:

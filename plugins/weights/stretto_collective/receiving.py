@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class CollectiveSubscriber(VersionReceiver):
-    """Receives versions into folders below `root`, which it owns."""
+    """Receives versions into folders below `root`, which this subscriber owns."""
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
         super().__init__(root, _RanksSource(wire, config))
 
     def close(self) -> None:
-        """Remove the folders that have not been handed out."""
+        """Remove the folder `root`."""
         shutil.rmtree(self._root, ignore_errors=True)
 
 
@@ -52,11 +52,11 @@ class _RanksSource:
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
         transfer, deadline_s = secrets.token_hex(8), self._config.deadline_s
-        number = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
+        num_buckets = sum(-(-size // (self._config.bucket_mb * 2**20)) for size in files.values())
         store = _Meeting(self._wire, note.address, transfer, deadline_s)
         async with one_job() as tasks:
             question = Send(transfer, note.version, self._gpu, tuple(path.name for path in files))
-            tasks.start_soon(self._ask, note, question, deadline_s * (number + 2))
+            tasks.start_soon(self._ask, note, question, deadline_s * (num_buckets + 2))
             await anyio.to_thread.run_sync(self._fill, note, store, files, abandon_on_cancel=True)
 
     def _fill(self, note: WeightsNote, store: Store, files: Mapping[Path, int]) -> None:
@@ -80,7 +80,7 @@ class _RanksSource:
 
 
 class _Meeting(Store):
-    """The store of a transfer, which the sender holds; torch calls it in the receiving thread."""
+    """The receiver's access to a transfer's store in the sender; torch calls it in the receiving thread."""
 
     def __init__(self, wire: Wire, address: str, transfer: str, deadline_s: float) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class _Meeting(Store):
         answer = self._wire.ask(self._address, msgspec.msgpack.encode(question), deadline_s=self._deadline_s)
         try:
             future = asyncio.run_coroutine_threadsafe(answer, self._loop)
-        except RuntimeError:  # the worker has ended, and this thread not yet
+        except RuntimeError:  # the worker has ended, but this thread has not
             answer.close()
             raise
         return future.result(self._deadline_s + 1)

@@ -1,4 +1,4 @@
-"""(torch) The publisher's end: sends versions from its folder, each transfer in its own thread."""
+"""(torch) The publisher's end: sends versions from a folder, each transfer in a separate thread."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 _decode = msgspec.msgpack.Decoder[Question](Question).decode
 _MAX_STORES = 64
-"""Number of transfers whose stores are kept."""
+"""Number of newest transfers whose stores are kept."""
 
 
 class CollectivePublisher(FolderPublisher):
-    """Publishes from a thread, and meanwhile meets subscribers and sends to them."""
+    """Publishes in a thread, and meanwhile meets subscribers and sends versions to them."""
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
         super().__init__(root, config.keep, config.shard_gb, wire.address, deltas=config.deltas)
@@ -57,7 +57,7 @@ class CollectivePublisher(FolderPublisher):
             case Take(transfer, key):
                 return await anyio.to_thread.run_sync(self._store(transfer).get, key)
             case Send(transfer, version, gpu, files):
-                if transfer not in self._sent:  # if it is, the files were sent but the answer was lost
+                if transfer not in self._sent:  # otherwise the files were sent, but the answer was lost
                     await anyio.to_thread.run_sync(self._send, self._store(transfer), version, gpu, files)
                     self._sent.add(transfer)
                 return b""

@@ -1,7 +1,7 @@
 """Weight transport `file`: each version is a folder of safetensors, in shared memory or on a shared disk.
 
-A version is written under another name and then renamed, so a reader finds it complete or not at all. The
-publisher never waits; a reader that has opened a version keeps its pages when the files are removed. Both
+A version is written under another name and then renamed, so a reader finds a complete version or none. The
+publisher never waits: a reader that has opened a version can still read it after its files are removed. Both
 sides hash every tensor.
 """
 
@@ -46,16 +46,16 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     """Folder that trainer and engines see under the same path. Default: shared memory where available, else
     the run's folder."""
     keep: KeptVersions = 3
-    """Number of newest versions to keep; a slower reader skips to the newest."""
+    """Number of newest versions to keep; a slower reader skips to the newest version."""
     deltas: bool = False
-    """Write what has changed since the version before, as with `bus`. This is for a `folder` on a disk of the
-    network. In shared memory whole files are written faster than compared."""
+    """Write only the changes since the version before, as with `bus`. This is for a `folder` on a network
+    disk. In shared memory, writing whole files is faster than comparing them."""
     shard_gb: PositiveFloat = 0.5
     """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
 
 
 class FileTransport:
-    """Make both ends, for the processes of one run."""
+    """Makes both ends, for the processes of one run."""
 
     def __init__(self, config: FileTransportConfig, context: Context) -> None:
         self._config = config
@@ -80,7 +80,7 @@ class FileTransport:
 
 
 class FileSubscriber:
-    """Opens and checks versions. If they come as deltas, it keeps a copy of its own in `folders`."""
+    """Opens and checks versions. If they are published as deltas, it keeps a full copy in `folders`."""
 
     def __init__(self, folders: RunFolders) -> None:
         self._folders = folders
@@ -88,7 +88,7 @@ class FileSubscriber:
         self._copy: tuple[Path, VersionReceiver] | None = None
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
-        """Map a version's files, or bring an older copy up to date; compare every tensor's hash."""
+        """Map a version's files, or apply its delta to the copy; compare every tensor's hash."""
         stored = await anyio.to_thread.run_sync(stored_version, note)
         if stored.manifest.whole and not (self._copy and self._copy[1].begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
@@ -113,7 +113,7 @@ class _FileSource:
         await anyio.to_thread.run_sync(self._copy, note, files)
 
     def _find(self, note: WeightsNote) -> StoredVersion:
-        """Find a version beside the announced one, which begins with it."""
+        """Find the version `note.version` in the folder beside that of `note.address`."""
         folder = Path(note.address).with_name(folder_name(note.version))
         return stored_version(msgspec.structs.replace(note, address=str(folder)))
 
@@ -129,7 +129,7 @@ class _FileSource:
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[FileTransportConfig]]:
-    """The component of this package."""
+    """The weight transport `file`."""
     yield Component(
         "file", FileTransport, FileTransportConfig, "safetensors in shared memory or a shared folder"
     )

@@ -56,8 +56,8 @@ class _Placeholder(types.ModuleType):
 
 
 class _PlaceholderFinder:
-    """Finds `sgl_kernel`, whose wheel holds CUDA kernels only (SGLang imports it for speculative decoding and
-    moves of its cache), and `torchvision` where it is not installed: only models of images need it."""
+    """Finds placeholders for `sgl_kernel`, whose wheel has only CUDA kernels (SGLang imports it to move its
+    cache and for speculative decoding), and for a missing `torchvision`, which only models of images need."""
 
     @staticmethod
     def find_spec(fullname: str, path: Any = None, target: Any = None) -> Any:
