@@ -35,12 +35,12 @@ class CISPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 class CISPO(GroupRelative[CISPOConfig]):
-    """GRPO's advantages, REINFORCE with a clipped weight."""
+    """GRPO's advantages, and REINFORCE's objective with a clipped importance weight."""
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """-sg(clip(r)) A log pi, (T,)."""
+        """Return -sg(clip(r)) A log pi, (T,), and statistics. sg: stop-gradient."""
         import torch
 
         low, high = 1 - self.config.eps_clip, 1 + self.config.eps_clip_high
@@ -51,7 +51,7 @@ class CISPO(GroupRelative[CISPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[CISPOConfig]]:
-    """The component of this package."""
+    """The algorithm `cispo`."""
     yield Component(
         "cispo",
         CISPO,

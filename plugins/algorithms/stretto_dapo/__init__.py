@@ -57,15 +57,15 @@ class DAPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class DAPO(PolicyGradient[DAPOConfig]):
-    """GRPO's advantages, computed from penalised rewards, with clip-higher."""
+    """GRPO's advantages, from penalised rewards, and a clipped objective with clip-higher."""
 
     def keep(self, group: Group) -> bool:
-        """Return whether there is anything to learn from the group."""
+        """Return False for a group with equal rewards, if `dynamic_sampling` drops it."""
         return not self.config.dynamic_sampling or not are_equal(group.rewards)
 
     def advantages(self, batch: Batch) -> Tensor:
-        """Return the group-relative penalised reward of the answer, at each of its sampled tokens: (T,)
-        float32."""
+        """Return the answer's penalised reward relative to its group, at each sampled token of the answer:
+        (T,) float32."""
         from stretto.rl.functional import group_normalise, overlong_penalty, sequence_sum
 
         mask, index, rewards = batch["loss_mask"], batch.sequence_index(), batch["rewards"]
@@ -84,7 +84,7 @@ class DAPO(PolicyGradient[DAPOConfig]):
 
 
 def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
-    """Warn of a penalty that no answer gets."""
+    """Warn of a length penalty that no answer can get."""
     yield from check_policy(config, run)
     overlong, longest = config.overlong, run.sampling.max_tokens
     if overlong is not None and overlong.limit - overlong.buffer >= longest:
@@ -98,7 +98,7 @@ def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
-    """The component of this package."""
+    """The algorithm `dapo`."""
     yield Component(
         "dapo",
         DAPO,

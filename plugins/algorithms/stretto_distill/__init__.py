@@ -8,7 +8,7 @@ alone; later tokens do not contribute. `reward_weight` w adds the task's reward,
 Deliberate differences: GKD differentiates the KL over the whole vocabulary; here, as in Lu et al., it is
 estimated at the sampled token, so the teacher gives one number for each token. Lu et al. use the plain ratio
 to mu; this module uses PPO's clipped surrogate around the correction's anchor, which has the same gradient
-where the ratio is 1. A KL in the reward (`kl`) is also subtracted at its own token.
+where the ratio is 1. A KL in the reward (`kl`) is also subtracted only at its token.
 
 Metrics, averaged over trained tokens: `teacher_kl`, log mu - log pi_T, the estimate of KL(mu || pi_T) in
 nats, `clipped`, and those of every policy gradient (see grpo).
@@ -43,7 +43,7 @@ class DistillConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Distill(PolicyGradient[DistillConfig]):
-    """The teacher's log-ratio as the advantage, clipped objective."""
+    """The teacher's log-ratio as the advantage, and a clipped objective."""
 
     advantage_reads = ("behaviour_logprobs", "teacher_logprobs")
     objective_reads = ("teacher_logprobs",)
@@ -58,7 +58,7 @@ class Distill(PolicyGradient[DistillConfig]):
         return [forward("teacher", writes="teacher_logprobs")]
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the column `advantages`; each KL penalty stays at its own token."""
+        """Return the column `advantages`. A KL penalty counts only at its token, not at earlier tokens."""
         return {"advantages": self.advantages(batch)}
 
     def advantages(self, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class Distill(PolicyGradient[DistillConfig]):
 
 
 def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
-    """Refuse groups of one sample where the reward has a weight: only the reward compares the samples."""
+    """Check the teacher, the sampling, and that groups have several samples if the reward has a weight."""
     yield from check_objective(config, run)
     teacher = run.models.get("teacher")
     if run.model is not None and (teacher is None or teacher.path in (None, run.model)):
@@ -110,7 +110,7 @@ def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DistillConfig]]:
-    """The component of this package."""
+    """The algorithm `distill`."""
     yield Component(
         "distill",
         Distill,

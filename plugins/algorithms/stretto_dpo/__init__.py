@@ -43,9 +43,9 @@ class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair: `sigmoid` is DPO's, `ipo` the squared loss of IPO, `hinge` the hinge loss of RSO."""
     beta: PositiveFloat = 0.1
-    """Strength of the tie to the reference model; larger keeps the policy nearer to it."""
+    """Strength of the tie to the reference model; a larger value keeps the policy nearer to it."""
     label_smoothing: Annotated[float, msgspec.Meta(ge=0, lt=0.5)] = 0.0
-    """Share of pairs that are assumed to be labelled the wrong way round; only with `variant: sigmoid`."""
+    """Assumed share of pairs in which chosen and rejected are exchanged; only with `variant: sigmoid`."""
 
     def __post_init__(self) -> None:
         if self.label_smoothing and self.variant != "sigmoid":
@@ -53,7 +53,7 @@ class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class DPO:
-    """Train the policy, `actor`, on the rows, against a frozen `reference`."""
+    """Trains the policy, `actor`, on the rows, relative to a frozen `reference`."""
 
     models: Mapping[str, Model] = {"actor": Model(), "reference": Model(trainable=False)}
 
@@ -84,9 +84,9 @@ class DPO:
         return prompt_and_answer(row, self.config.columns[index], tokenizer)
 
     def share(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return (T,) float32: the mean number of trained tokens of a sequence, divided by that of this one.
+        """Return (T,) float32: the mean number of trained tokens of a sequence / the number of this sequence.
 
-        Statistics are means over tokens; this factor turns them into means over sequences.
+        Statistics are means over tokens. This factor turns them into means over sequences.
         """
         from stretto.rl.functional import sequence_sum
 
@@ -103,29 +103,29 @@ class DPO:
         config, mask = self.config, batch["loss_mask"]
         index = batch.sequence_index().to(logprobs.device)
         log_ratio = torch.where(mask, logprobs - batch["reference_logprobs"], 0.0)  # (T,)
-        of_answer = sequence_sum(log_ratio, index, len(batch))  # (S,)
+        answer_log_ratio = sequence_sum(log_ratio, index, len(batch))  # (S,)
         chosen, rejected, pair = pairs_of(batch["group"])
-        h = of_answer[chosen] - of_answer[rejected]  # (P,)
+        h = answer_log_ratio[chosen] - answer_log_ratio[rejected]  # (P,)
         losses = preference_loss(
             h, variant=config.variant, beta=config.beta, label_smoothing=config.label_smoothing
         )
-        at_token = pair[index]  # (T,)
+        pair_of_token = pair[index]  # (T,)
         h = h.detach()
         return at_last_token(losses[pair], mask, index), {
-            "accuracy": (h > 0).float()[at_token] * batch["share"],
-            "margin": config.beta * h[at_token] * batch["share"],
+            "accuracy": (h > 0).float()[pair_of_token] * batch["share"],
+            "margin": config.beta * h[pair_of_token] * batch["share"],
         }
 
 
 def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check the two columns, and that the logprobs are the model's own (temperature 1)."""
+    """Check the two columns of answers, and that the temperature is 1."""
     yield from check_temperature(run)
     yield from check_pair(config)
 
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DPOConfig]]:
-    """The component of this package."""
+    """The algorithm `dpo`."""
     yield Component(
         "dpo",
         DPO,

@@ -6,8 +6,8 @@ loss_mean: sequence_sum, loss_divisor: <longest answer>`.
 
 Deliberate differences from the GRPO paper: the loss is the mean over the tokens of the whole batch
 (`loss_mean: token`), not first over each answer; there is no KL to a reference unless `kl.coef` is set (the
-paper has k3 in the loss, 0.04); the ratio is taken to the behaviour policy, which may be some versions old
-(`correction` offers others), and the dual clip is on. A group of one sample has advantage 0.
+paper has k3 in the loss, 0.04); the ratio is to the behaviour policy, which may be some versions old
+(`correction` has other choices), and the dual clip is on. A group of one sample has advantage 0.
 
 Metrics, averaged over trained tokens: `clipped` and `dual_clipped`, the shares of tokens that the two clips
 affect, and the metrics of every policy gradient: `ratio`, `advantage`, `importance_weight`,
@@ -38,7 +38,7 @@ class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the algorithm `grpo`."""
 
     group_reward_norm: bool = True
-    """Divide group-centred rewards by the group's standard deviation; false gives Dr. GRPO's advantage."""
+    """Divide group-centred rewards by the group's standard deviation; false is Dr. GRPO's advantage."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
     """Baseline subtracted from each reward: the mean of its group, or of the group's other samples."""
     norm_eps: PositiveFloat = 1e-6
@@ -52,7 +52,7 @@ class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class GRPO(PolicyGradient[GRPOConfig]):
-    """Group-relative advantages, clipped objective."""
+    """Group-relative advantages, and a clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
         """Return the group-relative advantage of every sampled token, (T,) float32."""
@@ -85,7 +85,7 @@ class GRPO(PolicyGradient[GRPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[GRPOConfig]]:
-    """The component of this package."""
+    """The algorithm `grpo`."""
     yield Component(
         "grpo",
         GRPO,

@@ -43,7 +43,7 @@ class GSPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
 
 
 class GSPO(GroupRelative[GSPOConfig]):
-    """GRPO's advantages, clipped sequence ratio."""
+    """GRPO's advantages, and an objective with one clipped ratio for each answer."""
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
@@ -60,7 +60,7 @@ class GSPO(GroupRelative[GSPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[GSPOConfig]]:
-    """The component of this package."""
+    """The algorithm `gspo`."""
     yield Component(
         "gspo",
         GSPO,

@@ -1,7 +1,7 @@
 """Algorithm `m2po`: second-moment trust policy optimisation, for very stale samples.
 
 Zheng et al. 2025 (arXiv 2510.01161): among the trained tokens of the batch, those with the largest squared
-log-ratio between behaviour and proximal policy are masked until the mean square of the others is at most
+log-ratio between behaviour and proximal policy are masked, until the mean square of the rest is at most
 `tau`. This removes a few outliers and keeps stale tokens with small ratios. Everything else is GRPO: its clip
 and dual clip are additions to the paper, whose objective has neither.
 
@@ -43,7 +43,7 @@ class M2POConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
 
 
 class M2PO(GroupRelative[M2POConfig]):
-    """GRPO's advantages, clipped objective on trusted tokens."""
+    """GRPO's advantages, and a clipped objective on the trusted tokens."""
 
     needs_proximal = True
     objective_reads = ("trusted",)
@@ -73,7 +73,7 @@ class M2PO(GroupRelative[M2POConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[M2POConfig]]:
-    """The component of this package."""
+    """The algorithm `m2po`."""
     yield Component(
         "m2po",
         M2PO,

@@ -53,11 +53,11 @@ class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A penalty that keeps the policy near a frozen model, `reference`."""
 
     estimator: KLEstimator = "k1"
-    """Estimator of the KL, as in every policy gradient; k1 is the one of Ziegler et al."""
+    """Estimator of the KL, as in every policy gradient; k1 is the estimator of Ziegler et al."""
     where: Literal["loss", "reward"] = "reward"
     """Where the KL is subtracted, as in every policy gradient; PPO's default is the reward."""
     target: PositiveFloat | None = None
-    """KL per answer, in nats, that a controller aims at by changing the coefficient, starting from `coef`;
+    """Target of the KL per answer, in nats. A controller changes the coefficient, starting from `coef`;
     6 is customary. Null keeps `coef` fixed."""
     horizon: PositiveFloat = 10_000.0
     """With `target`: number of samples over which the coefficient changes by at most a fifth."""
@@ -90,7 +90,7 @@ class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class PPO(PolicyGradient[PPOConfig]):
-    """An actor and a critic, trained on the same samples."""
+    """Trains an actor and a critic on the same samples."""
 
     def __init__(self, config: PPOConfig, context: Context) -> None:
         super().__init__(config, context)
@@ -105,7 +105,7 @@ class PPO(PolicyGradient[PPOConfig]):
         return {**super().models, "critic": Model(head="value")}
 
     def calls(self) -> Sequence[Call]:
-        """Return the dataflow above; `forwards` are those of the reference and of the proximal policy."""
+        """Return the module's dataflow; `self.forwards`: logprobs of reference and proximal policy."""
         config = self.config
         return [
             generate("actor", samples=config.group_size),
@@ -133,11 +133,11 @@ class PPO(PolicyGradient[PPOConfig]):
         return {"kl_coef": self.kl_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Restore a state that `state` returned; an empty one means the initial coefficient."""
+        """Restore a state that `state` returned; an empty state means the initial coefficient."""
         self.kl_coef = state.get("kl_coef", self.config.kl.coef)
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return advantages and returns, (T,) float32, and with a controller beta, (S,); then update beta."""
+        """Return advantages and returns, (T,) float32; with a controller also beta, (S,), and update it."""
         import torch
 
         from stretto.rl.functional import adapt_kl_coef, masked_whiten, sequence_sum
@@ -167,7 +167,7 @@ class PPO(PolicyGradient[PPOConfig]):
         from stretto.rl.functional import at_last_token, gae, group_normalise
 
         config, mask, scores = self.config, batch["loss_mask"], batch["rewards"]
-        if config.reward_norm:  # the batch as one group
+        if config.reward_norm:  # with the whole batch as one group
             scores = group_normalise(scores, torch.zeros_like(scores, dtype=torch.long))
         rewards = at_last_token(scores.float(), mask, batch.sequence_index()) - self.kl_penalty(batch)
         advantages, _ = gae(
@@ -203,7 +203,7 @@ class PPO(PolicyGradient[PPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[PPOConfig]]:
-    """The component of this package."""
+    """The algorithm `ppo`."""
     yield Component(
         "ppo",
         PPO,

@@ -43,10 +43,10 @@ class ReinforcePPConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
-    """Whitened returns, clipped objective."""
+    """Whitened returns as advantages, and a clipped objective."""
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
-        """Return the column `advantages`; each KL penalty stays at its own token."""
+        """Return the column `advantages`, which contain the KL penalty already."""
         return {"advantages": self.advantages(batch)}
 
     def advantages(self, batch: Batch) -> Tensor:
@@ -72,13 +72,13 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
 
 
 def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
-    """Refuse groups of one sample only with the baseline, which compares the samples of a group."""
+    """Check the config. With `baseline`, also refuse groups of one sample."""
     yield from (check_policy if config.baseline else check_objective)(config, run)
 
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
-    """The component of this package."""
+    """The algorithm `reinforce_pp`."""
     yield Component(
         "reinforce_pp",
         ReinforcePP,

@@ -36,14 +36,14 @@ class RewardModelConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """Section of the algorithm `reward_model`."""
 
     margin: NonNegativeFloat = 0.0
-    """Margin by which the chosen score must exceed the rejected one before the loss is small."""
+    """Margin by which the chosen answer's score must exceed the rejected answer's for a small loss."""
     centering: NonNegativeFloat = 0.0
     """Weight in the loss of the squared sum of a pair's scores, which keeps scores around 0; 0.01 is
     customary."""
 
 
 class RewardModel:
-    """Train one model, `reward`, on the rows."""
+    """Trains one model, `reward`, on the rows."""
 
     models: Mapping[str, Model] = {"reward": Model(head="reward")}
 
@@ -69,18 +69,18 @@ class RewardModel:
         return Encoded(tokens, [False] * (len(mask) - 1) + [True])
 
     def loss(self, scores: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return (T,), with the loss of the pair at the last token of each sequence, and statistics."""
+        """Return the pair's loss at the last token of each sequence, (T,), and statistics."""
         import torch
 
         from stretto.rl.functional import at_last_token, pairs_of, preference_loss, sequence_sum
 
         config, mask = self.config, batch["loss_mask"]
         index = batch.sequence_index().to(scores.device)
-        of_answer = sequence_sum(torch.where(mask, scores, 0.0), index, len(batch))  # (S,)
+        answer_score = sequence_sum(torch.where(mask, scores, 0.0), index, len(batch))  # (S,)
         chosen, rejected, pair = pairs_of(batch["group"])
-        margin = of_answer[chosen] - of_answer[rejected]  # (P,)
+        margin = answer_score[chosen] - answer_score[rejected]  # (P,)
         losses = preference_loss(margin - config.margin)
-        losses = losses + config.centering * (of_answer[chosen] + of_answer[rejected]).square()
+        losses = losses + config.centering * (answer_score[chosen] + answer_score[rejected]).square()
         margin = margin.detach()
         return at_last_token(losses[pair], mask, index), {
             "accuracy": (margin > 0).float()[pair[index]],
@@ -89,14 +89,14 @@ class RewardModel:
 
 
 def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check the two columns."""
+    """Check the two columns of answers."""
     del run
     yield from check_pair(config)
 
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
-    """The component of this package."""
+    """The algorithm `reward_model`."""
     yield Component(
         "reward_model",
         RewardModel,

@@ -29,7 +29,7 @@ class RLOOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RLOO(PolicyGradient[RLOOConfig]):
-    """Leave-one-out advantages, clipped objective."""
+    """Leave-one-out advantages, and a clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
         """Return R minus the mean of the group's other rewards, at every sampled token: (T,) float32."""
@@ -49,7 +49,7 @@ class RLOO(PolicyGradient[RLOOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[RLOOConfig]]:
-    """The component of this package."""
+    """The algorithm `rloo`."""
     yield Component(
         "rloo",
         RLOO,

@@ -1,7 +1,7 @@
 """Algorithm `sapo`: soft adaptive policy optimisation.
 
-Gao et al. 2025 (arXiv 2511.20347): instead of a hard clip, the ratio passes a sigmoid gate whose slope at 1
-is that of the ratio itself; the gate is sharper for negative advantages. The loss is the mean over answers.
+Gao et al. 2025 (arXiv 2511.20347): a sigmoid gate of the ratio replaces the hard clip. Its slope at ratio 1
+is 1, as without a gate; the gate is sharper for negative advantages. The loss is the mean over answers.
 The advantage is GRPO's. An advantage of 0 uses `tau_neg`; it has no gradient either way.
 """
 
@@ -28,7 +28,7 @@ class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     """Section of the algorithm `sapo`."""
 
     correction: CorrectionConfig = CorrectionConfig(target_kl=0.003)
-    """Off-policy correction. The gate bounds no ratio, so `target_kl` is smaller than that of the clipped
+    """Off-policy correction. The gate does not bound the ratio, so `target_kl` is smaller than with clipped
     objectives."""
     loss_mean: Reduction = "sequence"
     """How token losses are averaged, as in every policy gradient. Default: the mean over answers, as in the
@@ -36,12 +36,12 @@ class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_
     tau_pos: PositiveFloat = 1.0
     """Sharpness of the gate for tokens of positive advantage."""
     tau_neg: PositiveFloat = 1.05
-    """Sharpness of the gate for tokens of advantage 0 or less; a larger value reduces the gradient of tokens
-    with ratios far from 1 faster."""
+    """Sharpness of the gate for tokens of advantage 0 or less; a larger value reduces the gradient more at
+    ratios far from 1."""
 
 
 class SAPO(GroupRelative[SAPOConfig]):
-    """GRPO's advantages, soft gate."""
+    """GRPO's advantages, and an objective with a soft gate instead of a clip."""
 
     def objective(
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
@@ -58,7 +58,7 @@ class SAPO(GroupRelative[SAPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[SAPOConfig]]:
-    """The component of this package."""
+    """The algorithm `sapo`."""
     yield Component(
         "sapo",
         SAPO,

@@ -3,8 +3,8 @@
 The loss is the negative log-likelihood of the answer's tokens, -log pi(y_t | x, y_<t); the prompt is not
 trained on. The answer is the column `completion_column` of the row, text or chat messages, and ends with the
 token that ends the turn, so that the model learns to stop. Of messages, the assistant's turns are trained on;
-those of tools and users between them are context. In a row with the columns `tokens` and `loss_mask`, these
-say what is trained.
+turns of tools and users between them are context. A row with the columns `tokens` and `loss_mask` sets itself
+which tokens are trained on.
 
 Other libraries disagree on the mean: TRL and most trainers average over the tokens of the batch, as
 `loss_mean: token` does here, across all ranks and micro-batches.
@@ -36,7 +36,7 @@ class SFTConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_field
     """Section of the algorithm `sft`."""
 
     completion_column: str = "completion"
-    """Column with the answer to the prompt: text, or chat messages. The first one is the assistant's."""
+    """Column with the answer to the prompt: text, or chat messages. The first message is the assistant's."""
     loss_mean: Reduction = "token"
     """How token losses are averaged. `token`: every token of the batch counts equally; `sequence`: every
     answer counts equally; `sequence_sum`: like `sequence`, but with the sum of an answer's tokens instead of
@@ -44,7 +44,7 @@ class SFTConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class SFT:
-    """Train one policy, `actor`, on the rows."""
+    """Trains one policy, `actor`, on the rows."""
 
     models: Mapping[str, Model] = {"actor": Model()}
 
@@ -74,14 +74,14 @@ class SFT:
 
 
 def check(config: SFTConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the logprobs are the model's own (temperature 1)."""
+    """Check that the temperature is 1."""
     del config
     yield from check_temperature(run)
 
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[SFTConfig]]:
-    """The component of this package."""
+    """The algorithm `sft`."""
     yield Component(
         "sft",
         SFT,

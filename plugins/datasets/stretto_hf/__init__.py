@@ -1,4 +1,4 @@
-"""Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or files it can read."""
+"""Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or data files."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class HFDataset:
-    """Rows of one split. The library memory-maps them; streamed rows are held in memory."""
+    """Rows of one split. The library memory-maps the rows, but streamed rows are in memory."""
 
     def __init__(self, config: HFConfig, context: Context) -> None:
         del context
         self._config = config
         split = _load_split(config)
         if config.streaming:
-            # Keep images as the bytes of their files: pixels are many times larger and are decoded later.
+            # Keep images as the bytes of their files: pixels would need many times more memory.
             self._rows: Any = list(islice(cast("Iterable[Row]", split.decode(False)), config.limit))
         else:
             rows = split.select(range(min(config.limit, len(split)))) if config.limit else split
@@ -122,7 +122,7 @@ def _load_split(config: HFConfig) -> Any:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Hash the values of all rows: the same on every machine, independent of the library's cache."""
+    """Hash the values of all rows. The hash is the same on every machine, whatever the library caches."""
     hasher = hashlib.sha256()
     for row in rows:
         hasher.update(repr(sorted((name, _digestible(value)) for name, value in row.items())).encode())
@@ -141,7 +141,7 @@ def _digestible(value: Any) -> Any:
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[HFConfig]]:
-    """The component of this package."""
+    """The dataset `hf`."""
     yield Component(
         "hf",
         HFDataset,

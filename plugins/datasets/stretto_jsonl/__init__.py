@@ -1,4 +1,4 @@
-"""Dataset `jsonl`: a file with one JSON object per line. Image paths in it are relative to its folder."""
+"""Dataset `jsonl`: a file with one JSON object per line. Image paths are relative to the file's folder."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class JsonLines:
 
 
 def _cause(line: bytes) -> str:
-    """Return what a line is instead of a JSON object; empty if that is not clear."""
+    """Explain why a line is no JSON object, and how to mend the file; empty if the cause is not clear."""
     text = line.strip()
     if text.startswith(codecs.BOM_UTF8):
         return "the file begins with a byte order mark (BOM); save it as UTF-8 without one"
@@ -113,7 +113,7 @@ def _cause(line: bytes) -> str:
 
 
 def _not_finite(text: bytes) -> str:
-    """Return the first column of a row that has a number which only Python's JSON has; empty if none has."""
+    """Return the first column of a row with NaN or an infinity, which only Python's JSON allows, or ""."""
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
@@ -123,13 +123,13 @@ def _not_finite(text: bytes) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    inside = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else value
-    if isinstance(inside, list):
-        return all(map(_is_finite, cast("list[Any]", inside)))
+    items = list(cast("dict[str, Any]", value).values()) if isinstance(value, dict) else value
+    if isinstance(items, list):
+        return all(map(_is_finite, cast("list[Any]", items)))
     return not isinstance(value, float) or math.isfinite(value)
 
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[JsonLinesConfig]]:
-    """The component of this package."""
+    """The dataset `jsonl`."""
     yield Component("jsonl", JsonLines, JsonLinesConfig, "a local file with one JSON object per line")

@@ -28,15 +28,15 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Highest mean reward of the pool's rows, inclusive. Exactly one pool has no `max`: it gets all rows
     above the others."""
     weight: NonNegativeFloat = 1.0
-    """How often a row of the pool is drawn, relative to rows of other pools. With 0, a row never leaves the
-    pool, because it is not tried again."""
+    """Chance of a row of this pool, relative to rows of other pools. With 0, a row never leaves the pool,
+    because it is not drawn again."""
 
 
 class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Groups that are not trained although they are finished."""
+    """A rule by which finished groups are left out of training."""
 
     of: Literal["mean", "range"] = "range"
-    """The figure of a group's rewards: their mean, or the highest less the lowest."""
+    """Figure of a group's rewards: their mean, or the highest reward minus the lowest."""
     reject_min: float = 0.0
     """Lowest figure of the groups that are left out, inclusive."""
     reject_max: float = 0.0
@@ -47,7 +47,7 @@ class GateConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"reject_max is {self.reject_max:g}, below reject_min, {self.reject_min:g}")
 
     def rejects(self, rewards: Sequence[float]) -> bool:
-        """Return whether the gate rejects a group with these rewards."""
+        """Return True if the gate rejects a group with these rewards."""
         figure = fmean(rewards) if self.of == "mean" else max(rewards) - min(rewards)
         return self.reject_min <= figure <= self.reject_max
 
@@ -56,20 +56,20 @@ class MixConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Section of the dataset `mix`."""
 
     parts: ComponentParts = ComponentParts()
-    """The datasets, each written `name: {use: …}` like `dataset`. Their rows are one after the other. The
-    parts have no `shuffle` and no `max_prompt_tokens` of their own: write both at the mix."""
+    """The datasets, each written `name: {use: …}` like `dataset`. Their rows are one after the other. Set
+    `shuffle` and `max_prompt_tokens` at the mix, not at a part."""
     weights: Mapping[str, NonNegativeFloat | Mapping[NonNegativeInt, NonNegativeFloat]] = {}
-    """Share of the tickets that each part gets, relative to the other parts; 1 for a part without an entry. A
-    schedule such as `{0: 0, 100: 1}` gives weights at steps; they change evenly in between. Without any
+    """Weight of each part in the draw of tickets, relative to the other parts; 1 for a part without an entry.
+    A schedule such as `{0: 0, 100: 1}` sets weights at steps; they change linearly in between. Without any
     entry, all rows have the same chance."""
     pools: Mapping[str, PoolConfig] = {}
     """Difficulty pools, such as `{hard: {max: 0.1, weight: 0.1}, fitting: {max: 0.9}, easy: {weight: 0.1}}`.
     A row is in the first pool, by rising `max`, that its newest group's mean reward does not exceed."""
     unseen: NonNegativeFloat = 1.0
-    """Weight of the rows that have no finished group yet, where there are pools."""
+    """With `pools`: weight of the rows that have no finished group yet."""
     gates: Mapping[str, GateConfig] = {}
-    """Gates, each under its name: the run filters the groups that any of them rejects. Their rewards count
-    for the pools all the same."""
+    """Gates, by name. The run filters a group that any gate rejects; the group's rewards still count for the
+    pools."""
 
     def __post_init__(self) -> None:
         names = self.parts.__struct_fields__
@@ -86,9 +86,9 @@ class MixConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         self._check_pools()
 
     def _check_schedules(self) -> None:
-        steps = {step for each in self.weights.values() if isinstance(each, Mapping) for step in each}
-        for name, each in self.weights.items():
-            if isinstance(each, Mapping) and not each:
+        steps = {step for weight in self.weights.values() if isinstance(weight, Mapping) for step in weight}
+        for name, weight in self.weights.items():
+            if isinstance(weight, Mapping) and not weight:
                 raise ValueError(f"weights.{name}: expected a weight at one step at least, such as {{0: 1}}")
         for step in sorted(steps | {0}):
             if not any(weight_at(self.weight(name), step) for name in self.parts.__struct_fields__):
@@ -171,7 +171,7 @@ class Mix:
 
 
 def check(config: MixConfig, run: RunConfig) -> Iterator[Problem]:
-    """Find parts that are never drawn."""
+    """Warn of parts that are never drawn."""
     if config is not run.dataset:
         return
     for name in config.weights:
@@ -185,7 +185,7 @@ def check(config: MixConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[MixConfig]]:
-    """The component of this package."""
+    """The dataset `mix`."""
     yield Component(
         "mix", Mix, MixConfig, "several datasets: weights, schedules, difficulty pools and gates", check=check
     )

@@ -1,8 +1,8 @@
 """The curriculum of `mix`: which row comes next, by the parts' weights and the rewards of earlier groups.
 
-The part that is furthest behind its share comes next, so none is ever a whole ticket ahead. Within a part, a
-pool is drawn by weight times number of rows, and of it the row that was drawn least often; the seed decides
-among equals. Rows whose tickets are in flight wait while there are others.
+The next ticket goes to the part that is furthest behind its share, so no part is ever a whole ticket ahead.
+In this part, a pool is drawn by weight times number of rows, then the pool's row with the fewest draws;
+the seed breaks ties. Rows whose tickets are in flight are drawn only if there are no other rows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def weight_at(weight: Weight, step: int) -> float:
 
 @dataclass(frozen=True)
 class Pool:
-    """Rows whose newest mean reward is at most `max`, and above that of the pool before."""
+    """Rows whose newest mean reward is at most `max`, and above the `max` of the pool before."""
 
     name: str
     max: float
@@ -50,11 +50,11 @@ class _Row:
     draws: int = 0
     in_flight: int = 0
     ticket: int = -1
-    """The newest ticket whose group is known."""
+    """The newest ticket of the row whose rewards are known; -1 for none."""
     reward: float | None = None
-    """Mean reward of that group."""
+    """Mean reward of the group of `ticket`."""
     unfit: bool = False
-    """Whether the row cannot be trained on."""
+    """True if the row cannot be trained on."""
 
     @property
     def can_be_drawn(self) -> bool:
@@ -69,7 +69,7 @@ class _PartRows:
     order: Sequence[int]
     """The order of the first draws of all rows."""
     fresh: int = 0
-    """Place in `order` before which all rows were drawn."""
+    """Index in `order` before which all rows have been drawn."""
     seen: defaultdict[str, list[tuple[int, float, int]]] = field(default_factory=lambda: defaultdict(list))
     """Pool -> heap of (draws, tie-break, row) of rows that were drawn. Entries may be outdated."""
     sizes: Counter[str] = field(default_factory=Counter[str])
@@ -77,8 +77,8 @@ class _PartRows:
 
 
 class MixCurriculum:
-    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset. Pools come by rising `max`, the
-    last without; `unseen` is the weight of rows without a result."""
+    """A curriculum (`stretto.dataset.Curriculum`) over parts of a dataset. `pools`: by rising `max`, which is
+    infinite in the last; `unseen` is the weight of rows without a result."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class MixCurriculum:
         self._seed = seed
         self._rows: dict[int, _Row] = {}
         self._credits = dict.fromkeys(parts, 0.0)
-        """Tickets that each part should have had by its weight, less those that it had."""
+        """Part -> number of tickets due to it by its weight, minus those that it got."""
         self._pooled = Counter[str]()
         self._parts = {
             name: _PartRows(rows, self._first_order(number, rows), sizes=Counter({UNSEEN: len(rows)}))
@@ -108,7 +108,7 @@ class MixCurriculum:
     # ------------------------------------------------------------------------------- the contract
 
     def choose(self, ticket: int, version: int) -> int:
-        """Return the row of a new ticket."""
+        """Return the row for a new ticket."""
         shares = self._shares(version)
         name = max(
             (each for each in shares if shares[each]), key=lambda each: self._credits[each] + shares[each]
@@ -126,33 +126,33 @@ class MixCurriculum:
         return self._first_of(part, pool)
 
     def drawn(self, ticket: int, row: int, version: int) -> None:
-        """A ticket gets this row."""
+        """Record that a ticket gets this row."""
         del ticket
         for name, share in self._shares(version).items():
             self._credits[name] += share
         name = self._name_of(row)
         self._credits[name] -= 1
-        with self._changed(row) as known:
-            known.draws += 1
-            known.in_flight += 1
+        with self._changed(row) as record:
+            record.draws += 1
+            record.in_flight += 1
 
     def ended(self, end: TicketEnd) -> None:
-        """A ticket has ended."""
-        with self._changed(end.row) as known:
-            known.in_flight = max(0, known.in_flight - 1)
-            if end.rewards and end.ticket > known.ticket:
-                known.ticket, known.reward = end.ticket, fmean(end.rewards)
-            known.unfit |= end.outcome == "filtered" and not end.rewards
+        """Record the end of a ticket, with its group's rewards."""
+        with self._changed(end.row) as record:
+            record.in_flight = max(0, record.in_flight - 1)
+            if end.rewards and end.ticket > record.ticket:
+                record.ticket, record.reward = end.ticket, fmean(end.rewards)
+            record.unfit |= end.outcome == "filtered" and not end.rewards
 
     def refusal(self, row: int, rewards: tuple[float, ...]) -> str:
-        """Return which gate rejects a group; empty for none."""
+        """Return which gate rejects a group with these rewards; empty for none."""
         del row
         return next(
             (f"by the gate {name}" for name, gate in self._gates.items() if gate.rejects(rewards)), ""
         )
 
     def figures(self) -> dict[str, float]:
-        """Return the number of rows in each pool, and their share; nothing without pools."""
+        """Return each pool's number of rows and its share of all rows; nothing without pools."""
         if not self._pools:
             return {}
         total = sum(len(part.rows) for part in self._parts.values())
@@ -163,21 +163,21 @@ class MixCurriculum:
         }
 
     def state(self) -> dict[str, Any]:
-        """Return credits and what is known of each drawn row."""
+        """Return the credits, and the record of each drawn row."""
         rows = [
-            [row, each.draws, each.in_flight, each.ticket, each.reward, each.unfit]
-            for row, each in sorted(self._rows.items())
+            [row, record.draws, record.in_flight, record.ticket, record.reward, record.unfit]
+            for row, record in sorted(self._rows.items())
         ]
         return {"credits": dict(self._credits), "rows": rows}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over a state. Parts that it does not know begin without credit."""
+        """Restore a state. Parts that are not in the state begin with credit 0."""
         self._credits |= {name: value for name, value in state["credits"].items() if name in self._credits}
-        last = max(part.rows.stop for part in self._parts.values())
+        num_rows = max(part.rows.stop for part in self._parts.values())
         for row, *facts in state["rows"]:
-            if row < last:
-                with self._changed(row) as known:
-                    known.draws, known.in_flight, known.ticket, known.reward, known.unfit = facts
+            if row < num_rows:
+                with self._changed(row) as record:
+                    record.draws, record.in_flight, record.ticket, record.reward, record.unfit = facts
 
     def _shares(self, version: int) -> dict[str, float]:
         weights = {name: weight_at(weight, version) for name, weight in self._weights.items()}
@@ -202,7 +202,7 @@ class MixCurriculum:
         return draws, tie, row
 
     def _first_of(self, part: _PartRows, pool: str) -> int:
-        """Return the row of a pool that was drawn least often."""
+        """Return the row of a pool with the fewest draws."""
         if pool == UNSEEN:
             while part.fresh < len(part.order) and part.order[part.fresh] in self._rows:
                 part.fresh += 1
@@ -214,28 +214,28 @@ class MixCurriculum:
         return heap[0][2]
 
     def _is_current(self, entry: tuple[int, float, int], pool: str) -> bool:
-        known = self._rows[entry[2]]
-        return known.can_be_drawn and known.draws == entry[0] and self._pool_of(known) == pool
+        record = self._rows[entry[2]]
+        return record.can_be_drawn and record.draws == entry[0] and self._pool_of(record) == pool
 
     def _least_drawn(self, part: _PartRows) -> int:
-        """Return a row of a part in which every row is in flight, unfit, or has the weight 0."""
-        unknown = _Row()
+        """Return the least drawn row of a part whose rows are all in flight, unfit, or of weight 0."""
+        new_record = _Row()
 
         def key(row: int) -> tuple[bool, int, int]:
-            known = self._rows.get(row, unknown)
-            return known.unfit, known.in_flight, known.draws
+            record = self._rows.get(row, new_record)
+            return record.unfit, record.in_flight, record.draws
 
         return min(part.rows, key=key)
 
     @contextmanager
     def _changed(self, row: int) -> Generator[_Row]:
-        """Yield what is known of a row, to be changed in the block."""
-        part, known = self._parts[self._name_of(row)], self._rows.setdefault(row, _Row())
-        self._count(part, known, -1)
-        yield known
-        self._count(part, known, 1)
-        if known.can_be_drawn:
-            heapq.heappush(part.seen[self._pool_of(known)], self._key(row, known.draws))
+        """Yield a row's record for changes in the `with` block, and update the pools before and after."""
+        part, record = self._parts[self._name_of(row)], self._rows.setdefault(row, _Row())
+        self._count(part, record, -1)
+        yield record
+        self._count(part, record, 1)
+        if record.can_be_drawn:
+            heapq.heappush(part.seen[self._pool_of(record)], self._key(row, record.draws))
 
     def _count(self, part: _PartRows, known: _Row, by: int) -> None:
         pool = self._pool_of(known)

@@ -1,6 +1,6 @@
 """`reasoning_gym`, dataset and reward: tasks of Reasoning Gym (Stojanovski et al. 2025, arXiv 2505.24760).
 
-A separate process (`generator.py`) generates rows, with everything that the task's own `score_answer` needs.
+A separate process (`generator.py`) generates rows. A row has all data that the task's `score_answer` needs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["ReasoningGym", "ReasoningGymConfig", "ReasoningGymReward", "Weighted
 
 
 class WeightedTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of several tasks."""
+    """One of the tasks that the rows are drawn from."""
 
     task: str
     """Name of the task, such as `leg_counting`."""
@@ -49,7 +49,7 @@ class ReasoningGymConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknow
     """Instruction before every question: the library's `default`, `DeepSeekZero`, `simple`, `direct` or
     `chain_of_draft`, which ask for `<answer>` tags, or a text of your own; null for none."""
     chat: bool = True
-    """Give instruction and question as chat messages, for the model's template; false gives plain text."""
+    """Write instruction and question as chat messages, for the model's template; false: as plain text."""
 
     def __post_init__(self) -> None:
         if (self.task is None) == (not self.tasks):
@@ -59,7 +59,7 @@ class ReasoningGymConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknow
 
 
 class ReasoningGym:
-    """Rows with the columns prompt, question, answer, task, options and metadata."""
+    """Rows with the columns id, prompt, question, answer, task, options and metadata."""
 
     def __init__(self, config: ReasoningGymConfig, context: Context) -> None:
         del context
@@ -120,8 +120,8 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
         return tasks[key]
 
     def reasoning_gym(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
-        """Return a reward between 0 and 1 and three metrics: `accuracy` is 1 for the full reward, `answered`
-        for an answer in its tags, `unreadable` if the task's code cannot read the answer, which gets 0."""
+        """Return a reward between 0 and 1 and three metrics of 0 or 1: `accuracy` is 1 for the full reward,
+        `answered` for an answer in its tags, `unreadable` for an answer that the task's code cannot read."""
         if "task" not in columns:
             raise ValueError("the row has no column 'task'; this reward is for rows of dataset reasoning_gym")
         entry = {name: restore(columns[name]) for name in ("question", "answer", "metadata")}
@@ -143,7 +143,7 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[ReasoningGymConfig]]:
-    """The dataset of this package."""
+    """The dataset `reasoning_gym`."""
     yield Component(
         "reasoning_gym",
         ReasoningGym,
@@ -155,7 +155,7 @@ def stretto_dataset() -> Iterator[Component[ReasoningGymConfig]]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[ReasoningGymReward]]:
-    """The reward of this package."""
+    """The reward `reasoning_gym`."""
     yield Component(
         "reasoning_gym",
         make_reward,

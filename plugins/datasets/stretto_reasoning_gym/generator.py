@@ -1,7 +1,7 @@
-"""The process that generates rows, and the class with which its owner uses it.
+"""The process that generates rows, and the class with which another process, its owner, uses it.
 
-Some tasks draw from sets, whose order depends on the process's hash seed. It is fixed, so the rows are the
-same in every process and run. The library's imports stay out of the kernel and the rollout workers.
+Some tasks draw from sets, whose order depends on the process's hash seed. This seed is fixed, so rows are the
+same in every process and run. The kernel and the rollout workers do not import the library.
 
 The pipe carries msgpack. The process reads an `Order` and answers with an error message, empty if the order
 is valid. Then it answers each index with an `Entry`, until the pipe ends.
@@ -25,14 +25,14 @@ import msgspec
 from stretto.errors import ConfigError, offer
 
 _START_S = 300.0
-"""Time limit for importing the library, which it takes minutes to compile, and for creating the tasks."""
+"""Time limit for the import of the library, which may take minutes, and for the creation of tasks."""
 _ROW_S = 60.0
 """Time limit for a row."""
 _TUPLE, _INTEGER = "__tuple__", "__integer__"
 
 
 class TaskOrder(msgspec.Struct, frozen=True):
-    """One task."""
+    """One task, its sampling weight and its options."""
 
     name: str
     weight: float
@@ -58,14 +58,14 @@ class Entry(msgspec.Struct, frozen=True):
     answer: Any
     metadata: dict[str, Any]
     error: str = ""
-    """Why the row could not be generated; else empty."""
+    """Why the row could not be generated; empty for a good row."""
 
 
 # ------------------------------------------------------------------------------------- the owner
 
 
 class Generator:
-    """Starts the process with the first request for a row. Any thread may call it. It ends with its owner."""
+    """Starts the process at the first request for a row, and ends it. Any thread may call this object."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -87,14 +87,14 @@ class Generator:
         return entry
 
     def _start(self) -> None:
-        self._pipe, theirs = Pipe()
+        self._pipe, child_end = Pipe()
         code = f"import {__name__} as generator; generator.main()"
-        with theirs:
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(theirs.fileno())],
+                [sys.executable, "-c", code, str(child_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # what the library prints goes to standard error
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
                 env={**os.environ, "PYTHONHASHSEED": "0"},
             )
         if error := self._ask(self._order, str, _START_S):
@@ -130,8 +130,8 @@ class Generator:
 
 
 def plain(value: Any) -> Any:
-    """Convert a library's value for msgpack, so that `restore` converts it back: tuples and integers of more
-    than 64 bits are marked. Raise TypeError for another type."""
+    """Convert a value of the library for msgpack. Tuples and integers of more than 64 bits are marked, for
+    `restore` to convert them back. Raise TypeError for other types."""
     if isinstance(value, dict):
         return {plain(key): plain(item) for key, item in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):
@@ -165,7 +165,7 @@ def restore(value: Any) -> Any:
 
 
 def _make_dataset(order: Order) -> Any:
-    """Raise ConfigError for an unknown task or an unknown option."""
+    """Create the library's dataset. Raise ConfigError for an unknown task or an unknown option."""
     from reasoning_gym.composite import CompositeConfig, CompositeDataset, DatasetSpec
     from reasoning_gym.factory import DATASETS, create_dataset
 
@@ -224,5 +224,5 @@ def _serve(pipe: Connection[Any, Any]) -> None:
 
 def main() -> None:
     """Body of the process."""
-    with suppress(EOFError, ConnectionError):  # the owner has gone
+    with suppress(EOFError, ConnectionError):  # the owner has ended
         _serve(Connection(int(sys.argv[1])))

@@ -151,7 +151,7 @@ class RayHandle:
         return f"{self.worker} is lost with its Ray actor: {' '.join(str(error).split())}"
 
     def _write(self, data: bytes) -> None:
-        with suppress(OSError), Path(self._job.log).open("ab") as log:  # a full disk ends the run elsewhere
+        with suppress(OSError), Path(self._job.log).open("ab") as log:  # a full disk fails the run elsewhere
             log.write(data)
 
 

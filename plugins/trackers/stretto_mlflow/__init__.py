@@ -12,7 +12,7 @@ __all__ = ["MlflowConfig"]
 
 
 class MlflowConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section of the tracker `mlflow`. The environment has the credentials (`MLFLOW_TRACKING_USERNAME`,
+    """Section of the tracker `mlflow`. The credentials come from the environment (`MLFLOW_TRACKING_USERNAME`,
     `MLFLOW_TRACKING_PASSWORD`, `MLFLOW_TRACKING_TOKEN`)."""
 
     tracking_uri: str | None = None
@@ -36,7 +36,7 @@ def _check(config: MlflowConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[MlflowConfig]]:
-    """The component of this package."""
+    """The tracker `mlflow`."""
     yield Component(
         "mlflow",
         "stretto_mlflow.mlflow_run:MlflowTracker",

@@ -1,8 +1,8 @@
 """One run of MLflow.
 
-A figure is `train/<name>` or `evaluation/<name>`; a further `/` becomes a dot, because a store of files
-cannot hold `reward` beside `reward/format`. A kill may leave a part of a step, so the next process asks for
-the last step of each figure.
+A figure is `train/<name>` or `evaluation/<name>`. A further `/` becomes a dot, because a store of files
+cannot have both `reward` and `reward/format`. A killed process may have logged only a part of a step, so the
+next process reads the last step of each figure.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from stretto_mlflow import MlflowConfig
 _REFUSED = re.compile(r"[^\w .:-]")
 """Characters that MLflow does not accept in the name of a figure or a parameter, and `/`."""
 _MOST_PARAMS = 100
-"""Number of parameters that MLflow accepts at once."""
+"""Maximum number of parameters that MLflow accepts in one call."""
 _LONGEST_VALUE = 500
-"""Characters. The shortest limit of MLflow's stores for the value of a parameter or tag."""
+"""Maximum characters of the value of a parameter or tag: the smallest limit of MLflow's stores."""
 _STATUS = {"completed": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class MlflowTracker:
-    """Logs to one run of MLflow. Every call has been answered by the store before it returns."""
+    """Logs to one run of MLflow. Every method returns after the store has answered."""
 
     def __init__(self, config: MlflowConfig, context: Context) -> None:
         self._config = config
         self._context = context
         self._run_id = ""
         self._last: dict[str, int] = {}
-        """Figure -> the last step that the store has of it."""
+        """Figure -> its last step in the store."""
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
-        """Create the run, or continue with it."""
+        """Create or resume the run; read the last step of each figure."""
         self._client = MlflowClient(self._config.tracking_uri)
         self._run_id = kept_id(self._config, self._context, self._create_run)
         self._client.update_run(self._run_id, status="RUNNING")
@@ -61,7 +61,7 @@ class MlflowTracker:
         self._log("evaluation", metrics)
 
     def advice(self, advice: Mapping[str, Any]) -> None:
-        """Set a tag with the advice, and take it away when the advice is withdrawn."""
+        """Set a tag with the advice, or delete the tag when the advice is withdrawn."""
         name = f"advice.{advice['rule']}"
         if advice["until"] is None:
             self._client.set_tag(self._run_id, name, advice["message"][:_LONGEST_VALUE])
@@ -69,9 +69,9 @@ class MlflowTracker:
             self._client.delete_tag(self._run_id, name)
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write a table as an artifact. If it comes again, it replaces itself."""
+        """Write a table as an artifact. A table that is sent again replaces the artifact."""
         kind = "train" if rows[0]["purpose"] == "train" else "evaluation"
-        # MLflow's own tables look like this. `log_table` would need pandas, and append what comes again.
+        # The format of MLflow's tables. `log_table` would need pandas, and would append a table sent again.
         table = {"columns": SAMPLE_FIELDS, "data": [sample_cells(row) for row in rows]}
         self._client.log_dict(self._run_id, table, f"samples/{kind}-{rows[0]['step']:06}.json")
 
@@ -84,29 +84,29 @@ class MlflowTracker:
         name = self._config.experiment
         try:
             experiment = self._client.create_experiment(name)
-        except MlflowException:  # it exists, perhaps since just now
-            found = self._client.get_experiment_by_name(name)
-            if found is None:
+        except MlflowException:  # it exists: another process may just have created it
+            existing = self._client.get_experiment_by_name(name)
+            if existing is None:
                 raise
-            experiment = found.experiment_id
+            experiment = existing.experiment_id
         run_name = self._config.run_name or Path(self._context.folder).name
         return self._client.create_run(experiment, run_name=run_name).info.run_id
 
     def _log(self, prefix: str, metrics: Mapping[str, Any]) -> None:
         step, milliseconds = metrics["step"], round(1000 * metrics["time"])
-        named = {
+        values = {
             f"{prefix}/{_REFUSED.sub('.', name.removeprefix(f'{prefix}/'))}": value
             for name, value in figures(metrics).items()
         }
         new = [
             Metric(name, value, milliseconds, step)
-            for name, value in named.items()
+            for name, value in values.items()
             if self._last.get(name, -1) < step
         ]
         self._client.log_batch(self._run_id, metrics=new)
 
     def _log_params(self, config: Mapping[str, Any], logged: Mapping[str, str]) -> None:
-        """Log the run's values. MLflow's parameters never change: those of a resumed run stay."""
+        """Log the run's config as parameters, except those logged before: a parameter cannot change."""
         params = (
             Param(_REFUSED.sub("_", key), value[:_LONGEST_VALUE])
             for key, value in _leaves(config)

@@ -1,7 +1,7 @@
 """Tracker `tensorboard`: event files for TensorBoard, in the run's folder `trackers/tensorboard`.
 
-To look at them: `tensorboard --logdir RUN`, or a folder of several runs. `train` and `evaluation` have the
-figures by step or version, `samples/train` and `samples/evaluation` samples as texts.
+To see them: `tensorboard --logdir RUN`, or a folder of several runs. `train` and `evaluation` have figures by
+step or version; `samples/train` and `samples/evaluation` have samples as texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[TrackerConfig]]:
-    """The component of this package."""
+    """The tracker `tensorboard`."""
     yield Component(
         "tensorboard",
         "stretto_tensorboard.events:TensorBoardTracker",

@@ -1,7 +1,7 @@
 """Event files of one run.
 
-Each process writes files of its own, whose first event makes readers drop what a killed process wrote after
-its last note. Samples come after later steps, so they have their own files.
+Each process writes new files. Their first event makes readers drop the events that a killed process wrote for
+steps which are sent again. Samples may come after figures of later steps, so samples have separate files.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -34,7 +34,7 @@ class TensorBoardTracker:
         self._folder = tracker_folder(config, context)
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> None:
-        """Open new event files that continue after what was sent."""
+        """Open new event files that continue after the figures and samples that were sent."""
         sent = resumed_at or Sent(step=-1, samples=-1)
         self._train = _Events(self._folder / "train", first_step=sent.step + 1)
         self._evaluation = _Events(self._folder / "evaluation", first_step=sent.evaluation + 1)
@@ -97,7 +97,7 @@ class _Events:
         self._add(Summary(value=values), metrics["step"], metrics["time"])
 
     def add_text(self, tag: str, text: str, step: int, wall_time: float) -> None:
-        """Write a text. TensorBoard reads Markdown; indented lines are shown as they are."""
+        """Write a text. TensorBoard renders Markdown, but shows indented lines unchanged."""
         indented = "\n".join(f"    {line}" for line in text.splitlines())
         plugin = SummaryMetadata.PluginData(
             plugin_name="text", content=TextPluginData(version=0).SerializeToString()
@@ -122,8 +122,8 @@ class _Events:
 
 
 def _wait_for_later_name(folder: Path) -> None:
-    """Wait until a new file's name, which begins with its second, sorts after those of the folder: readers
-    take files in that order."""
+    """Wait until the name of a new file, which has the present second, sorts after the names in the folder:
+    readers read files in that order."""
     newest = max((int(file.name.split(".")[3]) for file in folder.glob("events.out.tfevents.*")), default=0)
     while int(time.time()) <= newest:
         time.sleep(0.05)

@@ -10,8 +10,8 @@ __all__ = ["TrackioConfig"]
 
 
 class TrackioConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section of the tracker `trackio`. The database is in `TRACKIO_DIR` of the environment, by default in
-    the cache of Hugging Face."""
+    """Section of the tracker `trackio`. The environment variable `TRACKIO_DIR` sets the database's folder;
+    the default is in the cache of Hugging Face."""
 
     project: str = "stretto"
     """Project of the run."""
@@ -21,7 +21,7 @@ class TrackioConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[TrackioConfig]]:
-    """The component of this package."""
+    """The tracker `trackio`."""
     yield Component(
         "trackio",
         "stretto_trackio.trackio_run:TrackioTracker",

@@ -1,6 +1,6 @@
 """One run of trackio.
 
-Its thread writes rows to the database some time after they were logged, so each start reads what arrived.
+A thread of trackio writes logged rows to the database later, so each start reads which rows arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from stretto.tracker import SAMPLE_FIELDS, Sent, figures, kept_id, sample_cells
 from stretto_trackio import TrackioConfig
 
 _EVALUATION = "evaluation/samples"
-"""A figure that every evaluation has, and no step."""
+"""A figure that is in the row of every evaluation, and in no row of a step."""
 _SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
 
 
@@ -33,7 +33,7 @@ class TrackioTracker:
         self._context = context
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent:
-        """Begin or resume the run; return what the database has."""
+        """Begin or resume the run; return the last steps in the database."""
         del resumed_at
         for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
             if os.environ.get(name):
@@ -51,7 +51,7 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        atexit.register(self._run.finish)  # trackio's own writes only what the main thread has logged
+        atexit.register(self._run.finish)  # trackio's own exit handler writes only rows of the main thread
         rows = SQLiteStorage.get_logs(self._config.project, self._name)
         others = {_EVALUATION, *_SAMPLES.values()}
         return Sent(
@@ -73,12 +73,12 @@ class TrackioTracker:
             self._run.alert(advice["rule"], advice["message"], level=trackio.AlertLevel.WARN)
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table, at its step or version. The dashboard shows its texts as they are."""
+        """Log a table, at its step or version. The dashboard shows texts unchanged."""
         table = trackio.Table(columns=list(SAMPLE_FIELDS), data=[sample_cells(row) for row in rows])
         self._run.log({_SAMPLES[rows[0]["purpose"]]: table}, step=rows[0]["step"])
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write what is left."""
+        """Write the remaining rows."""
         del summary
         self._run.finish()
 

@@ -14,8 +14,8 @@ __all__ = ["WandbConfig"]
 
 
 class WandbConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Section of the tracker `wandb`. The environment has the credentials: `WANDB_API_KEY`, or the file that
-    `wandb login` writes."""
+    """Section of the tracker `wandb`. The credentials come from `WANDB_API_KEY` in the environment, or from
+    the file that `wandb login` writes."""
 
     mode: Literal["online", "offline"] = "online"
     """`offline` writes files in the run's folder, for machines without a network: `wandb sync` sends them
@@ -23,7 +23,7 @@ class WandbConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_field
     project: str = "stretto"
     """Project of the run."""
     entity: str | None = None
-    """User or team; default: that of the credentials."""
+    """User or team; default: the user of the credentials."""
     run_name: str | None = None
     """Name of the run on its page; default: the name of the run's folder."""
     group: str | None = None
@@ -47,7 +47,7 @@ def _check(config: WandbConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[WandbConfig]]:
-    """The component of this package."""
+    """The tracker `wandb`."""
     yield Component(
         "wandb",
         "stretto_wandb.wandb_run:WandbTracker",

@@ -18,15 +18,15 @@ from typing import Any
 from wandb.proto.wandb_internal_pb2 import Record
 
 _MAGIC = b":W&B"
-_FILE_HEAD = 7
+_FILE_HEAD = 7  # bytes
 _BLOCK = 32 * 2**10
 _PART_HEAD = struct.Struct("<IHB")
 _WHOLE, _LAST = 1, 4
-"""Kinds of parts: those that end a record."""
+"""Kinds of the parts that end a record."""
 
 
 def history_rows(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the run's history. A killed process's file ends with its last whole block or record."""
+    """Yield the rows of the run's history. Ignore the incomplete end of a killed process's file."""
     data = file.read_bytes()
     if not data.startswith(_MAGIC):
         raise ValueError(f"{file} is not a file of wandb")
@@ -41,18 +41,18 @@ def history_rows(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    place, parts = _FILE_HEAD, b""
+    offset, parts = _FILE_HEAD, b""
     while True:
-        if (left := _BLOCK - place % _BLOCK) < _PART_HEAD.size:
-            place += left  # a block ends with zeros where no head fits
-        if place + _PART_HEAD.size > len(data):
+        if (left_in_block := _BLOCK - offset % _BLOCK) < _PART_HEAD.size:
+            offset += left_in_block  # a block ends with zeros where no head fits
+        if offset + _PART_HEAD.size > len(data):
             return
-        _, length, kind = _PART_HEAD.unpack_from(data, place)
-        place += _PART_HEAD.size
-        if kind == 0 or place + length > len(data):
+        _, length, kind = _PART_HEAD.unpack_from(data, offset)
+        offset += _PART_HEAD.size
+        if kind == 0 or offset + length > len(data):
             return
-        parts += data[place : place + length]
-        place += length
+        parts += data[offset : offset + length]
+        offset += length
         if kind in (_WHOLE, _LAST):
             yield parts
             parts = b""

@@ -1,8 +1,8 @@
 """One run of Weights & Biases.
 
-wandb's history only grows, and evaluations and tables of samples come after later steps. So rows have figures
+wandb only appends to a history, but evaluations and samples may come after later steps. So rows have figures
 `step` and `evaluation/step`, over which wandb draws curves. A process of wandb sends rows some time after
-they were logged, so each start asks what has arrived: the run's page, or the files of an offline run.
+they were logged, so each start reads which rows arrived, from the run's page or an offline run's files.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _SAMPLES = {"train": "samples/train", "eval": "samples/evaluation"}
 _SAMPLES_STEP = {purpose: f"{table}_step" for purpose, table in _SAMPLES.items()}
 """The figure over which wandb shows the tables of a purpose."""
 _RUNS: dict[str, wandb.Run] = {}
-"""The run of each id in this process. It has to end before a tracker that failed can continue it."""
+"""Run id -> the run in this process. It must be finished before another tracker can resume it."""
 
 
 class WandbTracker:
-    """Logs to one run of wandb, whose id stays the same."""
+    """Logs to one run of wandb, whose id is the same in all processes."""
 
     def __init__(self, config: WandbConfig, context: Context) -> None:
         self._config = config
@@ -36,24 +36,24 @@ class WandbTracker:
         self._folder = tracker_folder(config, context)
 
     def start(self, config: Mapping[str, Any], resumed_at: Sent | None) -> Sent:
-        """Begin or resume the run; return what it has."""
+        """Begin or resume the run; return the last steps that the run has."""
         del resumed_at
-        own = self._config
-        run_id = kept_id(own, self._context, lambda: secrets.token_hex(4))
-        offline = own.mode == "offline"
+        section = self._config
+        run_id = kept_id(section, self._context, lambda: secrets.token_hex(4))
+        offline = section.mode == "offline"
         if run_id in _RUNS:
             _RUNS.pop(run_id).finish()
         rows = list(self._rows_of_files(run_id)) if offline else []
         self._run = _RUNS[run_id] = wandb.init(
-            project=own.project,
-            entity=own.entity,
-            name=own.run_name or Path(self._context.folder).name,
-            group=own.group,
-            tags=own.tags,
+            project=section.project,
+            entity=section.entity,
+            name=section.run_name or Path(self._context.folder).name,
+            group=section.group,
+            tags=section.tags,
             id=run_id,
             resume="allow",
             reinit="create_new",  # the default returns the run of another tracker of this process
-            mode=own.mode,
+            mode=section.mode,
             dir=str(self._folder),
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True),
@@ -84,12 +84,12 @@ class WandbTracker:
         self._run.log({_EVALUATION: metrics["step"], **figures(metrics)})
 
     def advice(self, advice: Mapping[str, Any]) -> None:
-        """Send given advice as an alert, by which wandb can notify its user."""
+        """Send given advice as an alert; wandb can notify the user of alerts."""
         if advice["until"] is None:
             self._run.alert(f"stretto: {advice['rule']}", advice["message"], level="WARN")
 
     def samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Log a table, whose texts wandb shows as they are."""
+        """Log a table, whose texts wandb shows unchanged."""
         purpose, step = rows[0]["purpose"], rows[0]["step"]
         table = wandb.Table(columns=list(SAMPLE_FIELDS), data=[sample_cells(row) for row in rows])
         self._run.log({_SAMPLES_STEP[purpose]: step, _SAMPLES[purpose]: table})
