@@ -1,4 +1,4 @@
-"""`stretto plan`: how fast a run will be, before it is paid for, and which numbers make it faster."""
+"""`stretto plan`: forecast the speed of a run before it starts, and find values that make it faster."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from stretto.simulation import Forecast, ServiceTimes
 
 _ENGINES = {"inference": ("torch", "mock"), "training": ("torch", "mock")}
-_STALENESS = (0, 1, 2, 4, 8)
-_HOURS_FROM_S = 600  # the duration of a shorter run is told in seconds
+_STALENESS = (0, 1, 2, 4, 8)  # values of queue.max_staleness to try
+_HOURS_FROM_S = 600  # the duration of a shorter run is shown in seconds
 _SURE = 0.2
-"""A forecast that is farther from the measured step is said to be so."""
+"""Relative error of the forecast of a step above which the command prints the error."""
 _WORTH = 1.1
-"""A value is recommended if it makes a run at least 1.1 times as fast: forecasts are not better than that."""
+"""Speed-up from which a value is recommended. Forecasts are not accurate enough for smaller ones."""
 
 
 def plan(
@@ -73,39 +73,39 @@ def plan(
     from stretto.simulation import composed
     from stretto_plan.fitting import on_gpus
 
-    ran = RunFolder(file) if file.is_dir() else None
-    for each in (ran, RunFolder(record) if record else None):
-        if each is not None:
-            each.require_trust(trusted=trust_plugins)
-    file = file / "config.yaml" if ran else file
+    past_run = RunFolder(file) if file.is_dir() else None
+    for folder in (past_run, RunFolder(record) if record else None):
+        if folder is not None:
+            folder.require_trust(trusted=trust_plugins)
+    file = file / "config.yaml" if past_run else file
     run = composed(file, overrides or ())
-    number = cores or len(os.sched_getaffinity(0))
+    num_cores = cores or len(os.sched_getaffinity(0))
     splits = _splits(run, gpus) if gpus else []
-    service, measured_s = _service_times(file, overrides or (), run, times, record, number)
-    planner = _Planner(run, service, number, splits)
+    service, measured_s = _service_times(file, overrides or (), run, times, record, num_cores)
+    planner = _Planner(run, service, num_cores, splits)
     base = planner.forecast({})
     typer.echo(
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
     )
-    if overrides and (plain := _without_overrides(file, run)):
-        without = _Planner(plain, service, number).forecast({})
-        planner.reference = without.tokens_per_s
-        planner.show("the run file", without)
+    if overrides and (plain_run := _without_overrides(file, run)):
+        plain_forecast = _Planner(plain_run, service, num_cores).forecast({})
+        planner.reference = plain_forecast.tokens_per_s
+        planner.show("the run file", plain_forecast)
     planner.show(f"the run file with {' '.join(overrides)}" if overrides else "the run file", base)
     if measured_s is not None and abs(error := base.step_s / measured_s - 1) > _SURE:
         typer.echo(
             f"the forecast of a step is {error:+.0%} from what was measured: something else used this host, "
             "or the run waits for what a forecast does not contain (docs/plan.md); trust the ratios alone"
         )
-    if ran:
-        planner.compare(ran)
+    if past_run:
+        planner.compare(past_run)
     if not only:
         best = planner.search()
         for eta in _STALENESS:
             if eta != run["queue"]["max_staleness"]:
                 value = f"queue.max_staleness={eta}"
                 changed = composed(file, [*(overrides or ()), value])  # slots may follow from it
-                planner.show(value, _Planner(changed, service, number).forecast({}))
+                planner.show(value, _Planner(changed, service, num_cores).forecast({}))
         typer.echo(planner.advice(best))
     if on_gpus(run):
         typer.echo("not checked: that twice as many GPUs of the trainer take half of the time for a token")
@@ -113,13 +113,13 @@ def plan(
     duration = f"{seconds / 3600:.2f} h" if seconds >= _HOURS_FROM_S else f"{seconds:.0f} s"
     typer.echo(
         f"{run['steps']} steps take {duration} without evaluations and checkpoints; the oldest token is "
-        f"{base.max_staleness:.0f} steps old. On {number} cores: "
+        f"{base.max_staleness:.0f} steps old. On {num_cores} cores: "
         + ", ".join(f"{role} {used:.2f}" for role, used in base.cores.items())
     )
 
 
 def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys of a run that cannot be measured here, each with what is measured."""
+    """Yield each key of a run that cannot be measured here, with a text of what can be measured."""
     if (launcher := run["launcher"]["use"]) != "local":
         yield "launcher.use", f"the run on this machine; expected 'local', not {launcher!r}"
     for section, known in _ENGINES.items():
@@ -130,15 +130,15 @@ def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
-    """Return processes and replicas for so many GPUs. Processes are a power of two, or three times one."""
-    of_trainer, of_engine = run["training"]["gpus"], run["inference"]["gpus"]
-    if not of_trainer or not of_engine:
+    """Return splits of `gpus` into processes, 1 or 3 times a power of two, and replicas."""
+    gpus_of_trainer, gpus_of_engine = run["training"]["gpus"], run["inference"]["gpus"]
+    if not gpus_of_trainer or not gpus_of_engine:
         raise ConfigError(
-            f"--gpus: the run file gives a process of training {of_trainer} GPUs and one of inference "
-            f"{of_engine}; expected `gpus` in both sections"
+            f"--gpus: the run file gives a process of training {gpus_of_trainer} GPUs and one of inference "
+            f"{gpus_of_engine}; expected `gpus` in both sections"
         )
     numbers = sorted(base * 2**power for base in (1, 3) for power in range(gpus.bit_length()))
-    pairs = [(number, (gpus - number * of_trainer) // of_engine) for number in numbers]
+    pairs = [(number, (gpus - number * gpus_of_trainer) // gpus_of_engine) for number in numbers]
     return [
         {"training.processes": processes, "inference.replicas": replicas}
         for processes, replicas in pairs
@@ -154,7 +154,7 @@ def _service_times(
     record: Path | None,
     cores: int,
 ) -> tuple[ServiceTimes, float | None]:
-    """Return service times, and the seconds of a step if they are measured now."""
+    """Return service times, and the seconds of a step if the service times are measured now."""
     import msgspec
 
     from stretto.simulation import ServiceTimes
@@ -163,12 +163,12 @@ def _service_times(
         return msgspec.json.decode(kept.read_bytes(), type=ServiceTimes), None
     step_s = None
     if record:
-        found = _read_times(run, record, cores)
+        times = _read_times(run, record, cores)
     else:
-        found, step_s = _measure_times(file, overrides, run, cores)
+        times, step_s = _measure_times(file, overrides, run, cores)
     if kept is not None:
-        kept.write_bytes(msgspec.json.format(msgspec.json.encode(found)) + b"\n")
-    return found, step_s
+        kept.write_bytes(msgspec.json.format(msgspec.json.encode(times)) + b"\n")
+    return times, step_s
 
 
 def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
@@ -177,16 +177,16 @@ def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTime
     from stretto_plan.recorded import times_of
 
     folder = RunFolder(record)
-    former = composed(folder.folder / "config.yaml")
-    now, then = _what_takes_time(run), _what_takes_time(former)
-    for key, value in then.items():
-        if value != now[key]:
+    recorded_run = composed(folder.folder / "config.yaml")
+    asked, recorded = _what_takes_time(run), _what_takes_time(recorded_run)
+    for key, value in recorded.items():
+        if value != asked[key]:
             raise ConfigError(
-                f"--from: {key} is {value!r} in {record}, and {now[key]!r} in the run file; expected a run "
+                f"--from: {key} is {value!r} in {record}, and {asked[key]!r} in the run file; expected a run "
                 "with the same engines and model",
                 path=key,
             )
-    return times_of(folder, former, cores)
+    return times_of(folder, recorded_run, cores)
 
 
 def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_overrides(file: Path, run: Mapping[str, Any]) -> dict[str, Any] | None:
-    """None if the service times do not hold for the run file alone, or if that is no run."""
+    """Return the run file without overrides; None if it is not valid, or has other service times."""
     from stretto.simulation import composed
 
     try:
@@ -216,18 +216,18 @@ def _measure_times(
     typer.echo(
         "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
     )
-    one = measure(file, overrides)
-    other = None
+    full = measure(file, overrides)
+    reduced = None
     if run["inference"]["use"] != "mock":
         slots, batch = max(8, run["inference"]["slots"] // 4), max(1, run["queue"]["batch_size"] // 2)
         typer.echo(f"measuring: with {slots} slots and batches of {batch}")
-        fewer = (
+        reductions = (
             *(f"inference.slots={slots}", f"queue.batch_size={batch}"),
             *("queue.max_staleness=0", "samples.keep=all"),
         )
-        other = measure(file, [*overrides, *fewer])
-    typer.echo(f"measured: {one.step_s:.3f} s/step, mean age {one.staleness:.2f}")
-    return fit(one, other, cores), one.step_s
+        reduced = measure(file, [*overrides, *reductions])
+    typer.echo(f"measured: {full.step_s:.3f} s/step, mean age {full.staleness:.2f}")
+    return fit(full, reduced, cores), full.step_s
 
 
 class _Planner:
@@ -241,7 +241,7 @@ class _Planner:
         self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}
         self.reference: float | None = None
-        """Tokens per second of the forecast that has speed 1; None for that of the run file."""
+        """Tokens per second that are shown as speed 1; None for those of the forecast without changes."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         from stretto.simulation import forecast

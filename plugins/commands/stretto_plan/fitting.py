@@ -1,4 +1,4 @@
-"""Service times from measured runs: with them, simulated runs take the processor time of the real ones."""
+"""Fit service times to measured runs, so that simulated runs use as much processor time as the real ones."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from stretto.simulation import Forecast, ServiceTimes, forecast
 from stretto_plan.measuring import Measured
 
 ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
-STEPS = 24
+STEPS = 24  # of a simulated run
 ROUNDS = 3
-"""Each forecast with new service times counts other callbacks."""
-_GUESS_S = 5e-5
+"""Number of fits: each forecast with new service times has another number of callbacks."""
+_GUESS_S = 5e-5  # for a callback
 GUESSED: dict[str, Any] = {"callback_s": dict.fromkeys(ROLES, _GUESS_S), "message_s": 2 * _GUESS_S}
-"""A callback, and a message, before anything is known of the machine."""
+"""First guess of the service times of callbacks and messages."""
 
 
 def on_gpus(run: Mapping[str, Any]) -> bool:
-    """Return whether an engine of a run file has GPUs."""
+    """Return True if an engine of a run file has GPUs."""
     return bool(run["inference"].get("gpus") or run["training"].get("gpus"))
 
 
 def computes(run: Mapping[str, Any]) -> bool:
-    """Return whether the engines of a run file compute on processor cores. Those of `mock` sleep."""
+    """Return True if the engines of a run file compute on processor cores; `mock` engines sleep instead."""
     return run["inference"]["use"] != "mock" and not on_gpus(run)
 
 
@@ -43,9 +43,9 @@ def shortened(run: Mapping[str, Any], numbers: Mapping[str, Any] | None = None) 
 def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     """Return the service times of a run.
 
-    Engines that compute need an `other` run with fewer slots, smaller batches and no staleness. There the
-    engine and the trainer work one after the other, so their seconds are processor seconds, and what their
-    processes use beyond these is for messages, swaps and the like.
+    Engines that compute need an `other` run with fewer slots, smaller batches and no staleness. In that run
+    engine and trainer work one after the other, so their seconds are processor seconds. All other processor
+    time of their processes is for messages, swaps and the like.
     """
     times = ServiceTimes(**GUESSED)
     if other is None:
@@ -54,13 +54,13 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
         return times
     engine_s = other.processor_s["inference"] - other.generate_s, other.generate_s
     trainer_s = other.processor_s["trainer"] - other.train_s, other.train_s
-    used = {**one.processor_s, "inference": max(0.0, engine_s[0]), "trainer": max(0.0, trainer_s[0])}
-    decode_s = one.processor_s["inference"] - used["inference"], other.generate_s
-    train_s = one.processor_s["trainer"] - used["trainer"], other.train_s
+    overhead_s = {**one.processor_s, "inference": max(0.0, engine_s[0]), "trainer": max(0.0, trainer_s[0])}
+    decode_s = one.processor_s["inference"] - overhead_s["inference"], other.generate_s
+    train_s = one.processor_s["trainer"] - overhead_s["trainer"], other.train_s
     with_samples = one if one.lengths else other
     tokens = (each.sampled_tokens * with_samples.tokens_per_sampled for each in (one, other))
     base_s, token_s = _line(*zip(tokens, train_s, strict=True))
-    # A guess: a step with all slots costs twice one without samples.
+    # A guess: a decode step with all slots costs twice as much as one without samples.
     per_token = decode_s[0] / one.sampled_tokens
     times = msgspec.structs.replace(
         times,
@@ -71,8 +71,8 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
         lengths=with_samples.lengths,
     )
     for _ in range(ROUNDS):
-        seen = [_forecast(each, times, cores, computes=True) for each in (one, other)]
-        times = _overhead(_engine(times, decode_s, (one, other), seen), used, seen[0])
+        forecasts = [_forecast(each, times, cores, computes=True) for each in (one, other)]
+        times = _overhead(_engine(times, decode_s, (one, other), forecasts), overhead_s, forecasts[0])
     return times
 
 
@@ -81,12 +81,12 @@ def _forecast(measured: Measured, times: ServiceTimes, cores: int, *, computes: 
 
 
 def _overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:
-    """Return the times with which the callbacks of each role cost in a step what they did: `used_s` processor
-    seconds, without those of computations."""
+    """Fit the times of callbacks and messages, so that a simulated step uses the measured processor time:
+    `used_s`, by role, without computations."""
     callback_s = {role: used_s[role] / seen.callbacks[role] for role in ROLES if seen.callbacks.get(role)}
-    # What else runs beside, such as the sample writer, works for each message too.
-    beside_s = used_s["nats-server"] + used_s.get("other", 0.0)
-    message_s = beside_s / seen.callbacks["nats-server"]
+    # Other processes, such as the sample writer, also work for each message.
+    nats_and_others_s = used_s["nats-server"] + used_s.get("other", 0.0)
+    message_s = nats_and_others_s / seen.callbacks["nats-server"]
     return msgspec.structs.replace(times, callback_s=callback_s, message_s=message_s)
 
 
@@ -96,8 +96,8 @@ def _engine(
     runs: Sequence[Measured],
     seen: Sequence[Forecast],
 ) -> ServiceTimes:
-    """Return the times of decode steps with which both runs take what they did, if an engine decodes as many
-    samples at once as in the simulation."""
+    """Fit the times of decode steps, so that both runs use the measured processor time, `decode_s`, if their
+    engines decode as many samples at once as in the simulation."""
     points: list[tuple[float, float]] = []
     for seconds, measured, run in zip(decode_s, runs, seen, strict=True):
         # A step's processor time is step_s + sample_s × the samples in it.

@@ -1,4 +1,4 @@
-"""What the work of a run costs: start it for some steps, and read the processor time of its processes."""
+"""Measure the costs of a run: start it for some steps, and read the processor time of its processes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from stretto.simulation import composed
 from stretto.user_code.guard import end_with_parent
 
 _FIRST, _FIRST_SLOW = 6, 3
-"""Steps before the measurement, in which the queue fills and libraries warm up; of a slow run, the second."""
-_SLOW_S = 2.0  # seconds of a step of a slow run
+"""Steps before the measurement, while the queue fills and libraries warm up; the second for slow runs."""
+_SLOW_S = 2.0  # a run is slow if its steps take more seconds
 FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
-"""Least steps that are measured, the least of a slow run, and the most."""
-# Enough seconds of measurement, and those after which `_FEWEST_SLOW` steps are enough.
+"""Minimum number of measured steps, the minimum for a slow run, and the maximum."""
+# Minimum seconds of measurement, and seconds after which `_FEWEST_SLOW` steps are enough.
 _SHORT_S, _LONG_S = 15.0, 30.0
 _SAY_S = 10.0  # between two lines of progress
-_POLL_S = 0.05  # short beside a step, so that the readings are at its end
-_MOST_LENGTHS = 2048
+_POLL_S = 0.05  # much shorter than a step, so that a reading is at the end of a step
+_MOST_LENGTHS = 2048  # about the most answers whose lengths are returned
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Measured:
     """Seconds in a step in which the trainer computes."""
     lengths: tuple[int, ...] = ()
     tokens_per_sampled: float = 1.0
-    """Tokens of a batch, prompts included, for each sampled one."""
+    """Tokens of a batch, prompts included, divided by its sampled tokens."""
 
 
 @dataclass
@@ -63,17 +63,17 @@ class _Reading:
 
 
 def measure(file: Path, overrides: Sequence[str]) -> Measured:
-    """Run a run file for some steps, and return what they cost."""
+    """Run a run file for some steps, and return the measured costs."""
     run = composed(file, overrides)
     with scratch_folder("stretto-plan-") as (folder, until_ended):
         out = folder / "run"
-        # Nothing of the run is to be seen elsewhere, or left there.
-        fixed = (
+        # The measured run must leave nothing outside of this folder, and no other program may see it.
+        safe_values = (
             *(f"out={out}", f"steps={_FIRST + _MOST + 2}", "evaluation=null", "checkpoint.every=0"),
             *("checkpoint.store=null", "trackers=[]"),
             *("bus.url=null", "bus.credentials=null", "bus.tls=null", "bus.replicas=1"),
         )
-        command = [sys.executable, "-m", "stretto", "run", str(file), *overrides, *fixed]
+        command = [sys.executable, "-m", "stretto", "run", str(file), *overrides, *safe_values]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 command,
@@ -93,8 +93,8 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
 
 
 def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Return seconds, sampled tokens and mean staleness of a step of a run, without its first third, in which
-    the queue fills, and without the waits for evaluations and checkpoints."""
+    """Return mean seconds, sampled tokens and staleness of a run's steps. The first third, in which the queue
+    fills, and waits for evaluations and checkpoints do not count."""
     steady = steps[len(steps) // 3 :]
     if len(steady) < FEWEST_STEPS:
         raise RunError(
@@ -109,31 +109,31 @@ def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float
 
 
 def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
-    """Return lengths of kept answers and the batch's tokens per sampled one; none and 1 without answers."""
+    """Return the lengths of kept answers, and the tokens per sampled token; () and 1 without answers."""
     rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
-    kept = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
-    if not kept:
+    answers = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
+    if not answers:
         return (), 1.0
-    lengths = tuple(row["sampled"] for row in kept)
-    return lengths, sum(row["length"] for row in kept) / sum(lengths)
+    lengths = tuple(row["sampled"] for row in answers)
+    return lengths, sum(row["length"] for row in answers) / sum(lengths)
 
 
 def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
-    """Wait for the steps, and read the processes at the first and at the last one. Say how long it takes."""
+    """Read the processes at the first and the last measured step, and print the progress."""
     first: _Reading | None = None
-    root, began, said = psutil.Process(process.pid), 0.0, time.monotonic()
+    root, began_at, said_at = psutil.Process(process.pid), 0.0, time.monotonic()
     while process.poll() is None:
         step, now = _steps_of(out), time.monotonic()
-        began = began or (now if step else 0.0)
-        pace = (now - began) / (step - 1) if step > 1 else 0.0  # also of the step under way
-        before = _FIRST_SLOW if pace > _SLOW_S else _FIRST
-        if first is None and step >= before:
+        began_at = began_at or (now if step else 0.0)
+        pace = (now - began_at) / (step - 1) if step > 1 else 0.0  # includes the unfinished step
+        num_before = _FIRST_SLOW if pace > _SLOW_S else _FIRST
+        if first is None and step >= num_before:
             first = _read_processes(root, step)
-        end = (first.step if first else before) + _steps_at(pace)
+        end = (first.step if first else num_before) + _steps_at(pace)
         if first is not None and step >= end:
             return first, _read_processes(root, step)
-        if now - said > _SAY_S:
-            said = now
+        if now - said_at > _SAY_S:
+            said_at = now
             left = f"{pace:.1f} s each, about {(end - step) * pace:.0f} s left"
             typer.echo(f"  step {step} of {end}: {left}" if pace else "  the run starts")
         time.sleep(_POLL_S)
@@ -161,9 +161,9 @@ def _steps_of(out: Path) -> int:
 
 def _read_processes(root: psutil.Process, step: int) -> _Reading:
     reading = _Reading(step, time.monotonic())
-    for each in [root, *root.children(recursive=True)]:
+    for process in [root, *root.children(recursive=True)]:
         try:
-            role, times = _role_of(each, root.pid), each.cpu_times()
+            role, times = _role_of(process, root.pid), process.cpu_times()
         except psutil.Error:
             continue
         reading.processor_s[role] = reading.processor_s.get(role, 0.0) + times.user + times.system
@@ -171,7 +171,7 @@ def _read_processes(root: psutil.Process, step: int) -> _Reading:
 
 
 def _role_of(process: psutil.Process, kernel: int) -> str:
-    """Return what a process is. The children of verifiers count as verifiers."""
+    """Return the role of a process. The children of verifiers count as verifiers."""
     if process.pid == kernel:
         return "kernel"
     if process.name() == "nats-server":

@@ -1,4 +1,4 @@
-"""Service times from the records of a run that has been: nothing is measured, and its engines may be any."""
+"""Service times from the records of a past run with any engines, without a measurement."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shor
 from stretto_plan.measuring import FEWEST_STEPS, answers_of
 
 _SURE = 3.0
-"""What a token costs is read from the differences between steps if it is so many standard errors."""
+"""Number of standard errors from which the cost of a token is read from differences between steps."""
 _Lines = Sequence[Mapping[str, Any]]
 
 
 def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTimes:
     """Return the service times of a run, from its steps without an evaluation.
 
-    A guess, which one run cannot show: a step with all slots takes twice one without samples.
+    A guess, which one run cannot show: a decode step with all slots takes twice as long as an empty one.
     """
     lines = _without_evaluations(record)
     inference, training = run["inference"], run["training"]
@@ -31,17 +31,17 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
     if inference["use"] != "mock":
         times = _engines(record, run, lines)
     if on_gpus(run):
-        return times  # servers and collectives spin on cores, so these tell nothing of the rest
+        return times  # servers and collectives spin on cores, so `cores_used` shows no other work
     computed_s, step_s = 0.0, _mean(lines, "step_s")
     if computes(run):
         computed_s = _mean(lines, "generate_busy_s") * inference["replicas"] * inference["threads"]
         computed_s += _mean(lines, "train_s") * training["processes"] * training["threads"]
-    used_s, clock, worked = _mean(lines, "cores_used") * cores * step_s, times, 1.0
+    used_s, clock_times, share = _mean(lines, "cores_used") * cores * step_s, times, 1.0
     for _ in range(ROUNDS):
-        seen = forecast(shortened(run), times, cores=cores, computes=computes(run))
-        # The clock also counts waits for a core, and the simulated host lets them wait again.
-        worked = min(1.0, worked * step_s / seen.step_s)
-        times = _overhead(_scaled(clock, worked), max(0.0, used_s - worked * computed_s), seen)
+        simulated = forecast(shortened(run), times, cores=cores, computes=computes(run))
+        # Clock times include waits for a core, and the simulated host adds such waits again.
+        share = min(1.0, share * step_s / simulated.step_s)
+        times = _overhead(_scaled(clock_times, share), max(0.0, used_s - share * computed_s), simulated)
     return times
 
 
@@ -51,7 +51,7 @@ def _scaled(times: ServiceTimes, factor: float) -> ServiceTimes:
 
 
 def _without_evaluations(record: RunFolder) -> _Lines:
-    spans = [(each.began, each.ended) for each in record.history.evaluations]
+    spans = [(evaluation.began, evaluation.ended) for evaluation in record.history.evaluations]
     lines = [
         line
         for line in record.steps[len(record.steps) // 3 :]
@@ -67,10 +67,10 @@ def _without_evaluations(record: RunFolder) -> _Lines:
 
 def _engines(record: RunFolder, run: Mapping[str, Any], lines: _Lines) -> ServiceTimes:
     inference, training = run["inference"], run["training"]
-    # A second of the clock is so many processor seconds of the engine, and of the trainer.
-    engine, trainer = 1, 1
+    # Processor seconds of the engine, and of the trainer, in a second of the clock.
+    engine_factor, trainer_factor = 1, 1
     if computes(run):
-        engine, trainer = inference["threads"], training["threads"] * training["processes"]
+        engine_factor, trainer_factor = inference["threads"], training["threads"] * training["processes"]
     slots, tokens = inference["slots"], math.fsum(line["tokens"] for line in lines)
     busy_s, all_s = (math.fsum(line[key] for line in lines) for key in ("generate_busy_s", "step_s"))
     decoding = min(slots, max(1.0, _mean(lines, "slots_used") * slots * all_s / busy_s))
@@ -84,10 +84,10 @@ def _engines(record: RunFolder, run: Mapping[str, Any], lines: _Lines) -> Servic
     train_s, token_s = _line([(line["tokens"] * tokens_per_sampled, line["train_s"]) for line in lines])
     return ServiceTimes(
         **GUESSED,
-        step_s=sample_s * slots * engine,
-        sample_s=sample_s * engine,
-        train_s=train_s * trainer,
-        token_s=token_s * (trainer if computes(run) else training["processes"]),
+        step_s=sample_s * slots * engine_factor,
+        sample_s=sample_s * engine_factor,
+        train_s=train_s * trainer_factor,
+        token_s=token_s * (trainer_factor if computes(run) else training["processes"]),
         swap_s=_mean(lines, "swap_pause_s"),
         lengths=lengths,
         knows_slots=False,
@@ -99,22 +99,22 @@ def _mean(lines: _Lines, key: str) -> float:
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return intercept and slope of a line through the mean; through 0 if they do not show the slope."""
+    """Fit a line and return intercept and slope. If the points do not show a slope, it goes through 0."""
     x, y = (statistics.mean(values) for values in zip(*points, strict=True))
     spread = math.fsum((u - x) ** 2 for u, _ in points)
     slope = math.fsum((u - x) * (v - y) for u, v in points) / spread if spread else 0.0
-    rest = math.fsum((v - y - slope * (u - x)) ** 2 for u, v in points)
-    error = math.sqrt(rest / (len(points) - 2) / spread) if spread else 0.0
+    residual = math.fsum((v - y - slope * (u - x)) ** 2 for u, v in points)
+    error = math.sqrt(residual / (len(points) - 2) / spread) if spread else 0.0
     if slope <= _SURE * error or slope > y / x:
         return 0.0, y / x
     return y - slope * x, slope
 
 
 def _overhead(times: ServiceTimes, rest_s: float, seen: Forecast) -> ServiceTimes:
-    """Return the times with which all callbacks and messages of a step cost these processor seconds. A
-    message is taken to cost twice a callback."""
-    number = sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
-    callback_s = rest_s / number
+    """Fit the times of callbacks and messages, so that those of a step use `rest_s` processor seconds. A
+    message is assumed to cost twice as much as a callback."""
+    num_callbacks = sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
+    callback_s = rest_s / num_callbacks
     return msgspec.structs.replace(
         times, callback_s=dict.fromkeys(ROLES, callback_s), message_s=2 * callback_s
     )

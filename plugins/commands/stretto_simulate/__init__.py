@@ -1,4 +1,4 @@
-"""`stretto simulate`: a run file in a thousand simulated worlds in which things go wrong."""
+"""`stretto simulate`: test a run file in many simulated universes with faults."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def simulate(
         raise typer.Exit(outcome.failed)
     if file is None:
         raise ConfigError("name a run file, or a tape: stretto simulate --replay TAPE")
-    kinds = [each.strip() for each in faults.split(",") if each.strip()]
-    if unknown := [each for each in kinds if each not in KINDS]:
+    kinds = [kind.strip() for kind in faults.split(",") if kind.strip()]
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise ConfigError(f"--faults: there is no kind {unknown[0]!r}; the kinds are {', '.join(KINDS)}")
     try:
         tapes = tapes_of(

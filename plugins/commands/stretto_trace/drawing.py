@@ -1,7 +1,7 @@
 """The timeline of a run, drawn for Perfetto's viewer.
 
-Workers have tracks, with tickets or served versions below. Other tracks have steps and their waits, calls of
-worker groups, evaluations, waiting groups, and counters. Arrows lead from tickets to steps.
+A worker has a track, with tracks of its tickets or served versions below. Other tracks have steps and their
+waits, calls of worker groups, evaluations, waiting groups, and counters. Arrows lead from tickets to steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from stretto.records.charts import FIGURES
 from stretto.records.run_folder import Attempt, CallSpan, RunFolder, RunHistory, SwapSpan, WorkerLife
 from stretto_trace.perfetto import PerfettoFile, SpanTracks
 
-_OF_STEP = ("reward", "loss", "staleness", "staleness_max", "tokens")
-_FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")
+_OF_STEP = ("reward", "loss", "staleness", "staleness_max", "tokens")  # facts of a step's span
+_FIGURES = ("reward", "staleness", "staleness_max", "step_tokens_per_s")  # drawn as counters
 
 
 def write_trace(folder: Path, file: Path) -> None:
@@ -26,11 +26,11 @@ def write_trace(folder: Path, file: Path) -> None:
     history = record.history
     if history.began is None:
         raise ConfigError(f"{folder} has no events: the run has not begun, or an older stretto ran it")
-    aside = file.with_name(f".{file.name}")
+    temporary = file.with_name(f".{file.name}")
     try:
-        with aside.open("wb") as stream:
+        with temporary.open("wb") as stream:
             _Drawing(PerfettoFile(stream, history.began), history, record).draw()
-        aside.replace(file)
+        temporary.replace(file)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error}") from error
 
@@ -70,30 +70,30 @@ class _Drawing:
         for attempt in self._history.attempts:
             if attempt.step is not None:
                 trained.setdefault(id(attempt.step), []).append(self._flows[id(attempt)])
-        before, seen = self._began, set[int]()
+        last_end, drawn_versions = self._began, set[int]()
         for step in self._history.steps:
-            start = max(step.began, before)
+            start = max(step.began, last_end)
             for cause, wait_start, wait_end in step.waits():
-                wait_start, wait_end = max(before, wait_start), max(before, wait_end)
+                wait_start, wait_end = max(last_end, wait_start), max(last_end, wait_end)
                 name = f"waiting for {cause}"
                 self._trace.span(track, wait_start, wait_end, name, "wait", {"step": step.version})
             line = lines.get(step.version, {})
             facts = {
                 "step": step.version,
                 "tickets": ", ".join(str(ticket) for ticket in step.figures.tickets),
-                "repeated": step.version in seen,
+                "repeated": step.version in drawn_versions,
                 **{name: line.get(name) for name in _OF_STEP},
             }
             ends = trained.get(id(step), ())
             self._trace.span(track, start, step.ended, f"step {step.version}", "step", facts, ends=ends)
-            before = step.ended
-            seen.add(step.version)
+            last_end = step.ended
+            drawn_versions.add(step.version)
 
     def _draw_evaluations(self, run: int) -> None:
         track = self._trace.track("evaluations", run)
-        before = self._began
-        for each in self._history.evaluations:
-            result = each.result
+        last_end = self._began
+        for span in self._history.evaluations:
+            result = span.result
             facts = {
                 "version": result.version,
                 "accuracy": result.accuracy,
@@ -102,8 +102,8 @@ class _Drawing:
                 "failed": result.failed,
             }
             name = f"evaluation of version {result.version}"
-            self._trace.span(track, max(each.began, before), each.ended, name, "evaluation", facts)
-            before = each.ended
+            self._trace.span(track, max(span.began, last_end), span.ended, name, "evaluation", facts)
+            last_end = span.ended
 
     def _draw_counters(self, run: int) -> None:
         for name, series in (
@@ -125,23 +125,23 @@ class _Drawing:
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
         """Yield the tokens per second of the groups that were finished between two steps, in order."""
-        done = sorted(
+        finished = sorted(
             (self._end(attempt.ended), attempt.done.tokens)
             for attempt in self._history.attempts
             if attempt.done
         )
-        place, before = 0, self._began
+        index, last_end = 0, self._began
         for step in self._history.steps:
             tokens = 0
-            while place < len(done) and done[place][0] <= step.ended:
-                tokens += done[place][1]
-                place += 1
-            if step.ended > before:
-                yield before, tokens / (step.ended - before)
-            before = step.ended
+            while index < len(finished) and finished[index][0] <= step.ended:
+                tokens += finished[index][1]
+                index += 1
+            if step.ended > last_end:
+                yield last_end, tokens / (step.ended - last_end)
+            last_end = step.ended
 
     def _draw_waiting(self, run: int) -> None:
-        """Draw the groups between their last trajectory and their step, and attempts that nobody took."""
+        """Draw groups from their last trajectory to their step, and attempts that no worker took."""
         history, trace = self._history, self._trace
         lanes = SpanTracks(trace, "groups waiting for their step", run)
         waiting = [attempt for attempt in history.attempts if attempt.step is not None]
@@ -164,12 +164,12 @@ class _Drawing:
         for call in self._history.calls:
             groups.setdefault(call.figures.group, []).append(call)
         for group, calls in sorted(groups.items()):
-            track, before = self._trace.track(f"worker group {group}"), 0.0
+            track, last_end = self._trace.track(f"worker group {group}"), 0.0
             for call in calls:
-                told = call.figures
-                facts = {"call": told.call, "version": told.version, "seconds_of_work": told.seconds}
-                self._trace.span(track, max(told.began, before), call.ended, told.call, "call", facts)
-                before = call.ended
+                figures = call.figures
+                facts = {"call": figures.call, "version": figures.version, "seconds_of_work": figures.seconds}
+                self._trace.span(track, max(figures.began, last_end), call.ended, figures.call, "call", facts)
+                last_end = call.ended
 
     def _draw_workers(self) -> None:
         attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
@@ -196,20 +196,26 @@ class _Drawing:
     def _draw_weights(self, parent: int, worker: str, swaps: list[SwapSpan]) -> None:
         track = self._trace.track("weights", parent)
         ends = [self._end(life.ended) for life in self._history.lives if life.worker == worker]
-        for place, swap in enumerate(swaps):
-            told = swap.figures
-            facts = {"version": told.version, "pause_s": told.pause_s, "for_evaluation_alone": told.exact}
-            self._trace.span(track, told.began, swap.ended, f"swap to version {told.version}", "swap", facts)
-            gone = min((end for end in ends if end >= swap.ended), default=self._history.ended)
-            until = min(gone, swaps[place + 1].figures.began) if place + 1 < len(swaps) else gone
-            use = f"version {told.version}{' (evaluation)' if told.exact else ''}"
+        for index, swap in enumerate(swaps):
+            event = swap.figures
+            facts = {
+                "version": event.version,
+                "pause_s": event.pause_s,
+                "for_evaluation_alone": event.exact,
+            }
+            self._trace.span(
+                track, event.began, swap.ended, f"swap to version {event.version}", "swap", facts
+            )
+            worker_end = min((end for end in ends if end >= swap.ended), default=self._history.ended)
+            until = min(worker_end, swaps[index + 1].figures.began) if index + 1 < len(swaps) else worker_end
+            use = f"version {event.version}{' (evaluation)' if event.exact else ''}"
             self._trace.span(track, swap.ended, max(until, swap.ended), use, "weights", facts)
 
     def _draw_tickets(self, parent: int, attempts: list[Attempt]) -> None:
         for purpose, name in (("train", "tickets"), ("eval", "evaluation tickets")):
             lanes = SpanTracks(self._trace, name, parent)
-            chosen = [attempt for attempt in attempts if attempt.purpose == purpose]
-            for attempt in sorted(chosen, key=lambda each: each.start):
+            of_purpose = [attempt for attempt in attempts if attempt.purpose == purpose]
+            for attempt in sorted(of_purpose, key=lambda each: each.start):
                 end = self._end(attempt.ended)
                 track = lanes.take(attempt.start, end)
                 flows = [self._flows[id(attempt)]] if attempt.step is not None else []

@@ -1,4 +1,4 @@
-"""A file in Perfetto's trace format: tracks with spans and counters. It knows nothing of runs.
+"""Write a file in Perfetto's trace format: tracks with spans and counters. Nothing here depends on runs.
 
 The format is protobuf, from the package `perfetto` (extra `trace`). Spans of a track do not overlap. A flow
 leads with arrows through the spans that name it in `flows`, by time, to the one that names it in `ends`.
@@ -26,10 +26,10 @@ except ImportError as error:
     raise ConfigError("a trace needs perfetto: pip install 'stretto[trace]'") from error
 
 Facts = Mapping[str, str | int | float | bool | None]
-"""What the viewer shows of a span. A fact of None is left out."""
+"""Facts that the viewer shows about a span, by name. A fact of None is omitted."""
 
 _VALUES = {bool: "bool_value", int: "int_value", float: "double_value", str: "string_value"}
-_SEQUENCE = 1
+_SEQUENCE = 1  # id of the only packet sequence
 
 
 class PerfettoFile:
@@ -40,13 +40,13 @@ class PerfettoFile:
         self._builder = StreamingTraceProtoBuilder(file)
         self._tracks = 0
         packet = self._packet(start)
-        for clock in (BUILTIN_CLOCK_BOOTTIME, BUILTIN_CLOCK_REALTIME):  # the trace's own clock is the first
+        for clock in (BUILTIN_CLOCK_BOOTTIME, BUILTIN_CLOCK_REALTIME):  # packets use the first clock
             packet.clock_snapshot.clocks.add(clock_id=clock, timestamp=_ns(start))
         self._builder.write_packet(packet)
 
     def track(self, name: str, parent: int | None = None) -> int:
-        """Add a track, below another one or at the top, and return its id. The viewer keeps the order in
-        which tracks are added, and draws tracks of the same name below the same parent as one."""
+        """Add a track, below `parent` or at the top, and return its id. The viewer shows tracks in the order
+        of these calls, and merges tracks of the same name below the same parent."""
         return self._write_track(TrackDescriptor(name=name), parent)
 
     def counter(self, name: str, unit: str, parent: int) -> int:
@@ -67,7 +67,7 @@ class PerfettoFile:
         flows: Iterable[int] = (),
         ends: Iterable[int] = (),
     ) -> None:
-        """Write a span. Spans of a track have to come in their order."""
+        """Write a span. Call this in the order of time for each track."""
         packet = self._packet(start)
         event = packet.track_event
         event.type, event.track_uuid, event.name = TrackEvent.TYPE_SLICE_BEGIN, track, name
@@ -105,7 +105,7 @@ class PerfettoFile:
 
 
 class SpanTracks:
-    """Tracks of one name below a parent for spans that overlap: as many as there are spans at once."""
+    """Tracks of one name below a parent, for spans that may overlap: as many tracks as spans at one time."""
 
     def __init__(self, trace: PerfettoFile, name: str, parent: int) -> None:
         self._trace = trace
@@ -114,7 +114,7 @@ class SpanTracks:
         self._free: list[tuple[float, int]] = []
 
     def take(self, start: float, end: float) -> int:
-        """Return a track that is free for this time. Calls have to come in the order of `start`."""
+        """Return a track that is free during this time. Call this in the order of `start`."""
         if self._free and self._free[0][0] <= start:
             _, track = heapq.heappop(self._free)
         else:
@@ -124,5 +124,5 @@ class SpanTracks:
 
 
 def _ns(time: float) -> int:
-    """Return nanoseconds of a time with 4 decimals. As a float, it has no more than 7."""
+    """Convert a time to nanoseconds, rounded to 4 decimals of a second: the float is exact to about 7."""
     return round(time * 10_000) * 100_000

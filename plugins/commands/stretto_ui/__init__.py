@@ -5,12 +5,12 @@ same page as a file.
 server.py      the server, and its answers as JSON
 access.py      token, cookie, Host check, headers
 runs.py        the runs below a folder
-overview.py    what the first view of a run shows
+overview.py    the data of a run's first view
 curves.py      curves in a window, smoothed
 lanes.py       the timeline in a window, as lanes of spans
 samples.py     kept samples as JSON
 token_text.py  the text of each token
-saved.py       `stretto report`: the page and its answers in one file
+saved.py       `stretto report`: the page and the server's answers in one file
 static/        the page itself: plain JavaScript modules, and uPlot in static/vendor
 ```
 """

@@ -45,13 +45,13 @@ class Access:
     def __init__(self, host: str) -> None:
         self.token = secrets.token_urlsafe(24)
         """The secret of the printed address, until the server stops."""
-        # Cookies do not distinguish the ports of one machine, so each server has a name of its own.
+        # Browsers share cookies between the ports of a machine, so each server needs another cookie name.
         self._cookie = f"stretto-{hashlib.sha256(self.token.encode()).hexdigest()[:8]}"
         self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
 
     @web.middleware
     async def check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer an allowed request with the handler, another with a refusal. All answers get the headers."""
+        """Pass an allowed request to the handler, and refuse others. Add the headers to every answer."""
         try:
             response = await self._admit(request, handler)
         except web.HTTPException as error:
@@ -73,8 +73,8 @@ class Access:
         return await handler(request)
 
     def _knows(self, host: str) -> bool:
-        """Whether a Host header names this server. An address is no name that could be made to point here, so
-        every address is accepted; so is every port, because ssh may forward another."""
+        """Return True if a Host header may name this server. All addresses are accepted, because DNS cannot
+        make them point here, and all ports, because ssh may forward another port."""
         has_port = ":" in host and not host.endswith("]")
         name = host.rpartition(":")[0] if has_port else host
         try:
@@ -95,7 +95,7 @@ class Access:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address means this machine's loopback, and nothing else."""
+    """Return True if a host's name or address is a loopback address of this machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

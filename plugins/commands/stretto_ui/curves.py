@@ -1,4 +1,4 @@
-"""Curves for the page: smoothed, and with as many points as the window has pixels, extremes included."""
+"""Curves for the page: smoothed, and reduced to the pixels of the window, with extremes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class ShownCurve(msgspec.Struct):
     x: list[float]
     y: list[float]
     smooth_x: list[float]
-    """Empty, like `smooth_y`, without smoothing."""
+    """Without smoothing, this and `smooth_y` are empty."""
     smooth_y: list[float]
     total: int
     ci95: list[float | None]
-    """For one run's held-out scores: half the 95 % intervals, as if answers were independent; else empty."""
+    """Held-out scores of one run: half-widths of 95 % intervals, for independent answers; else empty."""
     sd: list[float]
-    """Of several runs: standard deviation at each point of `smooth_y`, or without smoothing of `y`."""
+    """Of several runs: standard deviation at each point of `smooth_y`, or of `y` without smoothing."""
 
 
 def curve(
@@ -37,8 +37,8 @@ def curve(
     points: int,
     smoothing: float,
 ) -> ShownCurve:
-    """Return the figure `key` over `x` in a window; of several runs, the mean at common steps. `smoothing` is
-    the weight of the past, 0 to below 1, points before the window included."""
+    """Return the figure `key` over `x` in a window; for several runs, the mean at common steps. `smoothing`:
+    weight of earlier points, 0 to below 1, including points before the window."""
     tables = [{line["step"]: (line[x], line[key]) for line in lines if _has(line, x, key)} for lines in runs]
     steps = sorted(set.intersection(*map(set, tables)))
     known = np.array([[table[step] for step in steps] for table in tables], np.float64)
@@ -49,8 +49,8 @@ def curve(
     shown = _shown(xs[window], ys[window], points)
     smooth_shown = _shown(xs[window], smooth(ys, smoothing)[window], points) if smoothing else ([], [])
     if len(sd):
-        at = np.searchsorted(xs, smooth_shown[0] if smoothing else shown[0])
-        sd = (smooth(sd, smoothing) if smoothing else sd)[at]
+        indices = np.searchsorted(xs, smooth_shown[0] if smoothing else shown[0])
+        sd = (smooth(sd, smoothing) if smoothing else sd)[indices]
     ci95 = _intervals(runs[0], x, key, shown[0]) if key in HELD_OUT and len(runs) == 1 else []
     return ShownCurve(*shown, *smooth_shown, total=len(xs[window]), ci95=ci95, sd=sd.tolist())
 
@@ -67,7 +67,7 @@ def _shown(xs: Numbers, ys: Numbers, points: int) -> tuple[list[float], list[flo
 def _intervals(
     lines: Sequence[dict[str, Any]], x: str, key: str, shown: Sequence[float]
 ) -> list[float | None]:
-    known = {
+    half_widths = {
         line[x]: estimate_score(
             line[key],
             line["evaluation/samples"],
@@ -76,11 +76,11 @@ def _intervals(
         for line in lines
         if _has(line, x, key, "evaluation/samples")
     }
-    return [known.get(each) for each in shown]
+    return [half_widths.get(value) for value in shown]
 
 
 def smooth(values: Numbers, weight: float) -> Numbers:
-    """Return the exponential moving average (N,), divided by the sum of weights so far, as TensorBoard's."""
+    """Return the exponential moving average (N,), divided by the sum of its weights, as in TensorBoard."""
     smoothed = np.empty_like(values)
     mean, total = 0.0, 0.0
     for index, value in enumerate(values.tolist()):
@@ -91,7 +91,7 @@ def smooth(values: Numbers, weight: float) -> Numbers:
 
 
 def _window(xs: Numbers, start: float | None, end: float | None) -> slice:
-    """Return the points in the window, and the nearest one on each side of it, to which lines lead."""
+    """Return the indices of points in the window, and of the next point on each side, for the lines."""
     first = 0 if start is None else max(0, int(np.searchsorted(xs, start)) - 1)
     last = len(xs) if end is None else int(np.searchsorted(xs, end, "right")) + 1
     return slice(first, last)

@@ -1,7 +1,7 @@
 """The timeline of a run in a window, as lanes of spans that fit the pixels of a screen.
 
-Spans of one kind that are narrower than a pixel become one span, which says how many they are and how long
-they were busy. So the whole of a long run and one step of it take about the same time to send and to draw.
+Spans of one kind that are narrower than a pixel are joined to one span with their number and total time. So
+a whole long run takes about the same time to send and to draw as one of its steps.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from stretto.records.charts import part_texts
 from stretto.records.run_folder import Attempt, RunFolder, RunHistory, StepSpan
 
 _MARGIN_S = 60.0
-"""Read this much around the window, or its length if that is more: spans are written at their end."""
+"""Seconds to read around the window, or its length if that is longer: spans are written at their end."""
 _MOST_ROWS = 24
-"""Most drawn rows of tickets per worker; the others are counted."""
+"""Maximum rows of tickets per worker."""
 _MOST_TICKETS = 1500
-"""Most tickets in a window that are drawn one by one. Beyond, the lane shows how many are in flight."""
-_STEPS_SHOWN = 12
+"""Maximum tickets in a window to draw one by one. Above it, lanes show the number in flight."""
+_STEPS_SHOWN = 12  # in the default window
 
 
 LaneKind = Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
 
 
 class LaneSpan(msgspec.Struct, omit_defaults=True):
-    """Something that took time."""
+    """An activity with a start and an end."""
 
     start: float
     """Unix seconds, like `end`."""
     end: float
     kind: str
-    """`step`, `wait`, `evaluation`, `call`, `swap`, `train` or `eval`: the page colours it."""
+    """`step`, `wait`, `evaluation`, `call`, `swap`, `train` or `eval`; sets the colour."""
     text: str
     part: str = ""
     """Key of `STEP_PARTS`, for a step or a wait."""
     count: int = 1
     busy_s: float = 0.0
-    """Seconds of the spans that this one stands for."""
+    """Total seconds of the `count` spans that were joined to this span."""
     row: int = 0
     ticket: int | None = None
     score: float = 0.0
@@ -49,7 +49,7 @@ class LaneSpan(msgspec.Struct, omit_defaults=True):
 
 
 class Lane(msgspec.Struct):
-    """One line of the picture, of one or more rows."""
+    """One named lane of the timeline, with one or more rows."""
 
     name: str
     kind: LaneKind
@@ -60,7 +60,7 @@ class Lane(msgspec.Struct):
 
 
 class Mark(msgspec.Struct):
-    """A moment."""
+    """A moment with a text."""
 
     time: float
     text: str
@@ -70,7 +70,7 @@ class Lanes(msgspec.Struct):
     """The timeline in a window."""
 
     begun: float
-    """`begun` and `ended`: the whole timeline, in Unix seconds."""
+    """`begun` and `ended`: bounds of the whole timeline, in Unix seconds."""
     ended: float
     start: float
     end: float
@@ -82,7 +82,7 @@ class Lanes(msgspec.Struct):
 
 
 def lanes(run: RunFolder, start: float | None, end: float | None, width: int) -> Lanes | None:
-    """Return the timeline in a window (Unix seconds), by default of the newest steps; None without one."""
+    """Return the timeline in a window (Unix seconds; default: the newest steps); None if the run has none."""
     bounds = run.time_range()
     if bounds is None:
         return None
@@ -94,13 +94,13 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     history = RunHistory.of(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
     steps = _within(_steps(history.steps), start, end)
-    found = [Lane("steps", "steps", _merge(steps, pixel))]
+    all_lanes = [Lane("steps", "steps", _merge(steps, pixel))]
     for (kind, name), spans in _spans(history).items():
-        found.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
+        all_lanes.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
-    found += _tickets(history.attempts, start, end, width, open_until)
+    all_lanes += _tickets(history.attempts, start, end, width, open_until)
     marks = [mark for mark in _marks(history) if start <= mark.time <= end]
-    return Lanes(begun, ended, start, end, found, marks, part_texts(_totals(steps, start, end)))
+    return Lanes(begun, ended, start, end, all_lanes, marks, part_texts(_totals(steps, start, end)))
 
 
 def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
@@ -122,12 +122,12 @@ def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[s
 
 
 def _spans(history: RunHistory) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
-    """Return spans by kind and name of their lane, in the order of the picture."""
+    """Return spans by kind and name of their lane, in the order of the lanes."""
     spans: defaultdict[tuple[LaneKind, str], list[LaneSpan]] = defaultdict(list)
-    for each in history.evaluations:
-        counts = f"{each.result.samples} samples, {each.result.failed} failed"
-        text = f"evaluation of version {each.result.version}: {each.score}, {counts}"
-        spans["evaluations", "evaluation"].append(LaneSpan(each.began, each.ended, "evaluation", text))
+    for span in history.evaluations:
+        counts = f"{span.result.samples} samples, {span.result.failed} failed"
+        text = f"evaluation of version {span.result.version}: {span.score}, {counts}"
+        spans["evaluations", "evaluation"].append(LaneSpan(span.began, span.ended, "evaluation", text))
     for call in sorted(history.calls, key=lambda call: call.figures.group):
         facts = call.figures
         text = f"{facts.call} at version {facts.version}: {facts.seconds:.3f} s of work"
@@ -142,9 +142,9 @@ def _spans(history: RunHistory) -> dict[tuple[LaneKind, str], list[LaneSpan]]:
 def _tickets(
     attempts: Iterable[Attempt], start: float, end: float, width: int, open_until: float | None
 ) -> list[Lane]:
-    """Return a lane for each rollout worker with its tickets: one by one if they are few, or else how many
-    were in flight. Tickets that are not done are drawn up to `open_until`; None: the events end before the
-    timeline does, so it is not known which these are."""
+    """Return a lane for each rollout worker: with its tickets one by one if they are few, else with their
+    number in flight. Unfinished tickets are drawn up to `open_until`. None: the events end before the
+    timeline, so unfinished tickets are not known."""
     named: defaultdict[str, list[LaneSpan]] = defaultdict(list)
     for attempt in attempts:
         span = _ticket(attempt, open_until)
@@ -154,15 +154,15 @@ def _tickets(
         return [
             Lane(name, "flight", [], flight=_flight(named[name], start, end, width)) for name in sorted(named)
         ]
-    found: list[Lane] = []
+    result: list[Lane] = []
     for name in sorted(named):
         spans = sorted(named[name], key=lambda span: span.start)
-        found.append(Lane(name, "tickets", spans, rows=_pack(spans)))
-    return found
+        result.append(Lane(name, "tickets", spans, rows=_pack(spans)))
+    return result
 
 
 def _ticket(attempt: Attempt, open_until: float | None) -> LaneSpan | None:
-    """Return the span of an attempt that is done or that a worker has; None for others."""
+    """Return the span of an attempt that a worker has finished or is working on; None for others."""
     done, start, number = attempt.done, attempt.start, attempt.ticket
     if done is None or attempt.ended is None:
         if attempt.outcome != "open" or attempt.taken is None or open_until is None:
@@ -181,11 +181,11 @@ def _ticket(attempt: Attempt, open_until: float | None) -> LaneSpan | None:
 
 
 def _pack(spans: Sequence[LaneSpan]) -> int:
-    """Give each span the first free row; return the number of rows."""
+    """Assign the first free row to each span; return the number of rows."""
     ends: list[float] = []
     for span in spans:
         row = next((row for row, end in enumerate(ends) if end <= span.start), len(ends))
-        if row == _MOST_ROWS:  # the fullest picture that can still be read: draw over the row that ends first
+        if row == _MOST_ROWS:  # no more rows could be read: draw over the row that ends first
             row = min(range(_MOST_ROWS), key=ends.__getitem__)
         if row == len(ends):
             ends.append(span.end)
@@ -197,7 +197,7 @@ def _pack(spans: Sequence[LaneSpan]) -> int:
 def _flight(spans: Sequence[LaneSpan], start: float, end: float, width: int) -> list[float]:
     starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
     pixel = (end - start) / width
-    moments = [start + (place + 0.5) * pixel for place in range(width)]
+    moments = [start + (column + 0.5) * pixel for column in range(width)]
     return [float(bisect_right(starts, moment) - bisect_right(ends, moment)) for moment in moments]
 
 
@@ -210,21 +210,21 @@ def _within(spans: Iterable[LaneSpan], start: float, end: float) -> list[LaneSpa
 def _merge(spans: Sequence[LaneSpan], pixel: float) -> list[LaneSpan]:
     """Join spans of one kind and part that are narrower than a pixel and less than a pixel apart."""
     merged: dict[tuple[str, str], LaneSpan] = {}
-    kept: list[LaneSpan] = []
+    result: list[LaneSpan] = []
     for span in spans:
-        same = span.kind, span.part
-        before = merged.get(same)
+        key = span.kind, span.part
+        last = merged.get(key)
         if span.end - span.start >= pixel:
-            merged.pop(same, None)
-            kept.append(span)
-        elif before is None or span.start - before.end >= pixel or before.end - before.start >= 8 * pixel:
-            merged[same] = msgspec.structs.replace(span, busy_s=span.end - span.start)
-            kept.append(merged[same])
+            merged.pop(key, None)
+            result.append(span)
+        elif last is None or span.start - last.end >= pixel or last.end - last.start >= 8 * pixel:
+            merged[key] = msgspec.structs.replace(span, busy_s=span.end - span.start)
+            result.append(merged[key])
         else:
-            before.end = max(before.end, span.end)
-            before.count += 1
-            before.busy_s += span.end - span.start
-    return kept
+            last.end = max(last.end, span.end)
+            last.count += 1
+            last.busy_s += span.end - span.start
+    return result
 
 
 def _marks(history: RunHistory) -> Iterator[Mark]:

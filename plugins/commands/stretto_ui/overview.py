@@ -1,4 +1,4 @@
-"""What the first view of a run shows: figures, state, ledger, workers, advice."""
+"""The data of a run's first view: figures, state, ledger, workers, advice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEANS = (
 
 
 def overview(record: RunFolder) -> dict[str, Any]:
-    """Return the view as JSON values. An unreadable status, as of another stretto, is shown as a fault."""
+    """Return the view as JSON values. An unreadable status, such as one of another stretto, is a `fault`."""
     steps, summary, fault = record.steps, record.summary, ""
     try:
         status = record.status

@@ -1,4 +1,4 @@
-"""The runs below a folder, under ids that say nothing about paths."""
+"""The runs below a folder, with ids that do not show paths."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from stretto.records.comparison import caution, differences, setting
 from stretto.records.run_folder import RunFolder, find_runs, is_run, living_runs
 from stretto_ui.samples import Samples
 
-_SEARCH_S = 5.0  # search the folder for new runs at most this often
+_SEARCH_S = 5.0  # minimum time between two searches for new runs
 _OPEN = 6
-"""Runs whose metrics stay in memory: those of a long run take some 100 MB."""
-_CURVE = 48
-_MOST_KEYS = 40
+"""Number of runs whose metrics stay in memory. Metrics of a long run take some 100 MB."""
+_CURVE = 48  # points of a row's curve
+_MOST_KEYS = 40  # differing keys in the list of runs
 
 
 class ListedRun:
-    """One run. One thread reads it at a time."""
+    """One run of the page. `read` lets one thread at a time read it."""
 
     def __init__(self, root: Path | None, folder: Path) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class ListedRun:
 
     @contextmanager
     def read(self) -> Generator[RunFolder]:
-        """Lend the run's record, with what was appended to its files."""
+        """Lend the run's record, after reading new lines of its files."""
         with self._lock:
             self._refuse_links()
             self._record = self._record or RunFolder(self.folder)
@@ -80,13 +80,13 @@ class ListedRun:
 
 
 class Runs:
-    """All runs in and below some folders, or without folders those below `runs` and this user's living runs,
-    also of earlier searches. Requests can read only these, by id."""
+    """All runs in and below some folders; without folders, the runs below `runs` and this user's living runs,
+    also those found earlier. Requests can read only these runs, by id."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
         self.folder = Path(os.path.commonpath(self._folders)) if folders else None
-        """The folder that has them all; None without a folder."""
+        """The folder above all runs; None without folders."""
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
         self._searched = -_SEARCH_S
@@ -94,30 +94,30 @@ class Runs:
 
     @property
     def single(self) -> bool:
-        """Whether the folder itself is a run. It may become one while the page is open."""
+        """True if the folder itself is a run. This may change while the page is open."""
         return self.folder is not None and is_run(self.folder)
 
     def all(self) -> list[ListedRun]:
         """Return the runs, new ones included."""
         with self._lock:
             if time.monotonic() >= self._searched + _SEARCH_S:
-                below = [each for folder in self._folders for each in find_runs(folder)]
+                below = [record for folder in self._folders for record in find_runs(folder)]
                 records = below if self._folders else _here()
-                found = {run.id: run for run in (ListedRun(self.folder, each.folder) for each in records)}
-                stay = self._known if self.folder is None else self._known.keys() & found.keys()
-                self._known = found | {id: self._known[id] for id in stay}
+                found = {run.id: run for run in (ListedRun(self.folder, record.folder) for record in records)}
+                remembered = self._known if self.folder is None else self._known.keys() & found.keys()
+                self._known = found | {id: self._known[id] for id in remembered}
                 self._searched = time.monotonic()
             return list(self._known.values())
 
     def get(self, run_id: str) -> ListedRun:
-        """Return the run with this id, to read it; a KeyError says that there is none."""
+        """Return the run with this id for reading, and close others. Raise KeyError for an unknown id."""
         self.all()
         with self._lock:
             run = self._known[run_id]
-            self._open = [*(each for each in self._open if each is not run), run]
+            self._open = [*(other_run for other_run in self._open if other_run is not run), run]
             closing, self._open = self._open[:-_OPEN], self._open[-_OPEN:]
-        for each in closing:
-            each.close()
+        for other_run in closing:
+            other_run.close()
         return run
 
 
@@ -127,11 +127,11 @@ def _here() -> list[RunFolder]:
 
 
 def differing(runs: Sequence[ListedRun], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keys whose values differ, with the value in each run, and why their scores are not the same
-    measure. First comes the key by which most runs differ from the others."""
-    found = differences([run.values for run in runs])
-    unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in found.items()}
-    first = {key: found[key] for key in sorted(found, key=lambda key: -unlike[key])[:_MOST_KEYS]}
+    """Return `differing`: key -> the value in each run, and `caution`: why scores are not comparable. The key
+    in which most runs differ from the most common value is first."""
+    by_key = differences([run.values for run in runs])
+    num_unlike = {key: len(values) - Counter(values).most_common(1)[0][1] for key, values in by_key.items()}
+    first = {key: by_key[key] for key in sorted(by_key, key=lambda key: -num_unlike[key])[:_MOST_KEYS]}
     measured = [
         (run.values, row["measure"]) for run, row in zip(runs, rows, strict=True) if row["score"] is not None
     ]

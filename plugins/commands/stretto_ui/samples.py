@@ -1,4 +1,4 @@
-"""Kept samples of a run, as the page shows them."""
+"""Kept samples of a run, in the form that the page needs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from stretto.models.images import ImageError, ImageFile, decode, file_of, images
 from stretto.records.run_folder import RunFolder, SampleFilter, SampleStore
 from stretto_ui.token_text import pieces
 
-_MOST_ROWS = 200
-_MOST_GROUPS = 50
+_MOST_ROWS = 200  # of a page
+_MOST_GROUPS = 50  # of a page
 _THUMBNAIL = 384
-"""Most pixels of an image's side."""
+"""Maximum width and height of an image, in pixels."""
 _PREVIEW = 240
-"""Characters of a text in the list."""
+"""Maximum characters of a text in the list of samples."""
 
 
 class Samples:
-    """The samples of one run. It has a lock of its own, because a search for a text may take seconds."""
+    """The samples of one run, with a separate lock, because a search for a text may take seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,7 +33,7 @@ class Samples:
         self._lock = threading.Lock()
 
     def page(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return a page of rows and the number of all. A search for a text counts none: it stops early."""
+        """Return a page of rows and the number of all; None for a text search, which stops early."""
         wanted, limit = filter_of(query), _count(query, "limit", 50, _MOST_ROWS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -44,7 +44,7 @@ class Samples:
         return {"rows": [_preview(row) for row in rows[:limit]], "more": len(rows) > limit, "total": total}
 
     def groups(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return a page of tickets with a fitting sample, newest first, each with all samples by reward."""
+        """Return a page of tickets with a fitting sample, newest first. Each has all samples, by reward."""
         wanted, limit = filter_of(query), _count(query, "limit", 20, _MOST_GROUPS)
         offset = _count(query, "offset", 0, 2**53)
         with self._lock:
@@ -56,8 +56,8 @@ class Samples:
         return {"groups": [_group_preview(rows) for rows in groups], "more": len(tickets) > limit}
 
     def points(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return [id, reward, sampled tokens] of the rows that fit and have a reward, and the number of all.
-        Of many rows, some at equal distances are returned."""
+        """Return [id, reward, sampled tokens] of the fitting rows with a reward, and the number of these
+        rows. If they are many, only rows at equal distances are returned."""
         with self._lock:
             points, total = self._store.points(filter_of(query))
         return {"points": points, "total": total}
@@ -68,7 +68,7 @@ class Samples:
             return self._store.find(_ticket_of(query), limit=None, texts=True)
 
     def image(self, query: Mapping[str, str]) -> bytes:
-        """Return a small PNG: image `sha256` of a ticket's conversation, or `number` of its row."""
+        """Return an image as a small PNG: `sha256` in a ticket's conversation, or `number` in its row."""
         names = [name for row in self.group(query)[:1] for name in names_in(row["dataset_row"])]
         if (digest := query.get("sha256")) is not None:
             file = self._file_of(digest, names)
@@ -87,11 +87,11 @@ class Samples:
         return png.getvalue()
 
     def _file_of(self, digest: str, names: Sequence[Any]) -> bytes | None:
-        """Return the file of an image that a workflow added, or of one of a row's images."""
+        """Return the file of an image that a workflow added, or of an image in the row; None if missing."""
         if (file := RunFolder(self._folder).image(digest)) is not None:
             return file
         for name in names:
-            # The image of another name may be missing here.
+            # The file of another image may be missing.
             with suppress(ImageError):
                 if isinstance(name, str) and ImageFile(file := file_of(name)).digest == digest:
                     return file
@@ -110,7 +110,7 @@ class Samples:
 
 
 def filter_of(query: Mapping[str, str]) -> SampleFilter:
-    """Return the conditions of a request. A range is two keys, such as `reward_from` and `reward_to`."""
+    """Return the filter of a request. A range is two keys, such as `reward_from` and `reward_to`."""
     conditions: dict[str, Any] = {
         name: query[name] for name in ("purpose", "finish", "outcome", "worker", "text") if query.get(name)
     }
@@ -153,7 +153,7 @@ def _group_preview(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _preview(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with the beginning of its texts alone: a page of long answers would take megabytes."""
+    """Return a row with only the beginnings of its texts: a page of long answers would have megabytes."""
     texts = cast("dict[str, str | None]", {name: row[name] for name in ("prompt_text", "text")})
     short = {name: text if text is None else text[:_PREVIEW] for name, text in texts.items()}
     return {

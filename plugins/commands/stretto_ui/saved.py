@@ -1,7 +1,7 @@
-"""`stretto report`: the page in one file, with answers about some runs in place of a server.
+"""`stretto report`: the page in one file, with the answers about some runs, so that it needs no server.
 
-Browsers load no modules from a file, so each module becomes a function of one script. The policy admits
-script and style sheets by hash, and no address: text of a run can neither run nor send anything.
+Browsers load no modules from a file, so each module becomes a function of one script. The policy allows the
+script and style sheets by hash, and no address: texts of a run cannot run as code or send anything.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from stretto_ui.runs import ListedRun, Runs
 from stretto_ui.server import STATIC, Page, Query, colours, fault_of
 
 _MOST_BYTES = 16 << 20
-"""Most bytes of the answers about runs, of which each run has an equal share. Mail servers refuse 20 MB."""
+"""Maximum bytes of all answers, in equal parts for the runs. Mail servers refuse 20 MB."""
 _POINTS, _FEWEST_POINTS = 1000, 200
-"""Most points of a run's curve, which several runs share, and the fewest."""
+"""Maximum points of a curve, divided by the number of runs, and the minimum after the division."""
 _PARTS = frozenset({"points", "keys", "width"})
-"""Parameters that select a part of what the file holds. static/api.js leaves them out."""
+"""Parameters that select a part of an answer. static/api.js omits them, because the file has the whole."""
 _FIRST_PAGE = {"order": "-sequence", "limit": "50", "offset": "0"}
-"""What static/samples.js asks for."""
+"""Parameters of the first request of static/samples.js."""
 _LINKED = re.compile(
     r'<(?:link rel="stylesheet" href|(script)( type="module")? src)="/static/([^"]+)"( defer)?>(</script>)?'
 )
@@ -44,7 +44,7 @@ _Handler = Callable[[ListedRun, Query], Any]
 
 
 def save_report(folders: Sequence[Path], file: Path) -> str:
-    """Write the report of the runs in and below some folders. Return what there was no room for, in words."""
+    """Write the report of the runs in and below some folders. Return a text about the omitted answers."""
     for folder in folders:
         if not find_runs(folder):
             raise ConfigError(f"{folder} holds no run")
@@ -96,13 +96,13 @@ class _SavedRun:
         self._add("log", page.logs, "/logs", problems="1")
 
     def add_curves(self, others: Sequence[str] = (), keys: Sequence[str] = ()) -> None:
-        """Add the curves of the run; or its mean with the runs that have other ids, also of other keys."""
+        """Add the curves of the run; with `others`, ids of runs, the mean curves. `keys`: additional keys."""
         asked = {"others": ",".join(others)} if others else {}
         every = ",".join(quote(key, "") for key in dict.fromkeys((*self.keys, *keys)))
         self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
 
     def add_samples(self) -> None:
-        """Add the newest groups of training and evaluation: all texts, then images, then tokens."""
+        """Add the newest groups of training and evaluation: texts of all, then images, then tokens."""
         page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
         for query in self._newest():
             listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
@@ -117,7 +117,7 @@ class _SavedRun:
             self._add("tokens of a group", page.tokens, "/tokens", **of)
 
     def _newest(self) -> list[dict[str, str]]:
-        """The conditions of the groups to add; without samples none: the view says so."""
+        """Return the filters of the groups to add; without samples one empty filter, for the view."""
         pages: list[dict[str, str]] = []
         for purpose in ("train", "eval"):
             asked = {"purpose": purpose, "order": "-step", "limit": "1"}
@@ -129,7 +129,7 @@ class _SavedRun:
         return pages or [{}]
 
     def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
-        """Add an answer and return it; None after an error, or if one of its kind was too large."""
+        """Add an answer and return it; None after an error, or if an answer of this kind was too large."""
         if self.left_out[what]:
             self.left_out[what] += 1
             return None
@@ -144,7 +144,7 @@ class _SavedRun:
 
 
 def _asked(handler: Callable[[], Any], run: str) -> tuple[Any, Any]:
-    """Return (answer, what the file holds); if it fails, None and the server's error."""
+    """Return the answer and the value to save; after an error, None and the server's error."""
     try:
         answer = handler()
     except Exception as error:  # noqa: BLE001 - `fault_of` says why
@@ -207,7 +207,7 @@ def _source(name: str) -> str:
 
 
 def _add_module(name: str, modules: dict[str, str]) -> None:
-    """Add a module as a constant `NAME_js` with its exports, after those that it imports."""
+    """Add a module as a constant `NAME_js` with its exports, after the modules that it imports."""
     source = (STATIC / f"{name}.js").read_text()
     for _, imported in _IMPORT.findall(source):
         if imported not in modules:
@@ -218,12 +218,12 @@ def _add_module(name: str, modules: dict[str, str]) -> None:
 
 
 def _json(value: Any) -> str:
-    """Return JSON in which no text ends a script element."""
+    """Return JSON without `<`, so that no text in it ends the script element."""
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
 def _address(path: str, query: Query) -> str:
-    """Return what static/api.js looks for."""
+    """Return the key under which static/api.js finds an answer."""
     wanted = sorted((name, value) for name, value in query.items() if name not in _PARTS)
     return f"{path}?{urlencode(wanted)}" if wanted else path
 

@@ -1,4 +1,4 @@
-"""The server of the page. It reads the folders of runs, and has no request that changes anything."""
+"""The server of the page. It reads the folders of runs. No request changes anything."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _TYPES = {
 }
 STATIC = Path(str(files("stretto_ui") / "static"))
 _log = logging.getLogger(__name__)
-_SHUTDOWN_S = 2.0  # seconds for which the server's end waits for requests that are not answered yet
-_COMPRESSED = 1024
-_MOST_POINTS = 4000
-_MOST_KEYS = 400
-_MOST_LINES = 1000
+_SHUTDOWN_S = 2.0  # maximum wait for open requests at the server's end
+_COMPRESSED = 1024  # answers of at least this many bytes are compressed
+_MOST_POINTS = 4000  # of a curve
+_MOST_KEYS = 400  # of a request for curves
+_MOST_LINES = 1000  # of a log
 
 Query = Mapping[str, str]
 
 
 class Page:
-    """The answers about some runs: those of one server, or those that a report keeps."""
+    """The answers about some runs, for one server or one report."""
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
 
     def index(self, query: Query) -> Any:
-        """The list of runs."""
+        """Return the list of runs."""
         shown: list[ListedRun] = []
         rows: list[dict[str, Any]] = []
         problems: list[str] = []
@@ -74,7 +74,7 @@ class Page:
         }
 
     def figures(self, query: Query) -> Any:
-        """How views show each figure."""
+        """Return how views show each figure."""
         return {
             key: {
                 **msgspec.structs.asdict(figure),
@@ -86,12 +86,12 @@ class Page:
         }
 
     def comparison(self, query: Query) -> Any:
-        """Several runs compared, as `stretto compare` does it."""
+        """Return the comparison of several runs, as in `stretto compare`."""
         with self._records(query.get("runs", "").split(",")) as records:
             return compare_runs(records)
 
     def overview(self, run: ListedRun, query: Query) -> Any:
-        """The first view of a run."""
+        """Return the first view of a run."""
         with run.read() as record:
             return {"id": run.id, "path": run.path, **overview(record)}
 
@@ -117,7 +117,7 @@ class Page:
         return {"x": x, "curves": curves}
 
     def time(self, run: ListedRun, query: Query) -> Any:
-        """Where the time of steps went: of all in columns, and of the newest; null before the second step."""
+        """Return how steps spent their time: all in columns, and the newest; None before the second step."""
         with run.read() as record:
             times = step_times(record)
         if times is None:
@@ -125,7 +125,7 @@ class Page:
         return {"head": times.head, "columns": times.columns, "parts": part_texts(times.parts)}
 
     def staleness(self, run: ListedRun, query: Query) -> Any:
-        """How many trajectories were trained at each staleness."""
+        """Return the number of trained trajectories at each staleness."""
         with run.read() as record:
             summary = record.summary
         if summary is not None:
@@ -134,7 +134,7 @@ class Page:
         return {"counts": run.samples.staleness(), "source": "from the kept samples"}
 
     def timeline(self, run: ListedRun, query: Query) -> Any:
-        """The timeline in a window; null if the run has none."""
+        """Return the timeline in a window; None if the run has no timeline."""
         width = int(_number(query, "width") or 1000)
         if not 1 <= width <= _MOST_POINTS:
             raise ConfigError(f"width is 1 to {_MOST_POINTS} pixels")
@@ -142,38 +142,38 @@ class Page:
             return lanes(record, _number(query, "start"), _number(query, "end"), width)
 
     def samples(self, run: ListedRun, query: Query) -> Any:
-        """A page of the kept samples that fit."""
+        """Return a page of the kept samples that fit the query."""
         return run.samples.page(query)
 
     def groups(self, run: ListedRun, query: Query) -> Any:
-        """A page of the groups with a kept sample that fits."""
+        """Return a page of the groups with a kept sample that fits the query."""
         return run.samples.groups(query)
 
     def points(self, run: ListedRun, query: Query) -> Any:
-        """Rewards and lengths of the kept samples that fit."""
+        """Return rewards and lengths of the kept samples that fit the query."""
         return run.samples.points(query)
 
     def group(self, run: ListedRun, query: Query) -> Any:
-        """All samples of a ticket."""
+        """Return all samples of a ticket."""
         return run.samples.group(query)
 
     def tokens(self, run: ListedRun, query: Query) -> Any:
-        """All samples of a ticket, with their tokens."""
+        """Return all samples of a ticket, with their tokens."""
         with run.read() as record:
             model = record.config.get("model")
         return run.samples.tokens(query, model)
 
     def image(self, run: ListedRun, query: Query) -> bytes:
-        """A small PNG of one image of a ticket's row or conversations."""
+        """Return a small PNG of one image in a ticket's row or conversations."""
         return run.samples.image(query)
 
     def config(self, run: ListedRun, query: Query) -> Any:
-        """The values of a run by their dotted keys, and where it comes from."""
+        """Return the config values of a run by dotted key, and the run's origin."""
         with run.read() as record:
             return {"name": record.name, "values": list(record.values().items()), "origin": record.origin()}
 
     def logs(self, run: ListedRun, query: Query) -> Any:
-        """The newest lines of one log, and the names of all."""
+        """Return the newest lines of one log, and the names of all logs."""
         with run.read() as record:
             names = record.logs()
             name = query.get("name") or next(iter(sorted(names, key=lambda each: each != "kernel")), "")
@@ -190,22 +190,22 @@ class Page:
             text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
             raise ConfigError(text) from error
         with ExitStack() as lent:
-            # In one order, so that two requests never wait for each other.
+            # Lock in the order of ids, so that two requests never wait for each other.
             ordered = sorted(set(runs), key=lambda run: run.id)
             records = {run.id: lent.enter_context(run.read()) for run in ordered}
             yield [records[run.id] for run in runs]
-        for each in ids:  # closes those that are too many
+        for each in ids:  # `get` closes the oldest runs if too many are open
             self._runs.get(each)
 
 
 def application(folder: Path | None, access: Access) -> web.Application:
-    """Return the server's application."""
+    """Return the web application of the server, for the runs below `folder`."""
     runs = Runs([folder] if folder else [])
     runs.all()
     page = Page(runs)
     app = web.Application(middlewares=[access.check, _errors])
     app.router.add_get("/", _file("index.html"))
-    # Browsers ask for it where a document names no icon, such as the one that takes the token.
+    # Browsers request /favicon.ico for a document without an icon, such as the one that sets the cookie.
     app.router.add_get("/favicon.ico", _file("icon.svg"))
     for file in STATIC.rglob("*"):
         if file.is_file():
@@ -243,7 +243,7 @@ async def serve(
     certificate: Path | None = None,
     insecure: bool = False,
 ) -> None:
-    """Serve the page until SIGINT or SIGTERM; `announce` gets the address with its token."""
+    """Serve the page until SIGINT or SIGTERM. `announce` is called with the address, token included."""
     if certificate is None and not insecure and not is_loopback(host):
         raise ConfigError(
             f"--host {host}: whoever can read the network would read the page and its token; give "
@@ -297,7 +297,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def fault_of(error: Exception, run: str) -> str:
-    """Return why a run cannot be shown. Its files can hold anything, so each error is one of the run."""
+    """Return why a run cannot be shown. Its files may have any content, so every error is the run's."""
     if isinstance(error, ConfigError):
         return str(error)
     _log.error("cannot show a run", exc_info=error)
@@ -326,8 +326,8 @@ def _answer(handler: Callable[[Query], Any]) -> Handler:
 
 
 async def _in_thread(work: Callable[[], Any]) -> web.Response:
-    """Read files and encode the answer outside the event loop. Bytes are a PNG. The thread is a daemon: the
-    server's end does not wait for a disk that does not answer."""
+    """Call `work` and encode its answer in a thread; bytes are a PNG. The thread is a daemon, so the server's
+    end does not wait for a disk that does not respond."""
     answered: Future[web.Response] = Future()
     answered.set_running_or_notify_cancel()
 
@@ -354,12 +354,12 @@ def _json(value: Any, status: int) -> web.Response:
 
 
 def _file(name: str) -> Handler:
-    """Return the handler of one file of the page. The files are read once: no request names a path."""
+    """Return the handler of one file of the page. The file is read now, so no request reads a path."""
     return _content((STATIC / name).read_bytes(), _TYPES[Path(name).suffix])
 
 
 def colours() -> str:
-    """Return the style sheet with the colours of runs in both themes, and their number."""
+    """Return the style sheet with the colours of runs in both themes, and the number of colours."""
     numbered = list(enumerate(COLOURS))
     light = "".join(f"--c{number}:{colour.light};" for number, colour in numbered)
     dark = "".join(f"--c{number}:{colour.dark};" for number, colour in numbered)

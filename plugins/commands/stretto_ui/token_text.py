@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def pieces(model: str | None, tokens: list[int]) -> list[str] | None:
-    """Return the text that each token adds. A character of several tokens comes with the last of them. None
-    if this machine has no tokenizer of the model; without a model, every token is a byte."""
+    """Return the text that each token adds; the last token of a character adds the character. Return None
+    if this machine has no tokenizer of the model. Without a model, every token is a byte."""
     if model is None:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return [decoder.decode(bytes([token % 256])) for token in tokens]

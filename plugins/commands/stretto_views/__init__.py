@@ -1,4 +1,4 @@
-"""Commands that print a run, or several.
+"""Commands that print one run, or several runs.
 
 ```
 commands.py  the commands with their options

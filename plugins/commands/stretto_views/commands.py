@@ -1,5 +1,5 @@
 """The commands `runs`, `samples`, `compare` and `plot`. The list of all commands imports this
-module, so what they need is imported in the functions."""
+module, so each function imports what it needs."""
 
 from __future__ import annotations
 

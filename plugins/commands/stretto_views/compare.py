@@ -13,7 +13,7 @@ from stretto_views.tables import add_row, figure_table
 
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
-    """Return the comparison as tables, each with its title."""
+    """Return (title, table) for each part of the comparison."""
     runs = comparison.runs
     tables: list[tuple[str, Table]] = []
     if comparison.differences:
@@ -23,8 +23,8 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
         tables.append(("values that differ", table))
     if comparison.paired:
         table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
-        for each in comparison.paired:
-            add_row(table, each.run, each.minus, str(each.version), str(each.rows), _signed(each.difference))
+        for pair in comparison.paired:
+            add_row(table, pair.run, pair.minus, str(pair.version), str(pair.rows), _signed(pair.difference))
         tables.append((f"differences of {comparison.measure}", table))
     tables += [_seeds_table(group, comparison) for group in comparison.groups]
     tables.append(("figures (of steps: means of the last 10)", _figures_table(comparison)))

@@ -9,15 +9,15 @@ from stretto.errors import ConfigError, offer, printable
 from stretto.records.charts import COLOURS, SCORE, Panel, RunCurve, figure, panels_of, thin_points
 from stretto.records.run_folder import MAIN_FIGURES, RunFolder
 
-_MOST_POINTS = 4000
-_LINES_HIGH = 16
-_TICKS = 6
+_MOST_POINTS = 4000  # of a curve
+_LINES_HIGH = 16  # of a panel
+_TICKS = 6  # parts of the x-axis
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-"""Without colours, each of several runs is drawn with its letter."""
+"""Marks of the curves of several runs, without colours."""
 
 
 def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
-    """Return a panel for each key; without keys for reward, loss, entropy and gradient norm."""
+    """Return a panel for each key; without keys, panels of reward, loss, entropy and gradient norm."""
     known = dict.fromkeys(key for run in runs for key in run.figures())
     for key in keys:
         if key not in known:

@@ -1,4 +1,4 @@
-"""`stretto runs`: all runs below a folder, from what their kernels wrote last."""
+"""`stretto runs`: all runs below a folder, by the last status that their kernels wrote."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: str
     step: int | None = None
-    """Finished steps; None without a status."""
+    """Number of finished steps; None without a status."""
     steps: int | None = None
     reward: float | None = None
     score: float | None = None
     measure: str = "accuracy"
-    """What the scores are: `accuracy` or `reward`."""
+    """The measure of the scores: `accuracy` or `reward`."""
     best: float | None = None
     started: float
     duration_s: float | None = None
@@ -35,7 +35,7 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def runs_below(folder: Path) -> list[RunRow]:
-    """Return the runs in and below a folder, the newest first. A run that cannot be read has a fault."""
+    """Return the runs in and below a folder, the newest first. A run that cannot be read has a `fault`."""
     return sorted(map(_row, find_runs(folder)), key=lambda row: -row.started)
 
 
@@ -78,8 +78,8 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
         )
     for row in rows:
         step = "-" if row.step is None else f"{row.step}/{row.steps}"
-        said = "" if comparable or row.score is None else f"{row.measure} "
-        figures = (reward.text(row.reward), said + SCORE.text(row.score), SCORE.text(row.best))
+        measure = "" if comparable or row.score is None else f"{row.measure} "
+        figures = (reward.text(row.reward), measure + SCORE.text(row.score), SCORE.text(row.best))
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
         duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"

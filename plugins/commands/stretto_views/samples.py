@@ -19,13 +19,13 @@ Row = dict[str, Any]
 
 _WORDS = {"outcome": get_args(SampleOutcome), "purpose": get_args(Purpose)}
 """Option -> the words that it accepts."""
-_PARQUET_ROWS = 1000
-_MOST_COLUMNS = 4
+_PARQUET_ROWS = 1000  # of a row group
+_MOST_COLUMNS = 4  # samples side by side
 _IMAGE = re.compile("[0-9a-f]{64}")
 
 
 def sample_filter(bounds: Mapping[str, str | None], **conditions: Any) -> SampleFilter:
-    """Return a filter from what a user wrote."""
+    """Return the filter of the options that a user wrote."""
     ranges: dict[str, Any] = {name: _bounds_of(text, f"--{name}") for name, text in bounds.items()}
     for name, accepted in _WORDS.items():
         if (word := conditions[name]) not in (None, *accepted):
@@ -34,7 +34,7 @@ def sample_filter(bounds: Mapping[str, str | None], **conditions: Any) -> Sample
 
 
 def _bounds_of(text: str | None, option: str) -> Bounds:
-    """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for that value alone."""
+    """Return the bounds that a user wrote: `3:5`, `3:`, `:5`, or `3` for exactly 3."""
     if text is None:
         return None, None
     low, colon, high = text.partition(":")
@@ -46,7 +46,7 @@ def _bounds_of(text: str | None, option: str) -> Bounds:
 
 
 def why_none(store: SampleStore, wanted: SampleFilter) -> str:
-    """Return the sentence that no sample fits; if steps were asked for, with those that have samples."""
+    """Return a message that no sample fits; if the filter has steps, with the steps that have samples."""
     purpose: Purpose = wanted.purpose or "train"
     kind, what = ("evaluations", "version") if purpose == "eval" else ("training", "step")
     steps = [
@@ -61,7 +61,7 @@ def why_none(store: SampleStore, wanted: SampleFilter) -> str:
 
 
 def write_parquet(rows: Sequence[Row], file: Path) -> None:
-    """Write rows to a Parquet file. Columns that hold structures are JSON."""
+    """Write rows to a Parquet file. Columns with nested values are written as JSON."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -90,8 +90,8 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
     """Print the groups of some rows, the samples of each side by side."""
     attempts = dict.fromkeys((row["purpose"], row["ticket"], row["attempt"]) for row in rows)
     for purpose, ticket, attempt in attempts:
-        found = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
-        group = [row for row in found if row["attempt"] == attempt]
+        samples = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
+        group = [row for row in samples if row["attempt"] == attempt]
         first = group[0]
         console.print(Text(f"ticket {_name(first)}, row {first['row']}, {_fate_of(first)}", style="bold"))
         _print_sections(_common_sections(first), console)
@@ -101,7 +101,7 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
 
 
 def ticket_story(history: RunHistory, ticket: int, purpose: Purpose) -> Iterator[str]:
-    """Yield what happened to a ticket, a line for each attempt."""
+    """Yield a line about each attempt of a ticket."""
     for each in history.attempts:
         if (each.purpose, each.ticket) != (purpose, ticket) or each.issued is None:
             continue
@@ -172,7 +172,7 @@ def _common_sections(row: Row) -> Iterator[tuple[str, list[str]]]:
 
 
 def _conversation(messages: Any) -> Iterator[str]:
-    if not isinstance(messages, list):  # it was too long, and was cut
+    if not isinstance(messages, list):  # the conversation was too long, and was cut
         yield from _lines(str(messages))
         return
     for message in messages:
@@ -188,7 +188,7 @@ def _conversation(messages: Any) -> Iterator[str]:
 
 
 def _content(content: Any) -> str:
-    """Return the content of a message as a text, in which each image is a name in its place."""
+    """Return the content of a message as a text, with a name in place of each image."""
     return "".join(map(_part, content)) if isinstance(content, list) else _short(content)
 
 

@@ -1,4 +1,4 @@
-"""Tables in the terminal. Text in their cells is no markup: a model or a plugin may have written it."""
+"""Tables in the terminal. Texts in cells are not markup: a model or a plugin may have written them."""
 
 from __future__ import annotations
 
