@@ -11,7 +11,7 @@ to mu; this module uses PPO's clipped surrogate around the correction's anchor, 
 where the ratio is 1. A KL in the reward (`kl`) is also subtracted only at its token.
 
 Metrics, averaged over trained tokens: `teacher_kl`, log mu - log pi_T, the estimate of KL(mu || pi_T) in
-nats, `clipped`, and those of every policy gradient (see grpo).
+nats, `clipped`, and the metrics of every policy gradient (see grpo).
 """
 
 from __future__ import annotations

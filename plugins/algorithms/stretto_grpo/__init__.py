@@ -40,7 +40,7 @@ class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     group_reward_norm: bool = True
     """Divide group-centred rewards by the group's standard deviation; false is Dr. GRPO's advantage."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
-    """Baseline subtracted from each reward: the mean of its group, or of the group's other samples."""
+    """Baseline of a sample's reward: the mean reward of its group, or of the group's other samples."""
     norm_eps: PositiveFloat = 1e-6
     """Constant added to the standard deviation. TRL uses 1e-4."""
     group_adv_norm: bool = False

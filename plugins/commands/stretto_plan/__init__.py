@@ -122,9 +122,9 @@ def _immeasurable(run: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key of a run that cannot be measured here, with a text of what can be measured."""
     if (launcher := run["launcher"]["use"]) != "local":
         yield "launcher.use", f"the run on this machine; expected 'local', not {launcher!r}"
-    for section, known in _ENGINES.items():
-        if (use := run[section]["use"]) not in known:
-            yield f"{section}.use", f"what {' and '.join(known)} cost on processor cores, not {use!r}"
+    for section, measurable in _ENGINES.items():
+        if (use := run[section]["use"]) not in measurable:
+            yield f"{section}.use", f"what {' and '.join(measurable)} cost on processor cores, not {use!r}"
         if run[section]["gpus"]:
             yield f"{section}.gpus", "processor cores alone"
 
@@ -137,8 +137,8 @@ def _splits(run: Mapping[str, Any], gpus: int) -> list[dict[str, int]]:
             f"--gpus: the run file gives a process of training {gpus_of_trainer} GPUs and one of inference "
             f"{gpus_of_engine}; expected `gpus` in both sections"
         )
-    numbers = sorted(base * 2**power for base in (1, 3) for power in range(gpus.bit_length()))
-    pairs = [(number, (gpus - number * gpus_of_trainer) // gpus_of_engine) for number in numbers]
+    counts = sorted(base * 2**power for base in (1, 3) for power in range(gpus.bit_length()))
+    pairs = [(count, (gpus - count * gpus_of_trainer) // gpus_of_engine) for count in counts]
     return [
         {"training.processes": processes, "inference.replicas": replicas}
         for processes, replicas in pairs
@@ -211,8 +211,8 @@ def _measure_times(
     from stretto_plan.fitting import fit
     from stretto_plan.measuring import measure
 
-    for key, what in _immeasurable(run):
-        raise ConfigError(f"{key}: a forecast without `--from RUN` measures {what}", path=key)
+    for key, measurable in _immeasurable(run):
+        raise ConfigError(f"{key}: a forecast without `--from RUN` measures {measurable}", path=key)
     typer.echo(
         "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
     )
@@ -241,7 +241,7 @@ class _Planner:
         self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}
         self.reference: float | None = None
-        """Tokens per second that are shown as speed 1; None for those of the forecast without changes."""
+        """Tokens per second that are shown as speed 1; None: those of the forecast without changes."""
 
     def forecast(self, numbers: Mapping[str, Any]) -> Forecast:
         from stretto.simulation import forecast
@@ -282,9 +282,9 @@ class _Planner:
         return best
 
     def advice(self, best: Mapping[str, Any]) -> str:
-        base, seen = self.forecast({}), self.forecast(best)
+        base, fastest = self.forecast({}), self.forecast(best)
         if best:
-            speed = seen.tokens_per_s / base.tokens_per_s
+            speed = fastest.tokens_per_s / base.tokens_per_s
             return f"recommended: {_text(best)}: {speed:.2f} times as fast, by the forecast"
         if base.train_share > 0.9:
             why = f"the trainer computes {min(1.0, base.train_share):.0%} of the time"

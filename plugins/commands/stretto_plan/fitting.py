@@ -58,7 +58,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     decode_s = one.processor_s["inference"] - overhead_s["inference"], other.generate_s
     train_s = one.processor_s["trainer"] - overhead_s["trainer"], other.train_s
     with_samples = one if one.lengths else other
-    tokens = (each.sampled_tokens * with_samples.tokens_per_sampled for each in (one, other))
+    tokens = (measured.sampled_tokens * with_samples.tokens_per_sampled for measured in (one, other))
     base_s, token_s = _line(*zip(tokens, train_s, strict=True))
     # A guess: a decode step with all slots costs twice as much as one without samples.
     per_token = decode_s[0] / one.sampled_tokens
@@ -71,7 +71,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
         lengths=with_samples.lengths,
     )
     for _ in range(ROUNDS):
-        forecasts = [_forecast(each, times, cores, computes=True) for each in (one, other)]
+        forecasts = [_forecast(measured, times, cores, computes=True) for measured in (one, other)]
         times = _overhead(_engine(times, decode_s, (one, other), forecasts), overhead_s, forecasts[0])
     return times
 

@@ -141,8 +141,8 @@ def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Readi
 
 
 def _steps_at(pace: float) -> int:
-    wanted = max(_SHORT_S, min(FEWEST_STEPS * pace, _LONG_S), _FEWEST_SLOW * pace)
-    return min(_MOST, math.ceil(wanted / pace)) if pace else _MOST
+    enough_s = max(_SHORT_S, min(FEWEST_STEPS * pace, _LONG_S), _FEWEST_SLOW * pace)
+    return min(_MOST, math.ceil(enough_s / pace)) if pace else _MOST
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

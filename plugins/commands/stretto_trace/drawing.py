@@ -124,7 +124,7 @@ class _Drawing:
                     self._trace.count(track, step.ended, value)
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
-        """Yield the tokens per second of the groups that were finished between two steps, in order."""
+        """Yield (start, tokens per second) of the groups finished in each interval between two steps."""
         finished = sorted(
             (self._end(attempt.ended), attempt.done.tokens)
             for attempt in self._history.attempts
@@ -197,18 +197,12 @@ class _Drawing:
         track = self._trace.track("weights", parent)
         ends = [self._end(life.ended) for life in self._history.lives if life.worker == worker]
         for index, swap in enumerate(swaps):
-            event = swap.figures
-            facts = {
-                "version": event.version,
-                "pause_s": event.pause_s,
-                "for_evaluation_alone": event.exact,
-            }
-            self._trace.span(
-                track, event.began, swap.ended, f"swap to version {event.version}", "swap", facts
-            )
+            info = swap.figures
+            facts = {"version": info.version, "pause_s": info.pause_s, "for_evaluation_alone": info.exact}
+            self._trace.span(track, info.began, swap.ended, f"swap to version {info.version}", "swap", facts)
             worker_end = min((end for end in ends if end >= swap.ended), default=self._history.ended)
             until = min(worker_end, swaps[index + 1].figures.began) if index + 1 < len(swaps) else worker_end
-            use = f"version {event.version}{' (evaluation)' if event.exact else ''}"
+            use = f"version {info.version}{' (evaluation)' if info.exact else ''}"
             self._trace.span(track, swap.ended, max(until, swap.ended), use, "weights", facts)
 
     def _draw_tickets(self, parent: int, attempts: list[Attempt]) -> None:

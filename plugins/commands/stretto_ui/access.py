@@ -1,8 +1,8 @@
 """Who may read the page: token, cookie, Host check, and the headers of answers.
 
-Only a browser that has had the token gets answers. A page of another site cannot use its cookie, which is
-`SameSite=Strict`; the Host check refuses foreign names that point here (DNS rebinding). The content security
-policy admits only the server's own files as scripts.
+Only a browser that has sent the token gets answers. A page of another site cannot use the cookie, which is
+`SameSite=Strict`; the Host check refuses foreign names that point to this machine (DNS rebinding). The
+content security policy allows only the server's files as scripts.
 """
 
 from __future__ import annotations

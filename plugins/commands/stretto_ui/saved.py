@@ -57,9 +57,9 @@ def save_report(folders: Sequence[Path], file: Path) -> str:
     saved = {each: _SavedRun(page, runs.get(each), len(ids)) for each in ids}
     answers = {"runs": _json(index), "figures": _json(page.figures({}))}
     if len(ids) > 1:
-        asked = {"runs": ",".join(ids)}
-        comparison, answer = _asked(partial(page.comparison, asked), "these runs")
-        answers[_address("compare", asked)] = _json(answer)
+        query = {"runs": ",".join(ids)}
+        comparison, answer = _asked(partial(page.comparison, query), "these runs")
+        answers[_address("compare", query)] = _json(answer)
         for group in comparison.groups if comparison else ():
             first, *others = (
                 each for each, run in zip(ids, comparison.runs, strict=True) if run.label in group.runs
@@ -97,9 +97,9 @@ class _SavedRun:
 
     def add_curves(self, others: Sequence[str] = (), keys: Sequence[str] = ()) -> None:
         """Add the curves of the run; with `others`, ids of runs, the mean curves. `keys`: additional keys."""
-        asked = {"others": ",".join(others)} if others else {}
+        extra = {"others": ",".join(others)} if others else {}
         every = ",".join(quote(key, "") for key in dict.fromkeys((*self.keys, *keys)))
-        self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **asked)
+        self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **extra)
 
     def add_samples(self) -> None:
         """Add the newest groups of training and evaluation: texts of all, then images, then tokens."""
@@ -107,21 +107,21 @@ class _SavedRun:
         for query in self._newest():
             listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
             self._add("reward against length", page.points, "/points", **query)
-            for each in listed.get("groups", ()):
-                of = {"ticket": str(each["ticket"]), "purpose": str(each["purpose"])}
-                groups.append((of, self._add("group", page.group, "/group", **of) or []))
-        for of, rows in groups:
+            for listed_group in listed.get("groups", ()):
+                ticket = {"ticket": str(listed_group["ticket"]), "purpose": str(listed_group["purpose"])}
+                groups.append((ticket, self._add("group", page.group, "/group", **ticket) or []))
+        for ticket, rows in groups:
             for image in _images(rows):
-                self._add("image", page.image, "/image", **of, **image)
-        for of, _ in groups:
-            self._add("tokens of a group", page.tokens, "/tokens", **of)
+                self._add("image", page.image, "/image", **ticket, **image)
+        for ticket, _ in groups:
+            self._add("tokens of a group", page.tokens, "/tokens", **ticket)
 
     def _newest(self) -> list[dict[str, str]]:
         """Return the filters of the groups to add; without samples one empty filter, for the view."""
         pages: list[dict[str, str]] = []
         for purpose in ("train", "eval"):
-            asked = {"purpose": purpose, "order": "-step", "limit": "1"}
-            newest = self._add("newest sample", self._page.samples, "/samples", **asked) or {"rows": []}
+            query = {"purpose": purpose, "order": "-step", "limit": "1"}
+            newest = self._add("newest sample", self._page.samples, "/samples", **query) or {"rows": []}
             for row in newest["rows"]:
                 step = row["step"]
                 bounds = {} if step is None else dict.fromkeys(("step_from", "step_to"), str(step))
@@ -224,8 +224,8 @@ def _json(value: Any) -> str:
 
 def _address(path: str, query: Query) -> str:
     """Return the key under which static/api.js finds an answer."""
-    wanted = sorted((name, value) for name, value in query.items() if name not in _PARTS)
-    return f"{path}?{urlencode(wanted)}" if wanted else path
+    parameters = sorted((name, value) for name, value in query.items() if name not in _PARTS)
+    return f"{path}?{urlencode(parameters)}" if parameters else path
 
 
 def _data_address(kind: str, content: bytes) -> str:

@@ -96,7 +96,7 @@ class Page:
             return {"id": run.id, "path": run.path, **overview(record)}
 
     def series(self, run: ListedRun, query: Query) -> Any:
-        """Curves in a window, of the run or the mean with `others`. An evaluation's step is its version."""
+        """Return curves in a window, of the run or its mean with `others`; x of evaluations is a version."""
         keys = [unquote(key) for key in query.get("keys", "").split(",")[:_MOST_KEYS]]
         x = query.get("x", "step")
         if x not in ("step", "time_s"):
@@ -107,7 +107,7 @@ class Page:
         if not 0 <= smoothing < 1 or not 1 <= points <= _MOST_POINTS:
             raise ConfigError(f"smoothing is 0 to below 1, points is 1 to {_MOST_POINTS}")
         curves: dict[str, ShownCurve] = {}
-        others = [each for each in query.get("others", "").split(",") if each]
+        others = [run_id for run_id in query.get("others", "").split(",") if run_id]
         with self._records([run.id, *others]) as records:
             for key in keys:
                 is_evaluation = key.startswith("evaluation/")
@@ -185,7 +185,7 @@ class Page:
     @contextmanager
     def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
         try:
-            runs = [self._runs.get(each) for each in ids]
+            runs = [self._runs.get(run_id) for run_id in ids]
         except KeyError as error:
             text = f"there is no run {str(error.args[0])[:40]!r} below this folder, or no longer"
             raise ConfigError(text) from error
@@ -194,8 +194,8 @@ class Page:
             ordered = sorted(set(runs), key=lambda run: run.id)
             records = {run.id: lent.enter_context(run.read()) for run in ordered}
             yield [records[run.id] for run in runs]
-        for each in ids:  # `get` closes the oldest runs if too many are open
-            self._runs.get(each)
+        for run_id in ids:  # `get` closes the oldest runs if too many are open
+            self._runs.get(run_id)
 
 
 def application(folder: Path | None, access: Access) -> web.Application:
@@ -256,8 +256,8 @@ async def serve(
     )
     await runner.setup()
     ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    for stop_signal in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(stop_signal, ended.set)
     try:
         try:
             await web.TCPSite(runner, host, port, ssl_context=tls).start()

@@ -182,9 +182,9 @@ def plot(
 def _runs_in(folders: list[Path]) -> list[RunFolder]:
     from stretto.records.run_folder import find_runs
 
-    found: list[RunFolder] = []
+    all_runs: list[RunFolder] = []
     for folder in folders:
         if not (runs := find_runs(folder)):
             raise ConfigError(f"{folder} holds no run")
-        found += runs
-    return found
+        all_runs += runs
+    return all_runs

@@ -18,10 +18,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 def wanted_panels(runs: Sequence[RunFolder], keys: Sequence[str], window: int) -> list[Panel]:
     """Return a panel for each key; without keys, panels of reward, loss, entropy and gradient norm."""
-    known = dict.fromkeys(key for run in runs for key in run.figures())
+    all_keys = dict.fromkeys(key for run in runs for key in run.figures())
     for key in keys:
-        if key not in known:
-            raise ConfigError(f"no run has the key {key!r}{offer(key, known, 'keys')}")
+        if key not in all_keys:
+            raise ConfigError(f"no run has the key {key!r}{offer(key, all_keys, 'keys')}")
     panels = panels_of(runs, keys or MAIN_FIGURES, window)
     if not panels:
         raise ConfigError(f"no figures yet in {', '.join(str(run.folder) for run in runs)}")

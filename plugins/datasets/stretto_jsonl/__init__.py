@@ -49,11 +49,11 @@ class JsonLines:
         self._lines: list[tuple[int, int, int]] = []
         """(line number from 1, start, length) of every line that is not blank."""
         start = 0
-        for number, line in enumerate(self._file, 1):
+        for line_number, line in enumerate(self._file, 1):
             hasher.update(line)
             if line.strip():
-                self._parse(line, number)
-                self._lines.append((number, start, len(line)))
+                self._parse(line, line_number)
+                self._lines.append((line_number, start, len(line)))
             start += len(line)
         self.fingerprint = hasher.hexdigest()
         """SHA-256 of the file when it was opened, without the images that it names."""
@@ -66,12 +66,12 @@ class JsonLines:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
-        number, start, length = self._lines[index]
-        row = self._parse(os.pread(self._file.fileno(), length, start), number)
+        line_number, start, length = self._lines[index]
+        row = self._parse(os.pread(self._file.fileno(), length, start), line_number)
         try:
             row = self._config.with_prompt(row)
         except ConfigError as error:
-            raise ConfigError(f"{self._path}:{number}: {error}") from error
+            raise ConfigError(f"{self._path}:{line_number}: {error}") from error
         for column in IMAGE_COLUMNS:
             if column in row:
                 row[column] = self._resolve_images(row[column])

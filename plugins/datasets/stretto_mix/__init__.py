@@ -134,11 +134,11 @@ class Mix:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Row:
-        name, place = self._place(index)
+        part_name, part_index = self._place(index)
         try:
-            return self._parts[name][place]
+            return self._parts[part_name][part_index]
         except ConfigError as error:
-            raise ConfigError(f"part {name!r}: {error}") from error
+            raise ConfigError(f"part {part_name!r}: {error}") from error
 
     def source_of(self, index: int) -> str:
         """Return the name of the part that a row comes from."""

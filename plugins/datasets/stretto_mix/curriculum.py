@@ -33,7 +33,7 @@ def weight_at(weight: Weight, step: int) -> float:
     if not isinstance(weight, Mapping):
         return weight
     knots = sorted(weight.items())
-    return float(np.interp(step, [at for at, _ in knots], [value for _, value in knots]))
+    return float(np.interp(step, [knot for knot, _ in knots], [value for _, value in knots]))
 
 
 @dataclass(frozen=True)

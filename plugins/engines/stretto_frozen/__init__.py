@@ -1,6 +1,6 @@
 """Training engine `frozen`: publishes the run's model without training, for runs with `steps: 0`.
 
-It holds the model in host memory, without an optimizer; `stretto evaluate` uses it.
+The model is in host memory, without an optimizer. `stretto evaluate` uses this engine.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class MockTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkno
     seconds_per_step: NonNegativeFloat = 1.0
     """Seconds of one optimizer step, independent of the batch."""
     tokens_per_s: PositiveFloat | None = None
-    """If set, a step also takes the number of tokens in its batch divided by this speed."""
+    """If set, a step takes additional time: the number of tokens in its batch divided by this speed."""
     seconds_per_forward: NonNegativeFloat = 0.0
     """Seconds of one forward pass over a batch."""
     calls_loss: bool = False

@@ -144,7 +144,7 @@ class MockInference:
         return np.frombuffer(answer.encode(), np.uint8).astype(np.int32)
 
     async def _tick(self) -> None:
-        last = time.monotonic()
+        last_tick = time.monotonic()
         while True:
             if not self._running and not self._intake.waiting:
                 self._work = anyio.Event()
@@ -152,7 +152,7 @@ class MockInference:
             await anyio.sleep(_TICK_S)
             async with self._paused:
                 now = time.monotonic()
-                elapsed, last = now - last, now
+                elapsed, last_tick = now - last_tick, now
                 if self._running:
                     self._busy_s += elapsed
                     self._send(self._advance(elapsed * self._config.tokens_per_s / self._config.slots))
@@ -173,8 +173,8 @@ class MockInference:
                 if not self._running:
                     await anyio.sleep(_TICK_S)
                     continue
-                left = min(len(sample.tokens) - int(sample.credit) for sample in self._running)
-                steps = min(_MOST_STEPS, max(1, left))
+                min_left = min(len(sample.tokens) - int(sample.credit) for sample in self._running)
+                steps = min(_MOST_STEPS, max(1, min_left))
                 seconds = steps * (config.step_s + config.sample_s * len(self._running))
                 await pass_time(seconds)
                 self._busy_s += seconds
@@ -195,11 +195,11 @@ class MockInference:
         chunks: list[Chunk] = []
         for sample in self._running:
             sample.credit = min(sample.credit + tokens, len(sample.tokens))
-            upto = int(sample.credit)
-            complete = upto == len(sample.tokens)
-            if complete or (all_ and upto > sample.sent):
-                chunks.append(self._chunk(sample, upto, sample.finish if complete else ""))
-            if complete:
+            num_tokens = int(sample.credit)
+            is_complete = num_tokens == len(sample.tokens)
+            if is_complete or (all_ and num_tokens > sample.sent):
+                chunks.append(self._chunk(sample, num_tokens, sample.finish if is_complete else ""))
+            if is_complete:
                 self._intake.close(sample)
         self._running = [sample for sample in self._running if not sample.ended]
         return chunks

@@ -56,8 +56,8 @@ class PipelineLayout(RankLayout):
         self._stage = Stage(model, self._index, self.width)
         self._tied = self._stage.tied if self.width > 1 else None
         if self._tied is not None:
-            own = next(name for name, parameter in model.named_parameters() if parameter is self._tied)
-            self._aliases = {own: names[id(self._tied)]}
+            own_name = next(name for name, parameter in model.named_parameters() if parameter is self._tied)
+            self._aliases = {own_name: names[id(self._tied)]}
         cast("nn.Module", model).to(self.device)
 
     def name(self, own: str) -> str:
@@ -66,8 +66,8 @@ class PipelineLayout(RankLayout):
 
     def stream(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Broadcast each tensor to the whole pipeline and yield it, stage after stage."""
-        own = {name: tensor.detach() for name, tensor in tensors}
-        own_types = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in own.items()}
+        detached = {name: tensor.detach() for name, tensor in tensors}
+        own_types = {name: (list(tensor.shape), str(tensor.dtype)[6:]) for name, tensor in detached.items()}
         sent: set[str] = set()
         for stage, names in enumerate(self.gather_ranks(own_types)[: self.width]):
             for name, (shape, dtype) in names.items():
@@ -75,7 +75,7 @@ class PipelineLayout(RankLayout):
                     continue
                 sent.add(name)
                 if stage == self._index:
-                    tensor = own[name].to(self.device).contiguous()
+                    tensor = detached[name].to(self.device).contiguous()
                 else:
                     tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
                 dist.broadcast(tensor, self._line[stage], group=self._group)

@@ -266,12 +266,12 @@ def _piece(tokens: list[int], meta: _Meta) -> StreamChunk:
         return StreamChunk((), (), "error", "the server's logits are not finite")
     versions = [span.version for span in meta.weight_versions]
     reason = meta.finish_reason
-    kept = meta.output_token_sampling_mask
+    kept_ids = meta.output_token_sampling_mask
     if reason is None:
-        return StreamChunk(tokens, finite_logprobs, kept=kept)
+        return StreamChunk(tokens, finite_logprobs, kept=kept_ids)
     finish = FINISH_REASONS.get(reason.type, "error")
     if finish == "abort":
         # SGLang does not check whether aborted tokens end the answer, so they are drawn again later.
         return StreamChunk((), (), finish, "", versions)
     error = reason.message if finish == "error" else ""
-    return StreamChunk(tokens, finite_logprobs, finish, error, versions, kept)
+    return StreamChunk(tokens, finite_logprobs, finish, error, versions, kept_ids)

@@ -1,4 +1,4 @@
-"""Continuous batching: take requests, sample tokens, and change the weights between steps.
+"""Continuous batching: accept requests, sample tokens, and swap the weights between steps.
 
 Only the engine's compute thread calls this module. No call waits for requests; `inference.py` does.
 """

@@ -69,7 +69,7 @@ class Decoder(Protocol):
             spans: the rows in order, from 0 on; rows after the last span are padding.
             shifts: (R,) int64, see `PromptImages.shift`; None for models of text.
 
-        Returns: (R, V) float32 logits after each token; padding rows hold arbitrary values.
+        Returns: (R, V) float32 logits after each token; padding rows have arbitrary values.
         """
         ...
 

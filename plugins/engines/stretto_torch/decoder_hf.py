@@ -89,8 +89,8 @@ class HFDecoder:
 
     def score(self, tokens: Tensor, images: PromptImages | None = None) -> Tensor:
         """See `Decoder`."""
-        ids, more = tokens.unsqueeze(0), self._arguments(tokens.unsqueeze(0), images)
-        logits = self._model(input_ids=ids, use_cache=False, **more).logits[0].float()
+        ids, arguments = tokens.unsqueeze(0), self._arguments(tokens.unsqueeze(0), images)
+        logits = self._model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
         return logprobs_of(logits[:-1], tokens[1:])
 
     def _arguments(self, tokens: Tensor, images: PromptImages | None) -> dict[str, Tensor]:

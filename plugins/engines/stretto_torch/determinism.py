@@ -68,7 +68,7 @@ def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
     file.parent.mkdir(parents=True, exist_ok=True)
     locked_file = stack.enter_context(file.open("a+b"))
     say("waits for another engine that makes the same test")
-    fcntl.flock(locked_file, fcntl.LOCK_EX)  # an evaluation's engine starts at the same time as the others
+    fcntl.flock(locked_file, fcntl.LOCK_EX)  # several engines of a run start at the same time
     locked_file.seek(0)
     try:
         return msgspec.json.decode(locked_file.read(), type=_Found)

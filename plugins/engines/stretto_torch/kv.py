@@ -1,4 +1,4 @@
-"""The cache of keys and values: one pool of tokens, in which every row has a block of its own."""
+"""The cache of keys and values: one pool of tokens, in which every row has a separate block."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _context(config: Any, length: int | None) -> int:
 
 
 def _eos(model: Any) -> tuple[int, ...]:
-    """Return the end-of-text tokens; those of the generation config take precedence, as in transformers."""
+    """Return the end-of-text tokens, from the generation config if it has them, as in transformers."""
     for config in (model.generation_config, model.config.get_text_config()):
         ids: int | Iterable[int] | None = getattr(config, "eos_token_id", None)
         if ids is not None:

@@ -136,8 +136,8 @@ class Prefixes:
         whose texts were used least recently. Return False if even these were used after `text`."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
         best = (text.used, 0, 0, 0)  # newest use, size, and kept[first:last], the texts to replace
-        for look in range(min(places, _LOOKS)):
-            first = (self._next + look) % places
+        for attempt in range(min(places, _LOOKS)):
+            first = (self._next + attempt) % places
             start = kept[first - 1].stop if first else self._free[0]
             last, newest = first, 0
             while (stop := kept[last].block.start if last < len(kept) else self._free[1]) - start < length:

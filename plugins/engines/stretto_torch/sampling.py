@@ -61,10 +61,10 @@ def draw(
     Returns: tokens (R,); logprobs (R,) of the distribution that they were drawn from, not finite where a
     row's logits are not; and row -> kept ids, of which one was drawn, for rows in `wants_kept`.
     """
-    kept: dict[int, NDArray[np.int32]] = {}
+    kept_ids: dict[int, NDArray[np.int32]] = {}
     if settings is not None:
         logits = _shape(logits, settings)
-        kept = _kept(logits, settings.wants_kept)
+        kept_ids = _kept(logits, settings.wants_kept)
     logprobs = logits.log_softmax(-1)
     # A GPU sums in parallel; in float32, rounding could give an impossible token a tiny probability.
     cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
@@ -75,7 +75,7 @@ def draw(
         greedy = torch.from_numpy(settings.temperature == 0).to(logits.device)
         tokens[greedy] = logits[greedy].argmax(-1, keepdim=True)
     token_logprobs = logprobs.gather(1, tokens)
-    return _host(tokens), _host(token_logprobs), kept
+    return _host(tokens), _host(token_logprobs), kept_ids
 
 
 def _kept(logits: Tensor, wanted: NDArray[np.bool_] | None) -> dict[int, NDArray[np.int32]]:
@@ -94,7 +94,7 @@ def _host(column: Tensor) -> NDArray[Any]:
 
 def _shape(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """Add the bias, divide by the temperature, and set logits that min_p, top_k and top_p remove to -inf. A
-    greedy row gets only the bias: its logprobs are those of the plain distribution."""
+    greedy row gets only the bias: its logprobs are of the plain distribution."""
     device = logits.device
     if settings.bias is not None:
         index = (torch.from_numpy(settings.bias.rows), torch.from_numpy(settings.bias.tokens))

@@ -59,8 +59,8 @@ class Shapes:
         return self.most_rows if self.fixed else padded_rows(live)
 
     def spans(self, positions: NDArray[np.int64], size_classes: Sequence[tuple[int, int]]) -> list[TokenSpan]:
-        """Return a step's spans: one for each size class, as long as its longest row needs. `positions`
-        (live,) are those of the computed tokens; the classes are rows start..stop-1, in order."""
+        """Return a step's spans: one for each size class, as long as its longest row needs. `positions`:
+        (live,) positions of the computed tokens. The classes are rows start..stop-1, in order."""
         if self.full:
             return [TokenSpan(0, self.most_rows, self.length)]
         return [

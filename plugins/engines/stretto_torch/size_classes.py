@@ -99,7 +99,7 @@ class SizeClasses:
 
 
 def _keep_in_place(rows: list[int], blocks: Sequence[Block | None], new_blocks: Sequence[Block]) -> list[int]:
-    """Order the rows of one size class so that rows which already have one of its blocks keep it."""
+    """Order the rows of one size class so that a row that has one of `new_blocks` already keeps it."""
     row_of_block = {blocks[row]: row for row in rows}
     order = [row_of_block.get(block, -1) for block in new_blocks[: len(rows)]]
     in_place = set(order)

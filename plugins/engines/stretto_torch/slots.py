@@ -192,15 +192,15 @@ class Slots:
         """Return a running sample's answer from its token `start` on."""
         lane, prompt_length = self._lane[sample.row], len(sample.prompt)
         part = slice(prompt_length + start, self._position[sample.row] + 1)
-        kept = None
+        kept_tokens = None
         if self._wants_kept[lane] and start >= len(sample.begun):
             begun = len(sample.begun)
-            kept = KeptTokens.of(self._kept[int(lane)][start - begun : self.length(sample) - begun])
+            kept_tokens = KeptTokens.of(self._kept[int(lane)][start - begun : self.length(sample) - begun])
         return SlotOutput(
             self._ids[lane, part].copy(),
             self._logprobs[lane, part].copy(),
             self._versions[lane, part].copy(),
-            kept,
+            kept_tokens,
         )
 
     def remove(self, samples: Iterable[SlotSample]) -> None:
@@ -230,7 +230,7 @@ class Slots:
         if not recompute or not self.running:
             return []
         logits = self._prefill(range(len(self.running)))
-        # Remove these before any block is moved or kept: `SlotCache` must never hold NaN.
+        # Remove these samples before a block is moved or cached: `SlotCache` must never contain NaN.
         finite = torch.stack([row_logits.logsumexp(-1) for row_logits in logits]).isfinite().tolist()
         endings = [self._not_finite(row, version) for row, is_finite in enumerate(finite) if not is_finite]
         self.remove([ending.sample for ending in endings])
@@ -283,11 +283,11 @@ class Slots:
         texts = [self._text(sample) for sample in samples]
         for sample, text in zip(samples, texts, strict=True):
             if prefix := self._prefixes.find(text):
-                place, length = prefix
+                source, length = prefix
                 if sample.images is not None and length < sample.images.end:
                     continue  # the prefix lacks some images
                 prefixes[sample] = (
-                    self._cache.blocks[place.row] if isinstance(place, SlotSample) else place,
+                    self._cache.blocks[source.row] if isinstance(source, SlotSample) else source,
                     length,
                 )
         for sample, text in zip(samples, texts, strict=True):  # after every find: they are not computed yet

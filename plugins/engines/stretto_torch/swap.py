@@ -78,12 +78,12 @@ class Targets:
 
 def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
     """Return the names of tensors that share their memory with an earlier one. Checkpoints omit them."""
-    seen: set[int] = set()
+    pointers: set[int] = set()
     tied: set[str] = set()
     for name, tensor in state.items():
-        if tensor.data_ptr() in seen:
+        if tensor.data_ptr() in pointers:
             tied.add(name)
-        seen.add(tensor.data_ptr())
+        pointers.add(tensor.data_ptr())
     return frozenset(tied)
 
 

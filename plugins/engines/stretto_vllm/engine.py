@@ -35,7 +35,7 @@ _CALL_S = 30.0  # deadline of a call that needs no loading
 _READ_S = 300.0  # time to read the files of a version
 _LOAD_S = 300.0  # deadline of a load
 _ASK_EVERY_S = 0.02
-_BATCH = 2048  # tokens that a step on CPU may compute, or those of the longest sample
+_BATCH = 2048  # tokens that a step on CPU may compute; more if the longest sample has more
 _PILLOW = '{"use_fast": false}'  # stretto's own image processors resize with Pillow; torchvision differs
 _GPU_SHARE = 0.9  # of the worker's share of the GPU: vLLM does not count the memory that CUDA itself needs
 

@@ -87,7 +87,7 @@ class LocalLauncher:
         self._forks = forks
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
-        """Compare the GPUs and memory that the jobs need with those of this machine."""
+        """Compare the GPUs and memory that the jobs need with the resources of this machine."""
         try:
             place(jobs, [_this_machine()], {})
         except LaunchError as error:

@@ -32,11 +32,11 @@ class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields
     it with the run."""
     runtime_env: Mapping[str, Any] = {}
     """Ray's runtime environment of the workers, such as `{env_vars: {NCCL_DEBUG: INFO}}` or
-    `{image_uri: …}`. Ray shows it in logs and in its dashboard, so it must hold no secrets."""
+    `{image_uri: …}`. Ray shows it in logs and in the dashboard, so it must not contain secrets."""
     resources: Mapping[str, Mapping[str, PositiveFloat]] = {}
     """Custom resources that each worker reserves, by role (`trainer`, `inference`, `rollout`, `verifier`) or
     worker group (`training`, or a key of `groups`), such as `{trainer: {a100: 1}}`. The entry of a worker
-    group replaces that of its role."""
+    group replaces the entry of its role."""
     start_s: PositiveFloat = 300.0
     """Time limit for the start of a worker, in seconds. It includes the time until the cluster has room, and
     the preparation of `runtime_env`."""
@@ -64,12 +64,12 @@ class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields
 def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
     """Report resources for workers that the run does not have, and settings that Ray does not support."""
     groups = {name: getattr(run.groups, name) for name in run.groups.__struct_fields__}
-    known = (*get_args(Role), "training", *groups)
+    worker_names = (*get_args(Role), "training", *groups)
     for worker in config.resources:
-        if worker not in known:
+        if worker not in worker_names:
             yield Problem(
                 f"launcher.resources.{worker}",
-                f"no role or worker group {worker!r}; expected {', '.join(known)}",
+                f"no role or worker group {worker!r}; expected {', '.join(worker_names)}",
             )
     if config.resources and config.address is None:
         yield Problem(

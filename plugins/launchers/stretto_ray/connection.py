@@ -62,19 +62,19 @@ def connect(config: RayConfig, log: Path | None) -> Connection:
     cluster. Ray's messages go to `log`. Raise LaunchError if the connection fails."""
     global _current
     with _lock:
-        wanted = config.address, config.runtime_env
-        if _current is None or (_current.address, _current.runtime_env) != wanted:
+        cluster = config.address, config.runtime_env
+        if _current is None or (_current.address, _current.runtime_env) != cluster:
             _current = None
             try:
                 call(lambda: _init(config, log), stays=True).result(_CONNECT_S)
             except Exception as error:
-                at = f" at {config.address}" if config.address else ""
+                where = f" at {config.address}" if config.address else ""
                 reason = str(error) or f"no answer within {_CONNECT_S:g} s"
-                raise LaunchError(f"no connection to the Ray cluster{at}: {reason}") from error
+                raise LaunchError(f"no connection to the Ray cluster{where}: {reason}") from error
             # `read` waits in the actor while `signal` is called.
             options = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 8}
             actors = import_module("ray").remote(**options)(WorkerActor)
-            _current = Connection(*wanted, Reservations(), actors)
+            _current = Connection(*cluster, Reservations(), actors)
         return _current
 
 

@@ -81,9 +81,9 @@ def groups_of(config: RayConfig, jobs: Iterable[Job]) -> list[RayGroup]:
 
 
 def _bundle(config: RayConfig, members: Sequence[Job]) -> RayBundle:
-    each = resources_of(config, members[0])
+    of_one_worker = resources_of(config, members[0])
     total = _sum(resources_of(config, job) for job in members)
-    return RayBundle(tuple(job.worker for job in members), total, each)
+    return RayBundle(tuple(job.worker for job in members), total, of_one_worker)
 
 
 def _sum(resources: Iterable[Mapping[str, float]]) -> dict[str, float]:

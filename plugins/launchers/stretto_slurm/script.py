@@ -44,9 +44,9 @@ fi
 
 def part_of(config: SlurmConfig, job: Job) -> int:
     """Return the number of the part of the job in which a worker runs: 0 for the part of the kernel."""
-    for wanted in (job.group, job.role):
+    for name in (job.group, job.role):
         for number, part in enumerate(config.parts.values(), 1):
-            if wanted in part.workers:
+            if name in part.workers:
                 return number
     return 0
 

@@ -146,8 +146,8 @@ class SlurmLauncher:
         """Address of the kernel's node, as Slurm's daemons reach it."""
         node = os.environ.get("SLURMD_NODENAME", "")
         described = ask_slurm("scontrol", "show", "node", "-o", node) if node else ""
-        found = re.search(r"NodeAddr=(\S+)", described)
-        return found[1] if found else socket.gethostname()
+        match = re.search(r"NodeAddr=(\S+)", described)
+        return match[1] if match else socket.gethostname()
 
     def check(self, jobs: Sequence[Job]) -> Iterator[Problem]:
         """Compare the jobs' needs with the Slurm job's resources; outside of a job, check a submission."""

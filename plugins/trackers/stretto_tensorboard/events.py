@@ -56,10 +56,10 @@ class TensorBoardTracker:
     def advice(self, advice: Mapping[str, Any]) -> None:
         """Write the advice as text."""
         step = advice["said"] if advice["until"] is None else advice["until"]
-        word = "given" if advice["until"] is None else "withdrawn"
+        state = "given" if advice["until"] is None else "withdrawn"
         self._train.add_text(
             f"advice/{advice['rule']}",
-            f"{word}, since step {advice['since']}: {advice['message']}",
+            f"{state}, since step {advice['since']}: {advice['message']}",
             step,
             time.time(),
         )

@@ -53,9 +53,9 @@ class TrackioTracker:
         )
         atexit.register(self._run.finish)  # trackio's own exit handler writes only rows of the main thread
         rows = SQLiteStorage.get_logs(self._config.project, self._name)
-        others = {_EVALUATION, *_SAMPLES.values()}
+        not_of_steps = {_EVALUATION, *_SAMPLES.values()}
         return Sent(
-            step=max((row["step"] for row in rows if not others & row.keys()), default=0),
+            step=max((row["step"] for row in rows if not not_of_steps & row.keys()), default=0),
             evaluation=_newest(rows, _EVALUATION, -1),
             samples=_newest(rows, _SAMPLES["train"], 0),
             evaluation_samples=_newest(rows, _SAMPLES["eval"], -1),

@@ -31,7 +31,7 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     (`training.dtype` or `training.publish_dtype`). For this the trainer keeps one version in memory, and each
     engine's machine keeps the newest version in `folder`."""
     piece_kb: PositiveInt = 512
-    """Size of the piece that one message carries, in KiB; limited by the bus's largest message."""
+    """Size of the piece in one message, in KiB; limited by the bus's largest message."""
     in_flight: PositiveInt = 8
     """Number of pieces that an engine requests at once. The bus buffers this number of pieces for each
     engine."""
@@ -39,7 +39,7 @@ class BusTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknow
     """Seconds to wait for a piece before the fetch fails. Pieces that have arrived are kept for the next
     attempt."""
     shard_gb: PositiveFloat = 0.5
-    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
+    """Size of the largest file in GiB. Publishing needs at most this much memory besides the model."""
 
 
 class BusTransport:

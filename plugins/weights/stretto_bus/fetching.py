@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 _ENVELOPE = 64
-"""Largest number of bytes of a `TensorPiece` besides its data."""
+"""Maximum number of bytes of a `TensorPiece` without its data."""
 _TRIES = 3
 """Number of attempts to fetch a piece that arrives damaged."""
 

@@ -44,7 +44,7 @@ class CollectiveConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unknown_
     deadline_s: PositiveFloat = 60.0
     """Time limit in seconds for the meeting of both ends, and for each bucket; then the transfer fails."""
     shard_gb: PositiveFloat = 0.5
-    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
+    """Size of the largest file in GiB. Publishing needs at most this much memory besides the model."""
 
 
 class CollectiveTransport:

@@ -134,7 +134,7 @@ def _nccl_group(store: Store, rank: int, interface: str, deadline: timedelta) ->
     os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)  # read once in a process
     nccl: Any = dist.ProcessGroupNCCL  # pyright: ignore[reportAttributeAccessIssue] - not in builds without CUDA
     options = nccl.Options()
-    options._timeout = 10 * deadline  # `Transfer` gives up earlier
+    options._timeout = 10 * deadline  # `Transfer` raises an error earlier
     return nccl(store, rank, 2, options)
 
 

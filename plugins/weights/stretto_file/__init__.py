@@ -51,7 +51,7 @@ class FileTransportConfig(WeightsConfig, frozen=True, kw_only=True, forbid_unkno
     """Write only the changes since the version before, as with `bus`. This is for a `folder` on a network
     disk. In shared memory, writing whole files is faster than comparing them."""
     shard_gb: PositiveFloat = 0.5
-    """Size of the largest file in GiB. Publishing holds at most this much in memory besides the model."""
+    """Size of the largest file in GiB. Publishing needs at most this much memory besides the model."""
 
 
 class FileTransport:
