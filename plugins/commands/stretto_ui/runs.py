@@ -86,7 +86,7 @@ class Runs:
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
         self.folder = Path(os.path.commonpath(self._folders)) if folders else None
-        """The folder above all runs; None without folders."""
+        """The deepest folder with all runs in it; None without folders."""
         self._known: dict[str, ListedRun] = {}
         self._open: list[ListedRun] = []
         self._searched = -_SEARCH_S

@@ -191,7 +191,7 @@ class MockInference:
             self._running.append(self._intake.pop())
 
     def _advance(self, tokens: float, *, all_: bool = True) -> list[Chunk]:
-        """Add `tokens` tokens to each sample; return chunks of complete samples, or with `all_` of all."""
+        """Add `tokens` tokens to each sample; return chunks of complete samples; with `all_`, of all."""
         chunks: list[Chunk] = []
         for sample in self._running:
             sample.credit = min(sample.credit + tokens, len(sample.tokens))

@@ -133,24 +133,24 @@ class Prefixes:
 
     def _place(self, text: CachedText) -> bool:
         """Assign a block to a text: the next gap that is large enough, else the place, of the next `_LOOKS`,
-        whose texts were used least recently. Return False if even these were used after `text`."""
+        whose texts were used least recently. Return False if all these were used after `text`."""
         kept, length, places = self._kept, len(text.ids), len(self._kept) + 1
-        best = (text.used, 0, 0, 0)  # newest use, size, and kept[first:last], the texts to replace
-        for attempt in range(min(places, _LOOKS)):
-            first = (self._next + attempt) % places
+        best = (text.used, 0, 0, 0)  # last use, size, and kept[first:last]: the texts to replace
+        for offset in range(min(places, _LOOKS)):
+            first = (self._next + offset) % places
             start = kept[first - 1].stop if first else self._free[0]
-            last, newest = first, 0
+            last, last_use = first, 0
             while (stop := kept[last].block.start if last < len(kept) else self._free[1]) - start < length:
                 if last == len(kept):
                     break
-                newest = max(newest, kept[last].used)
+                last_use = max(last_use, kept[last].used)
                 last += 1
             else:
-                best = min(best, (newest, stop - start, first, last))
+                best = min(best, (last_use, stop - start, first, last))
                 if first == last:
                     break
-        newest, _, first, last = best
-        if newest == text.used:
+        last_use, _, first, last = best
+        if last_use == text.used:
             return False
         text.block = Block(kept[first - 1].stop if first else self._free[0], length)
         for replaced in kept[first:last]:
