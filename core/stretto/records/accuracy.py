@@ -1,7 +1,7 @@
 """Accuracies with 95 % intervals, from the answers of evaluations.
 
-Answers to one row depend on each other, rows do not (Miller 2024, arXiv 2411.00640, sections 2 and 3). So an
-interval is taken over the means of rows wherever they are known.
+Answers to the same row depend on each other, answers to different rows do not (Miller 2024, arXiv 2411.00640,
+sections 2 and 3). So an interval is computed over the means of rows wherever the rows are known.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 def estimate_score(score: float, count: int, deviation: float | None = None) -> Estimate:
-    """Return the mean score of `count` answers, as if independent. Without a `deviation` it is a share: the
-    interval is the normal approximation of the binomial distribution, and none outside 0 to 1."""
+    """Return the mean score of `count` answers with its interval, as if the answers were independent. Without
+    `deviation`, a score from 0 to 1 has the deviation of a binomial share; others have no interval."""
     if deviation is None and 0 <= score <= 1:
         deviation = math.sqrt(score * (1 - score))
     if deviation is None or count < 2:
@@ -34,14 +34,14 @@ def estimate_score(score: float, count: int, deviation: float | None = None) -> 
 
 def row_scores(answers: Iterable[KeptAnswer], measure: Measure) -> dict[int, float]:
     """Return row -> mean score of its samples."""
-    rows: defaultdict[int, list[float]] = defaultdict(list)
+    scores_of_rows: defaultdict[int, list[float]] = defaultdict(list)
     for answer in by_sample(answers).values():
-        rows[answer.row].append(answer.score(measure))
-    return {row: fmean(scores) for row, scores in rows.items()}
+        scores_of_rows[answer.row].append(answer.score(measure))
+    return {row: fmean(scores) for row, scores in scores_of_rows.items()}
 
 
 def estimate_difference(one: Mapping[int, float], other: Mapping[int, float]) -> Estimate | None:
-    """Return the mean of other − one over the rows that both have; None without one. Rows of one dataset are
-    hard or easy for both, so its interval is narrower than that of two independent means."""
+    """Return the mean of other − one over the common rows, with its interval; None without a common row.
+    A row is hard or easy for both, so this interval is narrower than that of two independent means."""
     common = sorted(one.keys() & other.keys())
     return estimate([other[row] - one[row] for row in common]) if common else None

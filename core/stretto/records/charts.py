@@ -79,8 +79,8 @@ COLOURS = (
     Colour("#1f8197", "#62bfd2", 37),
     Colour("#70757a", "#a3a8ae", 245),
 )
-"""Run n has colour n modulo their number."""
-_MOST_COLUMNS = 100
+"""Run n has the colour n modulo the number of colours."""
+_MOST_COLUMNS = 100  # in the chart of step times
 STEP_PARTS = ("train_s", *(f"wait/{cause}_s" for cause in reversed(CAUSES)))
 """Keys of the parts of a step's time, from the bottom of a chart upwards."""
 
@@ -99,15 +99,15 @@ class RunCurve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel: the curves of all runs that have figures of its key."""
+    """The curves of one key, for all runs that have figures of this key."""
 
     key: str
     curves: tuple[RunCurve, ...]
 
 
 def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, window: int = 1) -> list[Panel]:
-    """Return a panel for each key with figures in some run. Held-out scores are points in the panel of the
-    reward, or a panel in its place if no run has a reward.
+    """Return a panel for each key of which some run has figures. Held-out scores are points in the panel of
+    the reward; if no run has a reward, they have a panel in place of the reward's.
 
     Lines are smoothed over `window` steps. Raises ConfigError if metrics are damaged.
     """
@@ -134,13 +134,13 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, win
 
 def _curve(run: RunFolder, number: int, label: str, key: str, window: int) -> RunCurve | None:
     line = [] if key in HELD_OUT else smooth(run.series(key), window)
-    of_points = key if key in HELD_OUT else run.held_out
-    points = run.series(of_points) if key in ("reward", of_points) else []
-    return RunCurve(label, number, line, points, FIGURES[of_points].label) if line or points else None
+    points_key = key if key in HELD_OUT else run.held_out
+    points = run.series(points_key) if key in ("reward", points_key) else []
+    return RunCurve(label, number, line, points, FIGURES[points_key].label) if line or points else None
 
 
 def smooth(points: Points, count: int) -> list[tuple[float, float]]:
-    """Return each point with the mean of the last `count` values up to it in place of its own."""
+    """Return the points, with each value replaced by the mean of it and the `count` − 1 values before it."""
     window: deque[float] = deque(maxlen=count)
     means: list[tuple[float, float]] = []
     for x, y in points:
@@ -150,24 +150,24 @@ def smooth(points: Points, count: int) -> list[tuple[float, float]]:
 
 
 def thin(xs: Numbers, ys: Numbers, most: int) -> tuple[Numbers, Numbers]:
-    """Return at most `most` of the points, which draw nearly the same line: the smallest and the largest
-    value of equal parts of the x-axis, and the first and the last point. No peak is lost. `xs` ascends."""
+    """Return at most `most` of the points, whose line looks nearly the same: the first and the last point,
+    and the lowest and the highest point in each of the equal parts of the x-axis. `xs` ascends."""
     if len(xs) <= most:
         return xs, ys
     parts = max(1, (most - 2) // 2)
     bounds = np.searchsorted(xs, np.linspace(xs[0], xs[-1], parts + 1)[1:-1])
-    kept = {0, len(xs) - 1}
+    indices = {0, len(xs) - 1}
     for first, last in zip([0, *bounds], [*bounds, len(xs)], strict=True):
         if last > first:
-            kept |= {first + int(ys[first:last].argmin()), first + int(ys[first:last].argmax())}
-    chosen = np.array(sorted(kept))
-    return xs[chosen], ys[chosen]
+            indices |= {first + int(ys[first:last].argmin()), first + int(ys[first:last].argmax())}
+    ascending = np.array(sorted(indices))
+    return xs[ascending], ys[ascending]
 
 
 def thin_points(points: Points, most: int) -> list[tuple[float, float]]:
     """Return at most `most` of the points, as `thin` chooses them."""
-    every_x, every_y = np.array(points, np.float64).reshape(-1, 2).T
-    xs, ys = thin(every_x, every_y, most)
+    all_x, all_y = np.array(points, np.float64).reshape(-1, 2).T
+    xs, ys = thin(all_x, all_y, most)
     return list(zip(xs.tolist(), ys.tolist(), strict=True))
 
 
@@ -176,45 +176,45 @@ class StepTimes:
     """Where the time of a run's steps went. The first step is left out: it waits for the first groups."""
 
     steps: int
-    """Number of newest steps in `parts`: those of the verdict."""
+    """Number of newest steps over which `parts` has means; the verdict uses the same steps."""
     parts: tuple[tuple[str, float], ...]
     """(key, mean seconds in the newest steps) of parts that took time in any step."""
     columns: tuple[tuple[int, int, dict[str, float]], ...]
-    """Equal numbers of steps: the first, the last, and mean seconds of each part that took some."""
+    """(first step, last step, part -> mean seconds) of each column in the chart."""
 
     @property
     def head(self) -> str:
         """The mean time of a step, in words."""
-        all_s = math.fsum(seconds for _, seconds in self.parts)
-        return f"{duration_text(all_s)} in the mean of the newest {self.steps} steps"
+        total_s = math.fsum(seconds for _, seconds in self.parts)
+        return f"{duration_text(total_s)} in the mean of the newest {self.steps} steps"
 
 
 def part_texts(parts: Sequence[tuple[str, float]]) -> list[tuple[str, str, float]]:
-    """Return (key, text with share, seconds) for parts of `STEP_PARTS` with seconds."""
-    all_s = math.fsum(seconds for _, seconds in parts) or 1.0
+    """Return (key, text with duration and share, seconds) for each (key, seconds) of `STEP_PARTS`."""
+    total_s = math.fsum(seconds for _, seconds in parts) or 1.0
     return [
-        (part, f"{FIGURES[part].label} {duration_text(seconds)} · {100 * seconds / all_s:.0f} %", seconds)
+        (part, f"{FIGURES[part].label} {duration_text(seconds)} · {100 * seconds / total_s:.0f} %", seconds)
         for part, seconds in parts
     ]
 
 
 def step_times(run: RunFolder) -> StepTimes | None:
-    """Return where the time went; None before the second step. Raise ConfigError for damaged metrics."""
+    """Return where the time of steps went; None before the second step. ConfigError for damaged metrics."""
     lines = [line for line in run.steps if line["step"] > 1]
     if not lines:
         return None
-    every = math.ceil(len(lines) / _MOST_COLUMNS)
+    per_column = math.ceil(len(lines) / _MOST_COLUMNS)
     columns = tuple(
         (
-            some[0]["step"],
-            some[-1]["step"],
-            {part: mean for part in STEP_PARTS if (mean := _mean(some, part)) > 0},
+            column[0]["step"],
+            column[-1]["step"],
+            {part: mean for part in STEP_PARTS if (mean := _mean(column, part)) > 0},
         )
-        for some in (lines[first : first + every] for first in range(0, len(lines), every))
+        for column in (lines[first : first + per_column] for first in range(0, len(lines), per_column))
     )
     newest = lines[-VERDICT_STEPS:]
-    drawn = {part for _, _, seconds in columns for part in seconds}
-    parts = tuple((part, _mean(newest, part)) for part in STEP_PARTS if part in drawn)
+    shown_parts = {part for _, _, seconds in columns for part in seconds}
+    parts = tuple((part, _mean(newest, part)) for part in STEP_PARTS if part in shown_parts)
     return StepTimes(len(newest), parts, columns)
 
 

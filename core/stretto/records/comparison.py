@@ -41,7 +41,7 @@ __all__ = [
 _MOST_STEPS = 10
 """Number of equal steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})
-"""Keys that say which run it is, and not how it trains."""
+"""Keys that name the run and have no effect on its training."""
 _MEASURES = (
     "reward.",
     "workflow.environment",
@@ -49,12 +49,12 @@ _MEASURES = (
     "evaluation.rows",
     "evaluation.sampling",
 )
-"""Prefixes of keys that say what a score measures."""
+"""Prefixes of the keys that define what a score measures."""
 _LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
-"""Of these, keys that change no score by themselves."""
+"""Keys with such a prefix that change no score by themselves."""
 MIXED = "held-out score"
-"""What scores are called that are different measures."""
-_APART = _NO_DIFFERENCE | {"seed"}
+"""The label of scores if some runs have an accuracy and others only a reward."""
+_APART = _NO_DIFFERENCE | {"seed"}  # keys whose values may differ within a group of seeds
 
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     measure: str
     """`held-out accuracy` or `held-out reward`; see `RunFolder.held_out`."""
     by_row: bool
-    """Whether the interval is over rows, not over independent answers."""
+    """True if the interval is over the means of rows, False if over independent answers."""
 
     def __str__(self) -> str:
         return f"{self.score} (version {self.version})"
@@ -81,7 +81,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     seed: int | None
     steps: int
     reward: float | None
-    """Mean of the last 10 steps, as the other figures of steps."""
+    """Mean of the last 10 steps, like the figures from `length` to `tokens_per_s`."""
     length: float | None
     staleness: float | None
     step_s: float | None
@@ -97,7 +97,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference between two runs in one evaluation, over the rows that both have answered."""
+    """The difference `run` − `minus` in one evaluation, over the rows that both runs have answered."""
 
     run: str
     minus: str
@@ -111,15 +111,15 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[str]
     score: float | None
-    """Mean of the last scores; None for different measures."""
+    """Mean of the runs' last scores; None without scores, or if the compared runs have different measures."""
     score_sd: float | None
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
     reward_sd: float | None
     difference: Estimate | None = None
-    """Score less that of the first group; None for that group, without scores, or for different measures."""
+    """`score` − first group's score; None for the first group, without scores, or for different measures."""
     paired: int = 0
-    """Number of seeds that pair the difference; 0 if fewer than two are common: runs count as independent."""
+    """Number of common seeds that pair the runs of both groups; 0 below two: runs count as independent."""
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,11 +127,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     runs: list[RunFigures]
     differences: dict[str, list[str | None]]
-    """Dotted key -> JSON value in each run, or None."""
+    """Dotted key -> its JSON value in each run; None where a run lacks the key."""
     curves: dict[str, list[tuple[int, list[float]]]]
-    """Key of `metrics.jsonl` -> equal steps, each with the mean of the last 10 steps in each run."""
+    """Key of `metrics.jsonl` -> (step, mean of the 10 steps up to it in each run) for common steps."""
     measure: str
-    """As in `Evaluated`, or `held-out score` if runs differ: such scores are not subtracted."""
+    """As in `Evaluated`; `held-out score` if the runs' measures differ: no differences are computed then."""
     scores: list[tuple[int, list[float | None]]]
     """(version, score in each run)."""
     caution: str
@@ -158,7 +158,7 @@ def _common(runs: Sequence[RunFolder]) -> Path:
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     """Compare runs."""
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
-    evaluated = [run for run, each in zip(runs, figures, strict=True) if each.last]
+    evaluated = [run for run, its_figures in zip(runs, figures, strict=True) if its_figures.last]
     measures = {run.last.measure for run in figures if run.last is not None}
     measure = MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
     comparable = measure != MIXED
@@ -222,18 +222,18 @@ def _measure(run: RunFolder) -> Measure:
 
 
 def differences(values: Sequence[Mapping[str, str]]) -> dict[str, list[str | None]]:
-    """Return each key whose value differs between runs, with its values (see `RunFolder.values`) or None."""
-    keys = dict.fromkeys(key for each in values for key in each)
+    """Return key -> its value in each run or None (see `RunFolder.values`), for keys whose values differ."""
+    keys = dict.fromkeys(key for run_values in values for key in run_values)
     return {
         key: row
         for key in keys
-        if key not in _NO_DIFFERENCE and len(set(row := [each.get(key) for each in values])) > 1
+        if key not in _NO_DIFFERENCE and len(set(row := [run_values.get(key) for run_values in values])) > 1
     }
 
 
 def caution(values: Sequence[Mapping[str, str]], *, comparable: bool) -> str:
-    """Return why the scores are not the same measure; empty if they are. `comparable`: all are accuracies, or
-    all are rewards."""
+    """Return why the scores are not the same measure; empty if they are. `comparable`: all scores
+    are accuracies, or all are rewards."""
     if not comparable:
         return "some runs have a held-out accuracy, others only a held-out reward: no difference is taken"
     keys = [key for key in differences(values) if key.startswith(_MEASURES) and key not in _LIMITS]
@@ -248,49 +248,49 @@ def setting(values: Mapping[str, str]) -> str:
 
 
 def _curve(runs: Sequence[RunFolder], key: str) -> list[tuple[int, list[float]]]:
-    """Return a few steps that all runs have, spread over the shortest run, with the means that end there."""
+    """Return (step, mean in each run up to it) for a few common steps, spread over the shortest run."""
     series = [dict(run.series(key)) for run in runs]
-    common = sorted(set.intersection(*(set(each) for each in series)))
+    common = sorted(set.intersection(*(set(values) for values in series)))
     if not common:
         return []
-    parts = min(_MOST_STEPS, len(common))
-    steps = [common[len(common) * part // parts - 1] for part in range(1, parts + 1)]
-    return [(step, [_mean_until(each, step) for each in series]) for step in steps]
+    num_parts = min(_MOST_STEPS, len(common))
+    steps = [common[len(common) * part // num_parts - 1] for part in range(1, num_parts + 1)]
+    return [(step, [_mean_until(values, step) for values in series]) for step in steps]
 
 
 def _mean_until(series: Mapping[int, float], step: int) -> float:
-    return fmean(series[each] for each in range(step - RECENT_STEPS + 1, step + 1) if each in series)
+    return fmean(series[number] for number in range(step - RECENT_STEPS + 1, step + 1) if number in series)
 
 
 def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
     series = [dict(run.series(run.held_out)) for run in runs]
-    versions = sorted({version for each in series for version in each})
-    return [(version, [each.get(version) for each in series]) for version in versions]
+    versions = sorted({version for scores in series for version in scores})
+    return [(version, [scores.get(version) for scores in series]) for version in versions]
 
 
 def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
     first, *others = runs
-    rows, versions = _fingerprint(first), {version for version, _ in first.series(first.held_out)}
+    fingerprint, versions = _fingerprint(first), {version for version, _ in first.series(first.held_out)}
     for number, run in enumerate(others, 1):
         common = [version for version, _ in run.series(run.held_out) if version in versions]
-        if not common or rows is None or _fingerprint(run) != rows:
+        if not common or fingerprint is None or _fingerprint(run) != fingerprint:
             continue
-        one, other = (
+        first_scores, run_scores = (
             row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (first, run)
         )
-        difference = estimate_difference(one, other)
+        difference = estimate_difference(first_scores, run_scores)
         if difference is not None:
             yield Paired(
                 run=figures[number].label,
                 minus=figures[0].label,
                 version=common[-1],
-                rows=len(one.keys() & other.keys()),
+                rows=len(first_scores.keys() & run_scores.keys()),
                 difference=difference,
             )
 
 
 def _fingerprint(run: RunFolder) -> str | None:
-    """Return what identifies the rows that a run evaluates; None if it is not known."""
+    """Return the fingerprint of the dataset that a run evaluates; None if it is not known."""
     file = run.folder / "fingerprints.json"
     try:
         return msgspec.json.decode(read_record(file), type=dict[str, str]).get("evaluation.dataset")
@@ -302,18 +302,18 @@ def _fingerprint(run: RunFolder) -> str | None:
 
 def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, comparable: bool) -> list[SeedGroup]:
     settings: dict[str, list[RunFigures]] = {}
-    for run, each in zip(runs, figures, strict=True):
-        settings.setdefault(setting(run.values()), []).append(each)
+    for run, its_figures in zip(runs, figures, strict=True):
+        settings.setdefault(setting(run.values()), []).append(its_figures)
     groups = [members for members in settings.values() if len(members) > 1]
     return [_group(members, groups[0], comparable=comparable) for members in groups]
 
 
 def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, comparable: bool) -> SeedGroup:
     scores = [score for _, score in _last_scores(members)] if comparable else []
-    rewards = [each.reward for each in members if each.reward is not None]
+    rewards = [member.reward for member in members if member.reward is not None]
     difference, paired = (None, 0) if members is first or not comparable else _difference(members, first)
     return SeedGroup(
-        runs=[each.label for each in members],
+        runs=[member.label for member in members],
         score=fmean(scores) if scores else None,
         score_sd=stdev(scores) if len(scores) > 1 else None,
         reward=fmean(rewards) if rewards else None,
@@ -325,15 +325,15 @@ def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, compar
 
 def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
     """Return (seed, last score) of the runs that have one. Several runs may have the same seed."""
-    return [(each.seed, each.last.score.mean) for each in members if each.last is not None]
+    return [(member.seed, member.last.score.mean) for member in members if member.last is not None]
 
 
 def _difference(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> tuple[Estimate | None, int]:
-    ours, theirs = _last_scores(members), _last_scores(first)
-    if not ours or not theirs:
+    scores, first_scores = _last_scores(members), _last_scores(first)
+    if not scores or not first_scores:
         return None, 0
-    one, other = dict(ours), dict(theirs)
-    common = sorted(one.keys() & other.keys(), key=str)
+    by_seed, first_by_seed = dict(scores), dict(first_scores)
+    common = sorted(by_seed.keys() & first_by_seed.keys(), key=str)
     if len(common) > 1:
-        return mean_of(Moments.of(one[seed] - other[seed] for seed in common)), len(common)
-    return difference_of(*(Moments.of(score for _, score in each) for each in (ours, theirs))), 0
+        return mean_of(Moments.of(by_seed[seed] - first_by_seed[seed] for seed in common)), len(common)
+    return difference_of(*(Moments.of(score for _, score in pairs) for pairs in (scores, first_scores))), 0

@@ -1,4 +1,4 @@
-"""Read the values of a run, `config.yaml` in its folder, which somebody else may have written."""
+"""Read a run's values from `config.yaml` in its folder. Another user may have written the file."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from stretto.records.files import read_record
 
 _MOST_VALUES = 100_000
 _DEEPEST = 100
-"""Kernels write files of some hundred values, nested less than ten deep."""
+"""Limits of a document. Kernels write a few hundred values, nested less than ten deep."""
 # PyYAML has the fast loader only if it was built with libyaml.
 _Loader: type[yaml.SafeLoader] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def read_document(file: Path) -> dict[str, Any]:
-    """Return the values in a file of YAML, or raise ConfigError. Those of the environment are references."""
+    """Return the values in a YAML file, or raise ConfigError. Values of the environment stay references."""
     try:
         text = read_record(file)
         if fault := _fault(yaml.parse(text, Loader=_Loader)):
@@ -34,10 +34,10 @@ def read_document(file: Path) -> dict[str, Any]:
 
 
 def _fault(events: Iterable[yaml.Event]) -> str:
-    """Return why a document is too large, or an empty text. Ten lines of aliases can stand for 10⁹ values."""
+    """Return why a document is refused; empty if it is not. Ten lines of aliases can stand for 10⁹ values."""
     known: dict[str, tuple[int, int]] = {}
     """Anchor -> number of its values, and their depth."""
-    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]
+    open_nodes: list[tuple[str | None, int, int]] = [(None, 0, 0)]  # (anchor, values, depth)
     for event in events:
         match event:
             case yaml.CollectionStartEvent():

@@ -11,7 +11,7 @@ from stretto.bus.messages.events import CAUSES
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, is_figure
 
 RECENT_STEPS = 10
-"""A run's figure is a mean over this many newest steps: one step is noise."""
+"""Number of newest steps whose mean is a run's figure: a single step is too noisy."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -21,23 +21,23 @@ class Figure(msgspec.Struct, frozen=True):
     meaning: str = ""
     """One phrase; empty for a figure that is not in the table."""
     unit: str = ""
-    """Values as text have the units `s` and `share` (of 1) in them, and no other."""
+    """Of all units, `text` writes only `s` and, as percent, `share` (of 1)."""
     form: str = ".4g"
     """A format specification: `.3f`, `.1%` or `.4g`. Durations choose their own digits."""
 
     @property
     def name(self) -> str:
-        """The label for values that are shown as `text`: with the unit if the text lacks it."""
+        """The label beside a value from `text`; it has the unit if the value's text lacks it."""
         return self.label if self.unit in ("", "s", "share") else f"{self.label}, {self.unit}"
 
     @property
     def title(self) -> str:
-        """The heading of a chart with plain numbers: label and unit, capitalised. A key stays as it is."""
+        """The heading of a chart with plain numbers: label and unit, capitalised. Unknown keys stay."""
         text = f"{self.label}, {self.unit}" if self.unit else self.label
         return text[:1].upper() + text[1:] if self.meaning else text
 
     def text(self, value: Any) -> str:
-        """Return a value with its digits; a dash for no finite number. Like the page's `figureText`."""
+        """Return a value as text; a dash if it is no finite number. The page's `figureText` does the same."""
         if not is_figure(value):
             return "-"
         if self.unit == "s":
@@ -53,17 +53,17 @@ def figure(key: str) -> Figure:
 
 
 VERDICT_STEPS = 60
-"""Newest steps of the verdict and of the times of a step."""
+"""Number of newest steps from which the verdict and the step times are computed."""
 
 
 def recent(values: Sequence[float]) -> float | None:
-    """Return the mean over the newest steps; None without a step."""
+    """Return the mean of the newest `RECENT_STEPS` values; None without a value."""
     newest = values[-RECENT_STEPS:]
     return sum(newest) / len(newest) if newest else None
 
 
 def change(values: Sequence[float]) -> float | None:
-    """Return the mean over the newest steps less that over as many first ones; None if they are the same."""
+    """Return the mean of the newest `RECENT_STEPS` values − that of the first; None for too few values."""
     first, newest = recent(values[:RECENT_STEPS]), recent(values)
     return None if first is None or newest is None or len(values) <= RECENT_STEPS else newest - first
 
@@ -73,7 +73,7 @@ def duration_text(seconds: float | None) -> str:
     dash if it is not known. The page's `duration` follows the same rule."""
     if seconds is None:
         return "-"
-    if not 0 <= seconds < 1e9:  # what a foreign process says
+    if not 0 <= seconds < 1e9:  # a wrong value from another process
         return "?"
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
@@ -94,9 +94,9 @@ def duration_text(seconds: float | None) -> str:
 def describe_waits(line: Mapping[str, Any]) -> str:
     """Return waits of at least a twentieth of the step, longest first: `evaluation 25 s, groups 1.2 s`."""
     seconds = {kind: line.get(f"wait/{kind}_s") or 0.0 for kind in CAUSES}
-    known = [kind for kind in CAUSES if seconds[kind] >= 0.05 * (line.get("step_s") or 0.0) and seconds[kind]]
-    known.sort(key=lambda kind: -seconds[kind])
-    return ", ".join(f"{kind.replace('_', ' ')} {duration_text(seconds[kind])}" for kind in known)
+    kinds = [kind for kind in CAUSES if seconds[kind] >= 0.05 * (line.get("step_s") or 0.0) and seconds[kind]]
+    kinds.sort(key=lambda kind: -seconds[kind])
+    return ", ".join(f"{kind.replace('_', ' ')} {duration_text(seconds[kind])}" for kind in kinds)
 
 
 def _nats(label: str, meaning: str) -> Figure:
@@ -293,4 +293,4 @@ FIGURES: Mapping[str, Figure] = {
     ),
 }
 SCORE = FIGURES[ACCURACY]
-"""The digits of held-out scores, be they accuracies or rewards."""
+"""How views show held-out scores, both accuracies and rewards."""

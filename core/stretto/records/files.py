@@ -1,4 +1,4 @@
-"""Open the files of a run's folder, which somebody else may have written."""
+"""Open the files of a run's folder. Another user may have written them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 REPLAY = "replay.json"
-"""File in the folder of a replay: where it came from, and how it compares."""
+"""File in the folder of a replay: the replayed run, and how the replay compares with it."""
 
 
 def open_record(file: Path, *, links: bool = True) -> BinaryIO:
-    """Open a regular file, or with `links` a link to one. Others are an OSError: a pipe would block."""
+    """Open a regular file, or with `links` a link to one. OSError for other files: a pipe would block."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

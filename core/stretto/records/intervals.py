@@ -1,4 +1,4 @@
-"""Means with 95 % intervals of independent values, counted one after the other.
+"""Means of independent values, with 95 % intervals.
 
 Student's interval is mean ± t s / √n; that of a difference is Welch's, without equal variances (Welch 1947,
 doi 10.1093/biomet/34.1-2.28).
@@ -14,7 +14,7 @@ import msgspec
 Z = 1.959964
 """97.5 % quantile of the normal distribution."""
 _FEW_DEGREES = {1: 12.7062, 2: 4.3027}
-"""97.5 % quantiles of Student's distribution where the expansion is too inexact."""
+"""97.5 % quantiles of Student's distribution by degrees of freedom, where the expansion is too inexact."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -37,7 +37,7 @@ class Moments(msgspec.Struct):
     """Sum of the squared distances from the mean."""
 
     def add(self, value: float) -> None:
-        """Take in one value."""
+        """Add one value."""
         self.count += 1
         distance = value - self.mean
         self.mean += distance / self.count
@@ -66,8 +66,8 @@ def mean_of(moments: Moments) -> Estimate:
 
 
 def difference_of(first: Moments, second: Moments) -> Estimate:
-    """Return the mean of `first` minus that of `second`, with Welch's interval; none if one of them has a
-    single value. Expects at least one value of each."""
+    """Return the mean of `first` minus that of `second`, with Welch's interval; no interval if one
+    of them has a single value. Expects at least one value of each."""
     if min(first.count, second.count) < 2:
         return Estimate(first.mean - second.mean, None)
     variances = [(each.variance_of_mean, each.count - 1) for each in (first, second)]
@@ -80,7 +80,7 @@ def difference_of(first: Moments, second: Moments) -> Estimate:
 def t_quantile(degrees: float) -> float:
     """Return the 97.5 % quantile of Student's distribution, to 0.2 %.
 
-    From 3 degrees on: Abramowitz and Stegun (1964), 26.7.5. Fewer are rounded down: the interval is wider.
+    From 3 degrees of freedom on: Abramowitz and Stegun (1964), 26.7.5. Fewer are rounded down.
     """
     if degrees < 3:
         return _FEW_DEGREES[max(1, int(degrees))]

@@ -1,6 +1,6 @@
-"""Which runs of this user live on this machine: one small file for each, in the user's state folder.
+"""The list of a user's runs that live on this machine: one small file for each, in the user's state folder.
 
-The files only say where to look. Whether a run lives, its lock says (see `stretto.bus.guard.is_locked`).
+A file has only the path of a run's folder. The run lives if its lock is held (`stretto.bus.guard.is_locked`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 @contextmanager
 def listed(folder: Path) -> Generator[None]:
-    """List a run, which this process owns, for the duration of the block, if the home can be written."""
+    """List a run that this process owns during the block. If the home cannot be written, only log it."""
     path = str(folder.resolve())
     try:
         place = _place()
@@ -41,20 +41,20 @@ def listed(folder: Path) -> Generator[None]:
 
 
 def living() -> list[Path]:
-    """Return the folders of the listed runs that live. What a killed kernel has left is removed."""
-    found: list[Path] = []
+    """Return the folders of the listed runs that live. Remove the files that killed kernels have left."""
+    folders: list[Path] = []
     try:
         files = sorted(_place().iterdir())
     except (OSError, RuntimeError):  # no run was ever listed
         return []
     for file in files:
-        with suppress(OSError):  # its run ends at this moment
+        with suppress(OSError):  # the file's run ends at this moment
             folder = Path(file.read_text())
             if is_locked(folder / "bus" / "kernel.lock"):
-                found.append(folder)
+                folders.append(folder)
             else:
                 file.unlink()
-    return sorted(found)
+    return sorted(folders)
 
 
 def _place() -> Path:

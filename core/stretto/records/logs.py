@@ -19,12 +19,12 @@ _PROBLEMS = ("warning", "error", "critical")
 
 
 def log_files(folder: Path) -> dict[str, Path]:
-    """Return the logs of a run by the names of their processes, in order; `kernel` is the kernel's."""
+    """Return name of a process -> its log file, ordered by name; the kernel's name is `kernel`."""
     return {file.stem: file for file in sorted((folder / "logs").glob("*.jsonl"))}
 
 
 def open_log(folder: Path, name: str) -> TextIOWrapper:
-    """Open a log."""
+    """Open the log of a process. ConfigError if there is none of this name, or it cannot be read."""
     logs = log_files(folder)
     if name not in logs:
         raise ConfigError(f"{folder} has no log of {name!r}{offer(name, logs, 'logs')}")
@@ -35,7 +35,7 @@ def open_log(folder: Path, name: str) -> TextIOWrapper:
 
 
 def whole_lines(log: IO[str]) -> Iterator[str]:
-    """Yield the lines that are complete. A later call continues behind them."""
+    """Yield the complete lines. A later call continues after them."""
     while True:
         place = log.tell()
         line = log.readline()
@@ -46,7 +46,7 @@ def whole_lines(log: IO[str]) -> Iterator[str]:
 
 
 def log_text(line: str, *, problems: bool = False) -> str:
-    """Return a line as people read it, or as it is without JSON; with `problems`, empty unless it is one."""
+    """Return a line as text for people, unchanged if it is not JSON. `problems`: empty below a warning."""
     try:
         event = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -15,10 +15,10 @@ from stretto.records.files import open_record
 
 METRICS = "metrics.jsonl"
 ACCURACY = "evaluation/accuracy"
-"""Null if some answer had none, or no row had a result."""
+"""The value is null if some answer has no accuracy, or no row has a result."""
 HELD_OUT_REWARD = "evaluation/reward"
 HELD_OUT = (ACCURACY, HELD_OUT_REWARD)
-"""A run is judged by one of them; see `held_out_key`."""
+"""Each run's evaluations are judged by one of these keys; see `held_out_key`."""
 MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
 """Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
@@ -27,7 +27,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class _KnownLine(msgspec.Struct, kw_only=True):
-    """What views use of a line besides its figures."""
+    """The fields of a line that views use besides its figures."""
 
     step: _Count
     time_s: float = 0.0
@@ -40,7 +40,7 @@ _TAIL_BYTES = 256
 
 
 def parse_line(text: bytes) -> dict[str, Any] | str:
-    """Return a line of metrics; or why the text is not one."""
+    """Return the line of metrics in a text, or why the text is not such a line."""
     try:
         line = _decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -60,10 +60,10 @@ def is_evaluation(line: Mapping[str, Any]) -> bool:
 
 
 def held_out_key(evaluations: Iterable[Mapping[str, Any]]) -> str:
-    """Return the accuracy's key if all evaluations with a result have one, else the reward's; also the rule
-    of `stretto.kernel.schedule.health.held_out`."""
-    known = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
-    return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in known) else HELD_OUT_REWARD
+    """Return the accuracy's key if all evaluations with a result have an accuracy, else the reward's key.
+    `stretto.kernel.schedule.health.held_out` has the same rule."""
+    with_result = [line for line in evaluations if any(is_figure(line.get(key)) for key in HELD_OUT)]
+    return ACCURACY if all(is_figure(line.get(ACCURACY)) for line in with_result) else HELD_OUT_REWARD
 
 
 def is_figure(value: Any) -> TypeGuard[float]:
@@ -74,7 +74,7 @@ def is_figure(value: Any) -> TypeGuard[float]:
 
 
 class MetricsReader:
-    """Reads metrics while a kernel may append to them or cut them. A line without an end does not count."""
+    """Reads metrics while a kernel may append lines or cut them. A line without a newline does not count."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / METRICS
@@ -91,7 +91,7 @@ class MetricsReader:
         self._lines = 0
 
     def read(self) -> None:
-        """Read appended lines, or all if the file was cut or replaced. ConfigError for a wrong line."""
+        """Read appended lines, or all if the file was cut or replaced. ConfigError for a malformed line."""
         try:
             with open_record(self._file) as file:
                 state = os.fstat(file.fileno())
@@ -110,9 +110,9 @@ class MetricsReader:
         whole = text[: text.rfind(b"\n") + 1]
         if not whole:
             return
-        for each in whole.splitlines(keepends=True):
+        for raw_line in whole.splitlines(keepends=True):
             self._lines += 1
-            line = parse_line(each)
+            line = parse_line(raw_line)
             if isinstance(line, str):
                 fault = f"{self._file}:{self._lines}: {line}"
                 self._forget()

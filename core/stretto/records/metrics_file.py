@@ -1,6 +1,6 @@
 """Writes the file `metrics.jsonl` of a run (see `stretto.records.metrics`).
 
-A resumed run moves lines after its checkpoint to `metrics.cut.jsonl`: their steps are repeated or lost.
+A resumed run moves lines after its checkpoint to `metrics.cut.jsonl`: it repeats or loses their steps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class MetricsFile:
         self._cut = folder / "metrics.cut.jsonl"
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the lines, without a broken last one that a kill left. ConfigError if another is broken."""
+        """Return the lines, without a last line that a kill broke. ConfigError if another line is broken."""
         return [line for _, line in self._lines() if line is not None]
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Write a line."""
+        """Append a line to the file."""
         try:
             with self._file.open("a") as file:
                 file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -39,19 +39,19 @@ class MetricsFile:
             raise RunError(f"cannot write {self._file}: {error}") from error
 
     def cut_after(self, version: int) -> None:
-        """Move the lines of later steps and evaluations, and a broken last line, to `metrics.cut.jsonl`."""
-        kept: list[bytes] = []
+        """Move lines of later steps and evaluations, and a broken last line, to `metrics.cut.jsonl`."""
+        remaining: list[bytes] = []
         cut: list[bytes] = []
         for text, line in self._lines():
-            (kept if line is not None and line["step"] <= version else cut).append(text)
+            (remaining if line is not None and line["step"] <= version else cut).append(text)
         if not cut:
             return
         try:
             _append_and_sync(self._cut, cut)
-            aside = self._file.with_name(".metrics.jsonl")
-            aside.unlink(missing_ok=True)
-            _append_and_sync(aside, kept)
-            aside.replace(self._file)
+            new_file = self._file.with_name(".metrics.jsonl")
+            new_file.unlink(missing_ok=True)
+            _append_and_sync(new_file, remaining)
+            new_file.replace(self._file)
         except OSError as error:
             raise RunError(f"cannot write {self._file}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Where a run comes from: `origin.json`, which its first kernel writes, for views alone."""
+"""Where a run comes from: `origin.json`. The run's first kernel writes it, and only views read it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from stretto.records.files import read_record
 _FILE = "origin.json"
 _PACKAGES = ("stretto", "torch", "transformers", "safetensors", "numpy", "nats-py", "peft", "sglang", "vllm")
 _INHERITING = ("evaluation.sampling", "variants")
-"""Sections whose keys have the values of other sections in place of defaults."""
+"""Sections whose keys default to the values of other sections."""
 _GIT_S = 2.0
-"""git's folder may be on a slow disk."""
+"""Seconds to wait for git, whose folder may be on a slow disk."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 """NVIDIA's driver has a folder for each GPU here."""
 
@@ -44,7 +44,7 @@ class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -> None:
-    """Write where a run comes from: this process, its values, and the dotted keys that its user has set."""
+    """Write where a run comes from: this process, default values, and the dotted keys that a user set."""
     origin = RunOrigin(
         written=list(written),
         defaults=dict(_defaults(config)),
@@ -65,20 +65,20 @@ def _defaults(config: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, s
         if isinstance(value, msgspec.Struct):
             yield from _defaults(value, f"{path}.")
         elif not field.required:
-            is_made = field.default_factory is not msgspec.NODEFAULT
-            default = field.default_factory() if is_made else field.default
+            has_factory = field.default_factory is not msgspec.NODEFAULT
+            default = field.default_factory() if has_factory else field.default
             yield path, json.dumps(msgspec.to_builtins(default), default=str)
 
 
 def add_written(folder: Path, keys: Iterable[str]) -> None:
-    """Add keys that somebody has set for a resumed run."""
+    """Add the dotted keys that a user has set for a resumed run."""
     if (origin := read_origin(folder)) is not None:
-        both = dict.fromkeys((*origin.written, *keys))
-        _write(folder, msgspec.structs.replace(origin, written=list(both)))
+        all_keys = dict.fromkeys((*origin.written, *keys))
+        _write(folder, msgspec.structs.replace(origin, written=list(all_keys)))
 
 
 def read_origin(folder: Path) -> RunOrigin | None:
-    """Return where a run comes from; None if its kernel was older."""
+    """Return where a run comes from; None if an older stretto started it."""
     file = folder / _FILE
     try:
         return msgspec.json.decode(read_record(file), type=RunOrigin)
@@ -93,28 +93,28 @@ def _write(folder: Path, origin: RunOrigin) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _gpu_models() -> list[str]:
-    found: list[str] = []
+    models: list[str] = []
     for file in sorted(_GPUS.glob("*/information")):
         with suppress(OSError):
             facts = (line.partition(":") for line in file.read_text(errors="replace").splitlines())
-            found += [value.strip() for name, _, value in facts if name == "Model"]
-    return found
+            models += [value.strip() for name, _, value in facts if name == "Model"]
+    return models
 
 
 def _commit() -> str:
-    # One process for both. A repository may name a program in fsmonitor.
+    # One process finds the commit and the `+`. Without `false`, a repository's fsmonitor may name a program.
     git = ("git", "-c", "core.fsmonitor=false")
     command = (*git, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+")
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip()
+    return result.stdout.strip()

@@ -39,7 +39,7 @@ def file_hash(path: Path) -> str:
 
 
 class RemoteFolder:
-    """One folder. It exists as soon as it has a file. The methods block, and any thread may call them.
+    """One remote folder. It exists once it has a file. The methods block, and any thread may call them.
 
     All methods raise FileNotFoundError for a file that does not exist, and OSError, which names the URL, for
     every other failure. Names of files are relative, with `/`.
@@ -60,7 +60,7 @@ class RemoteFolder:
     def upload(self, folder: Path) -> dict[str, str]:
         """Copy all files of a local folder into this one, and return name -> SHA-256 of each."""
         hashes: dict[str, str] = {}
-        for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        for path in sorted(entry for entry in folder.rglob("*") if entry.is_file()):
             name = path.relative_to(folder).as_posix()
             hashes[name] = file_hash(path)
             with self._connected() as (system, root):
@@ -68,8 +68,8 @@ class RemoteFolder:
         return hashes
 
     def download(self, hashes: Mapping[str, str], folder: Path) -> None:
-        """Copy files into a local folder, and compare each with its SHA-256 in `hashes`, by its name. Raise
-        OSError also if one differs, or has a name outside of `folder`."""
+        """Copy the files named in `hashes` into a local folder, and compare each with its SHA-256 there. Also
+        raise OSError if a file differs from its hash, or its name leads out of `folder`."""
         for name, value in hashes.items():
             if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise OSError(f"{self.url}: {name!r} is not the name of a file in a folder")
@@ -105,12 +105,12 @@ class RemoteFolder:
 
     @contextmanager
     def _connected(self) -> Generator[tuple[Any, str]]:
-        """Yield the file system and the folder's path in it. Its errors leave the block as OSError."""
+        """Yield the file system and the folder's path in it. Its errors are raised as OSError."""
         try:
             import fsspec.core
 
             local = self.url.startswith(("file://", "local://"))
-            # A list of files may be older than what another process has written: keep none.
+            # A cached list of files may lack files that another process has written: cache none.
             options: dict[str, Any] = {"use_listings_cache": False, **({"auto_mkdir": True} if local else {})}
             system, root = fsspec.core.url_to_fs(self.url, **options)
             yield system, root

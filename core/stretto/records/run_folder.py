@@ -7,8 +7,8 @@
     run.series("reward")                              # (step, value) of each step
     run.samples.find(order="-reward", limit=3)        # the kept samples with the highest rewards
 
-A folder can be read while the run continues, and nothing here asks its kernel. The files are described in
-docs/metrics.md and docs/samples.md; `stretto.records.charts` has how their figures are shown.
+A folder can be read while the run continues; nothing here sends requests to its kernel. docs/metrics.md and
+docs/samples.md describe the files; `stretto.records.charts` defines how views show their figures.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ _SUMMARY = "summary.json"
 
 
 class _KnownSummary(msgspec.Struct, kw_only=True):
-    """What views use of a summary."""
+    """The fields of a summary that views use."""
 
     status: str
     reason: str = ""
@@ -110,8 +110,8 @@ class _KnownSummary(msgspec.Struct, kw_only=True):
 class RunFolder:
     """The folder of one run. Each part is read when it is first asked for, and again after `refresh`.
 
-    Raises ConfigError, which names the file, if there is no run or a file is damaged. Not for several
-    threads.
+    Raises ConfigError, which names the file, if there is no run or a file is damaged. It is not
+    thread-safe.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,7 +122,7 @@ class RunFolder:
         self._events = EventReader(self.folder)
 
     def refresh(self) -> None:
-        """Forget what may have changed. Of the metrics, only appended lines are read again."""
+        """Forget what may have changed. Only the appended lines of the metrics are read next time."""
         for name in ("config", "summary", "status", "state", "history", "_metrics"):
             self.__dict__.pop(name, None)
 
@@ -137,7 +137,7 @@ class RunFolder:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The run file as composed. Values that it reads from the environment are references, not values."""
+        """The run file as composed. Values from the environment are references here, not values."""
         return read_document(self.folder / _CONFIG)
 
     @property
@@ -170,7 +170,7 @@ class RunFolder:
 
     @cached_property
     def state(self) -> State:
-        """Whether a kernel owns the run; if none does, how the run ended."""
+        """`running` while a kernel owns the run, otherwise how the run ended."""
         if is_locked(self.folder / "bus" / "kernel.lock"):
             return "running"
         ended = (self.summary or {}).get("status")
@@ -178,14 +178,14 @@ class RunFolder:
 
     @property
     def standstill(self) -> str:
-        """Says that the owning kernel does not work; empty if it works or the run has ended."""
+        """A sentence that the owning kernel does not work; empty if it works or the run has ended."""
         if self.status is None or self.state != "running":
             return ""
         return standstill(self.folder, self.status)
 
     @property
     def verdict(self) -> str:
-        """Whether the run learns, and what it waits for, in one line; empty if no kernel has said it."""
+        """One line: whether the run learns, and what it waits for; empty if no kernel has written it."""
         if self.summary is not None and self.state != "running":
             return self.summary.get("verdict", {}).get("text", "")
         return self.status.verdict.text if self.status is not None and self.status.verdict else ""
@@ -193,22 +193,22 @@ class RunFolder:
     @property
     def started(self) -> float:
         """Unix time at which the run was started for the first time."""
-        first = self.folder / "config-1.yaml"  # the first values, if a resume has changed them
+        first = self.folder / "config-1.yaml"  # the values before a resume changed them
         return (first if first.exists() else self.folder / _CONFIG).stat().st_mtime
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds in which a kernel owned the run, up to its newest status or metrics; None before."""
+        """Seconds in which a kernel owned the run, up to its newest status or metrics; None if it has neither."""
         if self.summary is not None and self.state != "running":
             return self.summary["wall_s"]
-        with suppress(ConfigError):  # `status` itself says it to whoever shows the status
+        with suppress(ConfigError):  # views that read `status` get this error there
             if self.status is not None:
                 return self.status.wall_s
-        newest = (*self.steps[-1:], *self.evaluations[-1:])
-        return max((line["time_s"] for line in newest if "time_s" in line), default=None)
+        newest_lines = (*self.steps[-1:], *self.evaluations[-1:])
+        return max((line["time_s"] for line in newest_lines if "time_s" in line), default=None)
 
     def series(self, key: str) -> list[tuple[int, float]]:
-        """Return (step, value) where it is a finite number. `evaluation/…` are keys of evaluations."""
+        """Return (step, value) of lines with a finite value. Keys of evaluations begin with `evaluation/`."""
         lines = self.evaluations if key.startswith("evaluation/") else self.steps
         return [(line["step"], float(value)) for line in lines if is_figure(value := line.get(key))]
 
@@ -227,7 +227,7 @@ class RunFolder:
         return dict(dotted_values(self.config))
 
     def origin(self) -> RunOrigin | None:
-        """Return what the run was started with; None if its kernel was older."""
+        """Return what the run was started with; None if an older stretto started it."""
         return read_origin(self.folder)
 
     @cached_property
@@ -245,7 +245,7 @@ class RunFolder:
 
     @cached_property
     def samples(self) -> SampleStore:
-        """The kept samples. It also finds those that the run keeps later."""
+        """The kept samples. The store also finds samples that the run keeps later."""
         return SampleStore(self.folder)
 
     def image(self, sha256: str) -> bytes | None:
@@ -261,22 +261,22 @@ class RunFolder:
         return list(log_files(self.folder))
 
     def log(self, name: str, newest: int, *, containing: str = "", problems: bool = False) -> list[str]:
-        """Return the newest lines of a log as text, in order. A traceback belongs to its line.
+        """Return the `newest` last lines of a log as text, in order. A traceback belongs to its line.
 
-        `containing` ignores case; `problems` keeps warnings and errors. Raises ConfigError for a name that is
-        not in `logs`.
+        `containing` ignores case; `problems` returns only warnings and errors. Raises ConfigError for a name
+        that is not in `logs`.
         """
         wanted = containing.casefold()
         with open_log(self.folder, name) as log:
-            if not wanted and not problems:  # only these lines need become text
+            if not wanted and not problems:  # convert only the returned lines
                 return [log_text(line) for line in deque(whole_lines(log), maxlen=newest)]
             texts = (log_text(line, problems=problems) for line in whole_lines(log))
             return list(deque((text for text in texts if text and wanted in text.casefold()), maxlen=newest))
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return the folders of the checkpoints by their versions, in order. Files may be damaged."""
-        written = sorted(self.folder.glob("checkpoints/step-*/manifest.json"))
-        return {int(file.parent.name.removeprefix("step-")): file.parent for file in written}
+        """Return version -> folder of its checkpoint, in order. The files are not checked for damage."""
+        manifests = sorted(self.folder.glob("checkpoints/step-*/manifest.json"))
+        return {int(file.parent.name.removeprefix("step-")): file.parent for file in manifests}
 
     @cached_property
     def _metrics(self) -> MetricsReader:
@@ -285,16 +285,16 @@ class RunFolder:
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether a folder holds a run: its values, and something that a kernel has written."""
+    """Return whether a folder is a run's: it has the run's values, and a file that a kernel has written."""
     return (folder / _CONFIG).is_file() and any(
         (folder / name).exists() for name in ("bus", STATUS, METRICS, _SUMMARY)
     )
 
 
 def find_runs(folder: Path) -> list[RunFolder]:
-    """Return the run in `folder`, or the runs below it by path, without hidden, linked or unreadable folders.
+    """Return the run in `folder`, or the runs below it by path; skip hidden, linked and unreadable folders.
 
-    Raises ConfigError without such a folder.
+    Raises ConfigError if `folder` does not exist.
     """
     if not folder.is_dir():
         raise ConfigError(f"no folder {str(folder)!r}")
@@ -307,8 +307,8 @@ def living_runs() -> list[RunFolder]:
 
 
 def _run_folders(folder: Path) -> Iterator[Path]:
-    for path, below, _ in os.walk(folder):
+    for path, subfolders, _ in os.walk(folder):
         if is_run(Path(path)):
-            below.clear()  # a run has no runs inside
+            subfolders.clear()  # a run has no runs inside
             yield Path(path)
-        below[:] = sorted(name for name in below if not name.startswith("."))
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))

@@ -1,4 +1,4 @@
-"""The file `status.json`: what a run does, and who waits for whom. A kernel that hangs leaves an old one."""
+"""The file `status.json`: what a run does, and who waits for whom. If a kernel hangs, the file is old."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stretto.records.files import read_record
 
 STATUS = "status.json"
 LATE_S = 15.0
-"""The kernel writes every 2 s; it hangs, is stopped or is gone after this many seconds without one."""
+"""The kernel writes every 2 s; after this many seconds without a write it hangs, is stopped or is gone."""
 
 State = Literal["running", "completed", "interrupted", "failed", "repeated"]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -30,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocked_s: float
     """Seconds for which its event loop has stood still."""
     leaving: bool = False
-    """Whether it finishes its work and then leaves."""
+    """It finishes its work and then leaves."""
 
 
 class Stall(msgspec.Struct, frozen=True):
@@ -58,12 +58,12 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
 
 
 class EvaluationProgress(msgspec.Struct, frozen=True):
-    """The evaluation under way."""
+    """The evaluation that runs now."""
 
     version: Count
     rows: Count
     """Finished rows."""
-    of: Count
+    of: Count  # all rows
     waiting: Count | None
     """Version of the evaluation that waits for this one."""
 
@@ -107,7 +107,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     verdict: Verdict | None = None
     """None in the files of former versions of stretto."""
     sampled: bool = True
-    """Whether the run trains on sampled trajectories, and not on rows of a dataset."""
+    """True if the run trains on sampled trajectories, False if on rows of a dataset."""
     newest: dict[str, float | None] = {}
     """Key in `metrics.jsonl` -> main figure of the newest step."""
     recent: dict[str, float] = {}
@@ -134,11 +134,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     waits: list[Stall]
     """The longest wait of each process, longest first."""
     metrics_url: str = ""
-    """Where Prometheus finds the figures; empty if it does not."""
+    """Where Prometheus reads the run's figures; empty without such an address."""
 
 
 def decode_status(content: bytes) -> Status:
-    """Return the status that a file or a message holds, or raise `msgspec.DecodeError`."""
+    """Return the status encoded in a file or a message, or raise `msgspec.DecodeError`."""
     try:
         return msgspec.json.decode(content, type=Status)
     except UnicodeDecodeError as error:  # msgspec raises it for some strings
@@ -148,7 +148,7 @@ def decode_status(content: bytes) -> Status:
 
 
 def read_status(folder: Path) -> Status | None:
-    """Return the state of the run in `folder`; None if its kernel has not written one yet."""
+    """Return the status of the run in `folder`; None if its kernel has not written one yet."""
     file = folder / STATUS
     try:
         return decode_status(read_record(file))
@@ -159,13 +159,13 @@ def read_status(folder: Path) -> Status | None:
 
 
 def is_of_former_kernel(folder: Path, status: Status) -> bool:
-    """Return whether the kernel that owns the run in `folder` is another one than wrote this status."""
+    """Return whether a former kernel wrote this status: another one owns the run in `folder` now."""
     owner = read_record(folder / "bus" / "kernel.lock").decode(errors="replace")
     return bool(owner) and not owner.startswith(f"pid {status.pid},")
 
 
 def standstill(folder: Path, status: Status) -> str:
-    """Return the sentence that a status is too old, or not of the owning kernel; else an empty text."""
+    """Return a sentence if a status is too old, or a former kernel wrote it; otherwise an empty text."""
     age_s = time.time() - status.written
     if is_of_former_kernel(folder, status):
         return f"this was the state of a previous kernel, {age_s:.0f} s ago; another one is starting"

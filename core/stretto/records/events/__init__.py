@@ -1,1 +1,1 @@
-"""The events of a run: their files, and the history that they give."""
+"""The events of a run: their files, and the history computed from them."""

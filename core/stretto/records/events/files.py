@@ -1,8 +1,8 @@
 """The folder `events` of a run: the messages of its journal, as files that need no server.
 
-Each kernel writes its own files, named by its lease epoch. A record is the sequence number in the journal's
-stream, the length, the CRC-32 of both and the message, and the message, an `EventBatch`. Numbers rise within
-a file. A kernel first copies what predecessors stored but did not write, so a message may be in two files.
+Each kernel writes its own files, named by its lease epoch. A record is a message's sequence number in the
+journal's stream, its length, the CRC-32 of number and message, and the message, an `EventBatch`. Numbers rise
+within a file. A kernel first copies messages that former kernels did not write; two files may have the same.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _HEAD = struct.Struct("<QII")
 _STORE = "store.txt"
 """File with the identity of the store that has the messages."""
 _LONGEST = 2**30
-"""Bytes. A longer message is none."""
-_NEVER = 2**63
+"""Largest message in bytes; a record with a greater length is damaged."""
+_NEVER = 2**63  # above every sequence number
 
 
 def file_name(epoch: int, first: int) -> str:
-    """Return the name of a kernel's file that begins with the message of this sequence number."""
+    """Return the name of a kernel's file whose first message has the sequence number `first`."""
     return f"{epoch:012}-{first:012}.events"
 
 
@@ -42,18 +42,18 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (sequence number, message) in order; None if no copy is whole. A damaged head ends its file."""
-    every = [records_in(file, below) for file, below in files_of_kernels(folder)]
-    records = heapq.merge(*every, key=itemgetter(0))
+    """Yield (sequence number, message or None if all copies are damaged). A damaged head ends its file."""
+    per_file = [records_in(file, below) for file, below in files_of_kernels(folder)]
+    records = heapq.merge(*per_file, key=itemgetter(0))
     for sequence, copies in groupby(records, key=itemgetter(0)):
         yield sequence, next((message for _, message, _ in copies if message is not None), None)
 
 
 def newest_stored(folder: Path, *, below: int) -> int:
-    """Return the highest number below a lease epoch in the newest file, before any damage; 0 without one."""
+    """Return the last sequence number below `below` before any damage in the newest file; 0 without one."""
     for file, next_epoch in reversed(files_of_kernels(folder)):
-        whole = takewhile(lambda record: record[1] is not None, records_in(file, min(below, next_epoch)))
-        if sequences := [sequence for sequence, *_ in whole]:
+        undamaged = takewhile(lambda record: record[1] is not None, records_in(file, min(below, next_epoch)))
+        if sequences := [sequence for sequence, *_ in undamaged]:
             return sequences[-1]
     return 0
 
@@ -64,7 +64,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def sync_files(folder: Path, files: Iterable[Path]) -> None:
-    """Flush files of the run in `folder`, and their names, to the disk; OSError if it does not take them."""
+    """Flush files of the run in `folder`, and their names, to the disk. OSError if that fails."""
     for path in (*files, folder / FOLDER):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -74,8 +74,8 @@ def sync_files(folder: Path, files: Iterable[Path]) -> None:
 
 
 def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
-    """Make the folder for the files of a new kernel. Move aside the files that are not of its store, or of a
-    part of it that was lost, and return their new folder; None if there are none."""
+    """Make the folder for a new kernel's files. Move files of another store, or of a lost part of this store,
+    to another folder, and return that folder; None without such files."""
     events = folder / FOLDER
     events.mkdir(mode=0o700, exist_ok=True)
     mark = events / _STORE
@@ -91,12 +91,12 @@ def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
 
 
 def files_of_kernels(folder: Path) -> list[tuple[Path, int]]:
-    """Return (file, limit) in order: numbers from the limit on, the next kernel's lease epoch, were lost with
-    a part of the store."""
+    """Return (file, limit) in order. The limit is the next kernel's lease epoch: the store has lost the
+    messages of the file with this sequence number or a higher one."""
     files = event_files(folder)
     epochs = sorted({_epoch_of(file) for file in files})
-    following = dict(pairwise(epochs))
-    return [(file, following.get(_epoch_of(file), _NEVER)) for file in files]
+    next_epochs = dict(pairwise(epochs))
+    return [(file, next_epochs.get(_epoch_of(file), _NEVER)) for file in files]
 
 
 def _epoch_of(file: Path) -> int:
@@ -106,8 +106,8 @@ def _epoch_of(file: Path) -> int:
 def records_in(
     file: Path, below: int, *, start: int = 0, newest: int = 0
 ) -> Iterator[tuple[int, bytes | None, int]]:
-    """Yield the records of a file with sequence numbers below `below`, from the byte `start` and the number
-    after `newest` on, up to one that is not whole: number, message, and where the record ends."""
+    """Yield (sequence number, message, end of the record) for the records of a file from the byte `start` on.
+    Stop at an incomplete record, or at a number that is not above `newest` and below `below`."""
     with open_record(file) as opened:
         opened.seek(start)
         while (record := next_record(opened)) is not None and newest < record[0] < below:
@@ -116,7 +116,7 @@ def records_in(
 
 
 def next_record(file: BinaryIO) -> tuple[int, bytes | None] | None:
-    """Return the next record; None at the end, or if it is not whole."""
+    """Return the next number and message, None for a damaged message; None at the end, or if incomplete."""
     head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
         return None

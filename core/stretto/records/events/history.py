@@ -35,7 +35,7 @@ from stretto.bus.messages.training import RowRef
 AttemptOutcome = Literal[
     "trained", "evaluated", "filtered", "expired", "failed", "withdrawn", "unfinished", "open"
 ]
-"""`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has used its group.
+"""`withdrawn`: the ticket was issued again. `unfinished`: its kernel ended, or no step has trained its group.
 `open`: a worker may be working on it."""
 Key = tuple[Purpose, int]
 
@@ -47,7 +47,7 @@ class KernelLife:
     began: float
     lease_epoch: int
     version: int
-    """Version of the checkpoint from which it continued; 0 in a new run. It repeats the later steps."""
+    """Version of the checkpoint from which it continued, so that it repeats later steps; 0 in a new run."""
     ended: float | None = None
     """None while it owns the run, as far as the events tell."""
     status: str = ""
@@ -101,7 +101,7 @@ class CallSpan:
 
 @dataclass
 class SwapSpan:
-    """A change of the weights that an inference worker serves, or of what it serves them for."""
+    """A change of the weights that an inference worker serves, or of the purpose for which it serves them."""
 
     ended: float
     figures: WeightsServed
@@ -114,9 +114,9 @@ class RecordedBatch:
     version: int
     tickets: tuple[int, ...]
     rows: tuple[RowRef, ...]
-    """In order."""
+    """In the order of the batch."""
     incarnation: int
-    """That of the weights that it changes."""
+    """Incarnation of the weights that the batch changes."""
     layout: str
     """See `stretto.bus.messages.events.RunOwned`."""
 
@@ -154,21 +154,21 @@ class Attempt:
     """The rollout worker that took it; empty if none has."""
     taken: float | None = None
     done: GroupFigures | None = None
-    """Its group, once all its trajectories are in the log."""
+    """Figures of its group, once all trajectories of the group are in the log."""
     ended: float | None = None
-    """When the worker was done, or when nobody waited any more."""
+    """When the worker finished it, or when the kernel no longer waited for it."""
     outcome: AttemptOutcome = "open"
     reason: str = ""
     step: StepSpan | None = None
 
     @property
     def name(self) -> str:
-        """`7/1`, or `eval-7/1`."""
+        """Ticket and attempt: `7/1`, or `eval-7/1`."""
         return f"{'eval-' if self.purpose == 'eval' else ''}{self.ticket}/{self.attempt}"
 
     @property
     def start(self) -> float:
-        """When the worker took it; when it was issued if none has."""
+        """When the worker took it; when it was issued if no worker has."""
         if self.taken is not None:
             return self.taken
         if self.done is not None and self.ended is not None:  # it was taken before the first event
@@ -185,7 +185,7 @@ class RunHistory:
         for step in history.steps:
             print(step.version, step.ended - step.began, step.figures.statistics["loss"])
 
-    A step that was repeated is there once for each time. A batch is *in force* if it led to the run's current
+    A repeated step is listed once for each time. A batch is *in force* if it led to the run's current
     weights: a new incarnation replaces the batches from its first version on.
     """
 
@@ -204,43 +204,43 @@ class RunHistory:
     batches: dict[int, RecordedBatch] = field(default_factory=dict[int, RecordedBatch])
     """Version -> its batch in force."""
     values: list[tuple[int, int]] = field(default_factory=lambda: [(0, 1)])
-    """(first version in force, number of the values), in order."""
+    """(first version, number of the values in force from this version on), in order."""
     digests: dict[tuple[int, int], list[str]] = field(default_factory=dict[tuple[int, int], list[str]])
     """(incarnation, version) -> a digest for each publication."""
     draws: dict[int, int] = field(default_factory=dict[int, int])
     """Ticket -> the row that the curriculum chose."""
     in_flight: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Changes of the number of training tickets not yet trained or retired."""
+    """(time, number of training tickets not yet trained or retired) at each change of the number."""
     waiting: list[tuple[float, int]] = field(default_factory=list[tuple[float, int]])
-    """Changes of the number of finished groups that wait."""
+    """(time, number of finished groups that wait for a step) at each change of the number."""
     _former: dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]] = field(
         default_factory=dict[int, tuple[dict[int, RecordedBatch], list[tuple[int, int]]]]
     )
     """Former incarnation -> its batches and values."""
     _lives: dict[str, WorkerLife] = field(default_factory=dict[str, WorkerLife])
     _open: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """The newest attempt of each ticket that is not done."""
+    """Ticket -> its newest attempt, while this attempt is open."""
     _withdrawn: dict[tuple[Key, int], Attempt] = field(default_factory=dict[tuple[Key, int], Attempt])
     """Attempts of this kernel whose ticket was issued again."""
     _done: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
     """Ticket -> finished group that waits for its step."""
     _cut: dict[Key, Attempt] = field(default_factory=dict[Key, Attempt])
-    """Attempts that were open when their kernel ended. The next one may get their groups."""
+    """Attempts that were open when their kernel ended. The next kernel may get their groups."""
     _in_flight: set[int] = field(default_factory=set[int])
     _evaluation_began: dict[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
     def of(cls, events: Iterable[tuple[float, Event]]) -> RunHistory:
-        """Return the history that events tell, each with its time."""
+        """Return the history of these (time, event), in order."""
         history = cls()
         for time, event in events:
             history.take(time, event)
         return history
 
     def take(self, time: float, event: Event) -> None:
-        """Take in the next event."""
+        """Add the next event to the history."""
         self.began = time if self.began is None else self.began
-        former, self.ended = self.ended, time
+        previous_time, self.ended = self.ended, time
         match event:
             case RunOwned(incarnation, version, values, layout):
                 self.layout = layout
@@ -258,7 +258,7 @@ class RunHistory:
             case RowsDrawn(draws=draws):
                 self.draws |= dict(draws)
             case KernelBegan(lease_epoch, version):
-                self._end_kernel(former, "")
+                self._end_kernel(previous_time, "")
                 self.kernels.append(KernelLife(time, lease_epoch, version))
             case RunEnded(status):
                 self._end_kernel(time, status)
@@ -298,7 +298,7 @@ class RunHistory:
         return len({self.incarnation, *self._former})
 
     def batches_of(self, incarnation: int) -> dict[int, RecordedBatch]:
-        """Return the batches of an incarnation and of those before it, as far as they are in force for it."""
+        """Return version -> batch that led to an incarnation's weights, also from incarnations before it."""
         return self.batches if incarnation == self.incarnation else self._former.get(incarnation, ({}, []))[0]
 
     @property
@@ -312,7 +312,7 @@ class RunHistory:
         return next(number for start, number in reversed(self.values) if start <= version)
 
     def enter(self, incarnation: int, version: int) -> None:
-        """Go over to an incarnation: a higher one begins at this version, a lower one continues."""
+        """Switch to an incarnation: a higher one begins at `version`, a lower one is continued."""
         if incarnation == self.incarnation:
             return
         self._former[self.incarnation] = self.batches, self.values
@@ -326,7 +326,7 @@ class RunHistory:
     # ------------------------------------------------------------------------- kernels and workers
 
     def _end_kernel(self, time: float, status: str) -> None:
-        """Close what is open: the workers and their work do not outlive their kernel."""
+        """End the open workers and attempts: they do not outlive their kernel."""
         self._cut |= self._open
         for attempt in self._open.values():
             attempt.ended, attempt.outcome = time, "unfinished"
@@ -354,8 +354,8 @@ class RunHistory:
 
     def _issue(self, time: float, issued: IssuedTicket) -> None:
         key = issued.purpose, issued.ticket
-        if (former := self._open.get(key)) is not None:
-            self._withdrawn[key, former.attempt] = former
+        if (withdrawn := self._open.get(key)) is not None:
+            self._withdrawn[key, withdrawn.attempt] = withdrawn
             self._close(key, time, "withdrawn")
         attempt = Attempt(*key, issued.attempt, issued, time)
         self._open[key] = attempt
@@ -366,7 +366,7 @@ class RunHistory:
             self._evaluation_began.setdefault(issued.min_version, time)
 
     def _attempt(self, purpose: Purpose, ticket: int, number: int) -> Attempt | None:
-        """Return an attempt that is open; a new one if its beginning is not among the events."""
+        """Return an open attempt, a new one if it began before the first event; None if it is not open."""
         key = purpose, ticket
         newest = self._open.get(key)
         if newest is None and not self.kernels:
@@ -377,7 +377,7 @@ class RunHistory:
     def _finish(self, time: float, group: GroupFigures) -> None:
         key = group.purpose, group.ticket
         attempt = self._attempt(*key, group.attempt)
-        if attempt is None:  # a former attempt may have been finished after all, and counts
+        if attempt is None:  # an attempt that was given up may finish after all, and counts
             attempt = self._withdrawn.get((key, group.attempt)) if key in self._open else self._cut.get(key)
         if attempt is None or attempt.attempt != group.attempt:
             return  # another attempt was first
@@ -401,9 +401,9 @@ class RunHistory:
         self.steps.append(step)
         for ticket in step.figures.tickets:
             self._in_flight.discard(ticket)
-            # The outcome of a group may have been read by a kernel that lost the event of it.
-            cut = self._cut.pop(("train", ticket), None)
-            if (attempt := self._done.pop(ticket, cut)) is not None:
+            # A former kernel may have read a group's outcome and lost the event.
+            cut_attempt = self._cut.pop(("train", ticket), None)
+            if (attempt := self._done.pop(ticket, cut_attempt)) is not None:
                 attempt.outcome, attempt.step = "trained", step
 
     def _close(self, key: Key, time: float, outcome: AttemptOutcome) -> Attempt | None:

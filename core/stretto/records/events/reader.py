@@ -1,4 +1,4 @@
-"""The events of a run by their times, from the folder `events`, also while the run goes on."""
+"""The events of a run by their times, from the folder `events`, also while the run continues."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ TimedEvent = tuple[float, Event]
 
 
 class EventReader:
-    """Reads events by time, each message once, without those that are damaged in all files."""
+    """Reads events by time, each message once, without messages that are damaged in all files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._ends: dict[Path, tuple[int, int]] = {}
         """File -> end and sequence number of the last record that was read."""
         self._places: dict[int, tuple[Path, int, float]] = {}
-        """Sequence number -> file, start, and time of the last event."""
+        """Sequence number of a message -> file, start of its record, and time of its last event."""
         self._order: list[int] = []
         self._newest: list[float] = []
-        """Running maximum of the messages' times, which may fall between two kernels."""
+        """Running maximum of the times of messages in `_order`: a new kernel's clock may be behind."""
 
     def time_range(self) -> tuple[float, float] | None:
         """Return the times of the first and the newest event in Unix seconds; None without an event."""
@@ -39,8 +39,8 @@ class EventReader:
         return None if first is None else (first[0], self._newest[-1])
 
     def between(self, since: float | None, until: float | None) -> Iterator[TimedEvent]:
-        """Yield the events with `since` <= time <= `until` in the journal's order. ConfigError if a file
-        cannot be read, or has events that this stretto does not know."""
+        """Yield the events with `since` <= time <= `until` in the journal's order. Raise ConfigError if
+        a file cannot be read, or has events that this stretto does not know."""
         try:
             self._look()
             first = 0 if since is None else bisect_left(self._newest, since)
@@ -62,7 +62,7 @@ class EventReader:
     def _look(self) -> None:
         files = files_of_kernels(self._folder)
         if self._ends.keys() - dict(files).keys() or len(files) > len(self._ends):
-            self._ends, self._places = {}, {}  # another kernel may have put messages aside
+            self._ends, self._places = {}, {}  # a new kernel may have moved files away
         known = len(self._places)
         for file, below in files:
             start, newest = self._ends.get(file, (0, 0))
@@ -81,7 +81,7 @@ _batch_of = decoder(EventBatch)
 
 
 def _events_of(record: tuple[int, bytes | None] | None, number: int) -> Iterator[TimedEvent]:
-    """Return the timed events of the message with this number; ValueError if the record is another one."""
+    """Return the timed events of the message with this number; ValueError if the record is another."""
     if record is None or record[0] != number or record[1] is None:
         raise ValueError("a file was written again meanwhile; try again")
     batch: EventBatch = _batch_of(record[1])

@@ -1,4 +1,4 @@
-"""The answers of an evaluation, among the kept samples of a run; and a sample to look at."""
+"""The answers of an evaluation, read from the kept samples of a run."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     engine: str
 
     def score(self, measure: Measure) -> float:
-        """Return the accuracy or reward. Runs up to version 0.1 may lack accuracies: they count rewards."""
+        """Return the accuracy or reward. Runs up to version 0.1 may lack accuracies: use the reward then."""
         return self.metrics.get("accuracy", self.reward) if measure == "accuracy" else self.reward
 
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
-    """Return an evaluation's answers by row, with `texts` also columns and texts. The last attempt counts."""
-    from stretto.records.samples.store import SampleFilter  # it imports numpy
+    """Return an evaluation's answers by row, from the row's last attempt; `texts` adds columns and texts."""
+    from stretto.records.samples.store import SampleFilter  # the store imports numpy
 
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))
-    found = store.find(wanted, limit=None, texts=texts)
-    last = {each["row"]: each["sequence"] for each in found}
-    counted = [each for each in found if each["sequence"] == last[each["row"]]]
-    return [_answer_of(each, version) for each in sorted(counted, key=lambda each: each["row"])]
+    samples = store.find(wanted, limit=None, texts=texts)
+    last_outcome = {each["row"]: each["sequence"] for each in samples}
+    of_last_attempts = [each for each in samples if each["sequence"] == last_outcome[each["row"]]]
+    return [_answer_of(each, version) for each in sorted(of_last_attempts, key=lambda each: each["row"])]
 
 
 def measure_of(answers: Iterable[KeptAnswer]) -> Measure:
-    """Return what judges some answers: their accuracy, if each of them has one, otherwise their reward."""
+    """Return the measure of some answers: accuracy if every answer has one, otherwise reward."""
     return "accuracy" if all("accuracy" in answer.metrics for answer in answers) else "reward"
 
 

@@ -1,10 +1,10 @@
 """The files below `samples/` in a run's folder: Parquet segments, which a run's sample writer makes.
 
-A segment has a row for each trajectory: what the rollout worker finished, what became of it, and what the
-trainer computed. There are two kinds, `train-…` and `eval-…`.
+A segment has a row for each trajectory: the rollout worker's sample, its outcome, and the figures that the
+trainer computed for it. There are two kinds of segments, `train-…` and `eval-…`.
 
 The rows of some seconds become a file, `train-00000007-00000007.parquet`. Many files become one segment,
-named after its first and last file: `train-00000001-00000064.parquet`. Files within it no longer count.
+named after its first and last file: `train-00000001-00000064.parquet`. The joined files no longer count.
 
 `images/` has images that workflows added to these trajectories (`images.py`).
 """
@@ -45,19 +45,19 @@ class SegmentName(NamedTuple):
 
 
 def segments_in(folder: Path) -> list[SegmentName]:
-    """Return the segments that count, each kind in order. ConfigError for the form of an earlier stretto."""
+    """Return the segments that count, in order by kind. ConfigError for segments of an earlier stretto."""
     if former := next(folder.glob(_FORMER), None):
         raise ConfigError(
             f"{former}: an earlier stretto wrote these samples, in a form that this one cannot read; read "
             f"them with that version, which {folder.parent / 'origin.json'} names"
         )
-    counted: list[SegmentName] = []
-    files = (_NAME.match(path.name) for path in folder.glob("*.parquet"))
-    names = (SegmentName(cast("Purpose", each[1]), int(each[2]), int(each[3])) for each in files if each)
+    segments: list[SegmentName] = []
+    matches = (_NAME.match(path.name) for path in folder.glob("*.parquet"))
+    names = (SegmentName(cast("Purpose", each[1]), int(each[2]), int(each[3])) for each in matches if each)
     for name in sorted(names, key=lambda name: (name.purpose, name.first, -name.last)):
-        if not counted or name.purpose != counted[-1].purpose or name.last > counted[-1].last:
-            counted.append(name)
-    return counted
+        if not segments or name.purpose != segments[-1].purpose or name.last > segments[-1].last:
+            segments.append(name)
+    return segments
 
 
 @cache
@@ -103,7 +103,7 @@ def schema() -> Schema:
         "versions": pa.list_(pa.int32()),
         "kept_counts": pa.list_(pa.uint16()),
         "kept_ids": pa.list_(pa.int32()),
-        # One value for each sampled token; a single value if all are equal. Null if it was not trained.
+        # One value for each sampled token; a single value if all are equal. Null without training.
         "advantages": pa.list_(pa.float32()),
         "importance_weights": pa.list_(pa.float32()),
     }

@@ -1,6 +1,6 @@
 """The images that workflows added to kept samples, in the folder `samples/images` of a run.
 
-A file is named after its SHA-256 alone: so each image is kept once, and whoever reads it can check it.
+A file's name is its SHA-256: so each image is kept once, and a reader can check it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NAME = re.compile(r"\A[0-9a-f]{64}\Z")
 
 
 def is_image_name(name: object) -> bool:
-    """Whether a value is an image's name, 64 hexadecimal digits. Nothing else becomes a part of a path."""
+    """Return whether a value is an image's name, 64 hexadecimal digits. Only such names enter a path."""
     return isinstance(name, str) and _NAME.match(name) is not None
 
 
@@ -29,7 +29,7 @@ class SampleImages:
         self._folder = folder / FOLDER / "images"
 
     def __contains__(self, name: str) -> bool:
-        """Return whether there is a file of this name. It is not read."""
+        """Return whether there is a file of this name, without reading it."""
         return self._path(name).is_file()
 
     def read(self, name: str) -> bytes | None:
@@ -50,7 +50,7 @@ class SampleImages:
         write_private(self._folder / image.digest, image.file)
 
     def keep_only(self, names: set[str]) -> None:
-        """Remove all other images, and what a killed writer has left of one."""
+        """Remove all other images, and incomplete files that a killed writer has left."""
         for path in self._folder.glob("*"):
             if path.name not in names:
                 path.unlink()

@@ -1,11 +1,11 @@
 """Join the messages of the log to complete rows; no I/O.
 
-Trajectories and record of an attempt come before its outcome, which completes evaluations and failed
+An attempt's trajectories and record come before its outcome. The outcome completes evaluations and failed
 attempts. A finished training group waits for its fate: the trainers' figures of all its trajectories, or the
 retirement of its ticket.
 
 The joiner holds at most the queue's (η + 1)·B finished groups and those of the last step. A group without a
-fate expires when no later step may train it. Attempts without an outcome, of dead workers, are forgotten.
+fate expires when no later step may train it. Attempts of dead workers, without an outcome, are forgotten.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ Attempt = tuple[Purpose, int, int]
 Outcome = GroupDone | GroupFailed
 
 _FORGET_S = 600.0
-"""An attempt without an outcome is forgotten after this; the store may be silent for `bus.outage_s`."""
+"""Seconds after which an attempt without an outcome is forgotten; an outage may last `bus.outage_s`."""
 _LATE_STEPS = 8
-"""Steps after which figures count as lost: each trainer sends its own, beside the steps, and drops what the
-store does not take in time."""
+"""Steps after which figures count as lost: each trainer publishes its figures while it trains the next steps,
+and drops figures that the store does not accept in time."""
 
 
 @dataclass
@@ -67,15 +67,15 @@ class _FinishedGroup:
     """`first` and `images` are those of the unfinished attempt."""
     oldest: int
     rows: list[dict[str, Any]]
-    """Without what became of them."""
+    """Rows without their outcome."""
     step: int | None = None
     figures: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     """Id of a row -> what a trainer computed."""
 
 
 class Joiner:
-    """Takes in the messages of the log from `start` on, and returns the rows that are complete. `staleness`
-    is η of the run; the rows of `written` attempts are on disk already."""
+    """Joins the messages of the log from `start` on to complete rows. `staleness` is η of the run; rows of
+    `written` attempts are on disk already."""
 
     def __init__(self, start: int, *, staleness: int, written: Collection[Attempt] = ()) -> None:
         self.following = start
@@ -88,13 +88,13 @@ class Joiner:
         self._written = frozenset(written)
         self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
         self._groups: dict[Attempt, _FinishedGroup] = {}
-        """Groups of training that wait for their fate."""
+        """Training groups that wait for their fate."""
         self._rows: dict[Purpose, list[dict[str, Any]]] = {}
         self._images: set[str] = set()
 
     @property
     def position(self) -> int:
-        """Sequence number of the first message that is needed once the complete rows are on disk."""
+        """Sequence number of the first message that is still needed once the complete rows are on disk."""
         waiting = (*self._unfinished.values(), *self._groups.values())
         return min((each.first for each in waiting), default=self.following)
 
@@ -109,7 +109,7 @@ class Joiner:
         return attempt.images if attempt is not None else []
 
     def add(self, sequence: int, message: Any) -> None:
-        """Take in the next message."""
+        """Add the next message of the log."""
         self.following = sequence + 1
         match message:
             case TrajectoryBundle(trajectories=trajectories) if trajectories:
@@ -138,7 +138,7 @@ class Joiner:
         return {purpose: pa.Table.from_pylist(each, schema()) for purpose, each in rows.items()}
 
     def finish(self) -> None:
-        """Complete trained groups that lack figures, at the end of the log. Others wait for a resumed run."""
+        """Complete trained groups that lack figures, at the log's end. Others wait for a resumed run."""
         for attempt, group in list(self._groups.items()):
             if group.step is not None:
                 self._complete("train", self._groups.pop(attempt), "trained")
@@ -188,8 +188,8 @@ class Joiner:
     def _settle(self, ended: Mapping[int, tuple[str, str | None]], step: int = 0) -> None:
         """Complete groups whose fate is known.
 
-        `ended`: ticket -> outcome and reason of attempts that were not trained. `step`: newly reported by a
-        trainer; it goes back where a run loses steps.
+        `ended`: ticket -> outcome and reason of its attempts that were not trained. `step`: the step that a
+        trainer has just reported; its number is lower again after the run has lost steps.
         """
         for attempt, group in list(self._groups.items()):
             if group.step is not None:

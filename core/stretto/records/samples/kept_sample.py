@@ -1,4 +1,4 @@
-"""One kept trajectory as plain values, and the digest over those of a group.
+"""One kept trajectory as plain values, and the digest over the kept trajectories of a group.
 
 The rollout worker puts the digest into the log with the group's outcome, so that readers can check it.
 """
@@ -22,20 +22,20 @@ _encode = msgspec.json.Encoder(order="deterministic").encode
 
 @dataclass(frozen=True)
 class KeptSample:
-    """One trajectory, with all that is kept of it. L tokens."""
+    """All kept values of one trajectory."""
 
     id: str
     """`ticket/attempt/index`; `ticket/attempt` for an attempt without a trajectory."""
     index: int | None
     """Position of the trajectory in its group; None if there is no trajectory."""
     sample: int | None
-    """Index of the ticket's sample that it is, or is a part of."""
+    """Index of the ticket's sample to which the trajectory belongs."""
     row: int
     """Index in the dataset."""
     reward: float | None
     """None if the attempt failed before it was scored."""
     metrics: str
-    """A JSON object: parts of the reward, and what the workflow counted."""
+    """A JSON object: parts of the reward, and the workflow's counts."""
     finish: str
     engine: str
     prompt_text: str
@@ -75,15 +75,15 @@ _ARRAYS: dict[str, Any] = {
 }
 _KEPT: dict[str, Any] = {"kept_counts": np.uint16, "kept_ids": np.int32}
 _FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARRAYS, *_KEPT, "images")]
-"""What the digest of every sample has. Older runs have no images, and most no kept tokens."""
+"""Fields in the digest of every sample. Older runs have no images, and most runs have no kept tokens."""
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
-    """Return what is kept of an attempt, in the order of its trajectories; one sample without tokens if there
-    is none. ValueError if arrays do not fit each other, or an id is not one."""
+    """Return the kept samples of an attempt, in the order of its trajectories; one sample without tokens if
+    there is no trajectory. ValueError if arrays differ in shape, or an id is malformed."""
     if not trajectories:
         return [_kept(record, None, None)]
-    by_index = {int(each.id.rpartition("/")[2]): each for each in trajectories}
+    by_index = {int(trajectory.id.rpartition("/")[2]): trajectory for trajectory in trajectories}
     return [_kept(record, index, by_index[index]) for index in sorted(by_index)]
 
 
@@ -104,7 +104,7 @@ def digest_of(samples: Iterable[KeptSample]) -> str:
 
 def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | None) -> KeptSample:
     text = KeptText() if index is None or index >= len(record.texts) else record.texts[index]
-    of_row: dict[str, Any] = {
+    row_fields: dict[str, Any] = {
         "row": record.row,
         "prompt_text": record.prompt if text.prompt is None else text.prompt,
         "text": text.text,
@@ -112,9 +112,9 @@ def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | 
         "dataset_row": record.dataset_row,
     }
     if trajectory is None:
-        nothing: dict[str, Any] = {"index": None, "sample": None, "reward": None, "images": None}
-        nothing |= {name: np.empty(0, dtype) for name, dtype in _ARRAYS.items()}
-        return KeptSample(id=record.name, metrics="{}", finish="", engine="", **of_row, **nothing)
+        empty_fields: dict[str, Any] = {"index": None, "sample": None, "reward": None, "images": None}
+        empty_fields |= {name: np.empty(0, dtype) for name, dtype in _ARRAYS.items()}
+        return KeptSample(id=record.name, metrics="{}", finish="", engine="", **row_fields, **empty_fields)
     return KeptSample(
         id=trajectory.id,
         index=index,
@@ -124,7 +124,7 @@ def _kept(record: TicketRecord, index: int | None, trajectory: WireTrajectory | 
         finish=trajectory.finish,
         engine=trajectory.engine,
         images=None if trajectory.images is None else _encode(trajectory.images).decode(),
-        **of_row,
+        **row_fields,
         **_arrays_of(trajectory),
     )
 
@@ -134,9 +134,9 @@ def _arrays_of(trajectory: WireTrajectory) -> dict[str, Any]:
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"{trajectory.id}: arrays of the shapes {sorted(shapes)}")
-    kept = trajectory.kept
-    if kept is None:
+    kept_tokens = trajectory.kept
+    if kept_tokens is None:
         return arrays
-    if len(kept) != len(trajectory.tokens):
-        raise ValueError(f"{trajectory.id}: kept tokens of {len(kept)} tokens")
-    return arrays | {"kept_counts": kept.counts, "kept_ids": kept.ids}
+    if len(kept_tokens) != len(trajectory.tokens):
+        raise ValueError(f"{trajectory.id}: kept tokens of {len(kept_tokens)} tokens")
+    return arrays | {"kept_counts": kept_tokens.counts, "kept_ids": kept_tokens.ids}

@@ -16,12 +16,12 @@ from stretto.records.samples.files import SegmentName, Table, segments_in
 
 FLUSHES = 64
 """Number of flushes in a segment. A thousand steps, each flushed on its own, make at most 15 segments and 63
-files that wait for theirs; a week with a flush every three seconds makes 3,150 segments."""
+files that are not yet in a segment; a week with a flush every three seconds makes 3,150 segments."""
 _SEGMENT_BYTES = 2**25
-"""Flushes of this many bytes make a segment too: it is made in memory."""
+"""Flushes of this many bytes in all make a segment too: a segment is built in memory."""
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 2**25
-"""Bounds of a row group: a reader of one row reads all of its group."""
+"""Limits of a Parquet row group: a reader of one row reads the whole row group."""
 _OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 3,
@@ -30,7 +30,7 @@ _OPTIONS: dict[str, Any] = {
         *("purpose", "outcome", "reason", "metrics", "finish", "worker", "engine", "digest", "prompt_text"),
         *("dataset_row", "tokens.list.element", "versions.list.element", "advantages.list.element"),
     ],
-    # It compresses better with its bytes split by significance.
+    # Logprobs compress better with their bytes split by significance.
     "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
     "write_statistics": ["ticket", "sequence", "newest"],
     "data_page_size": 2**20,
@@ -54,7 +54,7 @@ class SegmentWriter:
         self._put(SegmentName(purpose, self._flush, self._flush), table)
 
     def close(self, purpose: Purpose, flushes: int) -> None:
-        """Make a segment of loose flushes, if there are this many of them, or many bytes."""
+        """Join single flushes to a segment, if there are `flushes` of them, or they have many bytes."""
         names = [name for name in self._names(purpose) if name.first == name.last]
         paths = [self._folder / name.file for name in names]
         size = sum(path.stat().st_size for path in paths)
@@ -65,7 +65,7 @@ class SegmentWriter:
                 path.unlink()
 
     def prune(self, purpose: Purpose, below: int) -> bool:
-        """Remove the oldest segments, with versions below `below`. Return whether there were any."""
+        """Remove the oldest segments, with versions below `below`. Return whether any was removed."""
         removed = False
         for name in self._names(purpose):
             if self._most(name, "newest") >= below:
@@ -85,7 +85,7 @@ class SegmentWriter:
         return names
 
     def attempts_since(self, sequence: int) -> Iterator[tuple[Purpose, int, int]]:
-        """Yield (purpose, ticket, attempt) of rows whose outcome has this place in the log or a later one."""
+        """Yield (purpose, ticket, attempt) of rows whose outcome has this sequence number or a higher one."""
         for name in segments_in(self._folder):
             if self._most(name, "sequence") >= sequence:
                 table = pq.ParquetFile(self._folder / name.file).read(["ticket", "attempt", "sequence"])
@@ -97,13 +97,13 @@ class SegmentWriter:
         return [name for name in segments_in(self._folder) if name.purpose == purpose]
 
     def _put(self, name: SegmentName, table: Table) -> None:
-        aside = self._folder / f".{name.file}.parquet"
-        rows = max(1, min(_GROUP_ROWS, _GROUP_BYTES * len(table) // max(1, table.nbytes)))
-        with aside.open("wb") as file:
-            pq.write_table(table, file, row_group_size=rows, **_OPTIONS)
+        unfinished = self._folder / f".{name.file}.parquet"
+        rows_per_group = max(1, min(_GROUP_ROWS, _GROUP_BYTES * len(table) // max(1, table.nbytes)))
+        with unfinished.open("wb") as file:
+            pq.write_table(table, file, row_group_size=rows_per_group, **_OPTIONS)
             file.flush()
             os.fsync(file.fileno())
-        aside.rename(self._folder / name.file)
+        unfinished.rename(self._folder / name.file)
         descriptor = os.open(self._folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -114,5 +114,5 @@ class SegmentWriter:
         metadata = pq.read_metadata(self._folder / name.file)
         place = metadata.schema.names.index(column)
         groups = range(metadata.num_row_groups)
-        found = [metadata.row_group(group).column(place).statistics for group in groups]
-        return max((each.max for each in found if each is not None and each.has_min_max), default=-1)
+        statistics = [metadata.row_group(group).column(place).statistics for group in groups]
+        return max((each.max for each in statistics if each is not None and each.has_min_max), default=-1)

@@ -1,7 +1,7 @@
-"""The kept samples of a run: find trajectories by what is known of them, and read what was kept.
+"""The kept samples of a run: find trajectories by their fields, and read them.
 
-A row is one trajectory, as a plain dict; `docs/samples.md` lists its fields. It is there when it is known
-what became of the trajectory. The store reads while the run's sample writer adds segments.
+A row is one trajectory, as a plain dict; `docs/samples.md` lists its fields. A row appears when
+the trajectory's outcome is known. The store reads while the run's sample writer adds segments.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ TOKEN_COLUMNS = (
 """Fields that rows have with `tokens=True`."""
 ORDERS = ("sequence", "reward", "length", "staleness", "step", "ticket", "seconds")
 _JSON = {"metrics", "images", "messages", "dataset_row"}
-"""A segment has them as JSON."""
+"""Fields that a segment stores as JSON."""
 
 _INDEX = (
     *("purpose", "ticket", "sequence", "outcome", "step", "reward", "finish", "length", "sampled"),
     *("staleness", "worker", "engine", "seconds"),
 )
-"""Read for all rows of a store."""
+"""Fields that are read for all rows of a store, to select and order rows."""
 _OPEN_TRIES = 20
-"""The writer may make a segment of the files that a reader opens."""
+"""Tries to open all files: the writer may join them to a segment meanwhile."""
 
 
 class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rows to find: those that fit every given condition."""
+    """Which rows to find: rows that fit every condition that is set."""
 
     ticket: int | None = None
     purpose: Purpose | None = None
@@ -75,7 +75,7 @@ _EVERY = SampleFilter()
 
 
 class SampleStore:
-    """The kept samples in a run's folder. Several calls share what was read; not for several threads."""
+    """The kept samples in a run's folder. Several calls share the data read; not thread-safe."""
 
     columns = (*CHEAP_COLUMNS, *TEXT_COLUMNS, *TOKEN_COLUMNS)
 
@@ -93,7 +93,7 @@ class SampleStore:
         texts: bool = True,
         tokens: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return at most `limit` rows that fit, in order from `offset` on. `order` is one of `ORDERS`; `-`
+        """Return at most `limit` fitting rows, in order from `offset` on. `order` is one of `ORDERS`; `-`
         before it means highest first, and rows without the value come last.
 
         `texts` and `tokens` also read `TEXT_COLUMNS` and `TOKEN_COLUMNS`.
@@ -110,18 +110,18 @@ class SampleStore:
         self, filter: SampleFilter = _EVERY, *, most: int = 2000
     ) -> tuple[list[tuple[str, float, int]], int]:
         """Return (id, reward, sampled tokens) of fitting rows with a reward, in the log's order, and their
-        number. Of more than `most`, rows at equal distances."""
+        number. If there are more than `most`, return only rows at equal distances."""
         index, rows = self._find(filter, "sequence")
-        found, rewards = np.fromiter(rows, np.int64), index.values("reward")
-        found = found[~np.isnan(rewards[found])]
-        shown = found[:: max(1, -(-len(found) // most))]
+        fitting, rewards = np.fromiter(rows, np.int64), index.values("reward")
+        fitting = fitting[~np.isnan(rewards[fitting])]
+        shown = fitting[:: max(1, -(-len(fitting) // most))]
         points = self._segments.take(index.parts[shown], index.offsets[shown], ("id", "reward", "sampled"))
-        return [(each["id"], each["reward"], each["sampled"]) for each in points], len(found)
+        return [(point["id"], point["reward"], point["sampled"]) for point in points], len(fitting)
 
     def tickets(
         self, filter: SampleFilter = _EVERY, *, limit: int = 50, offset: int = 0
     ) -> list[tuple[Purpose, int]]:
-        """Return the tickets with a fitting row, the one with the newest such row first, from `offset` on."""
+        """Return tickets with fitting rows, from `offset` on; the ticket with the newest such row first."""
         index, rows = self._find(filter, "-sequence")
         return list(islice(index.tickets(rows), offset, offset + limit))
 
@@ -149,15 +149,15 @@ class SampleStore:
         return index, found.tolist() if filter.text is None else self._containing(index, found, filter.text)
 
     def _containing(self, index: _Index, found: NDArray[np.int64], text: str) -> Iterator[int]:
-        """Yield found rows that contain a text; read no further than the caller asks."""
+        """Yield found rows that contain a text; read parts only as the caller asks for more rows."""
         pc = _compute()
-        known: dict[int, NDArray[np.bool_]] = {}
+        contains: dict[int, NDArray[np.bool_]] = {}
         for row, part in zip(found.tolist(), index.parts[found].tolist(), strict=True):
-            if part not in known:
+            if part not in contains:
                 table = self._segments.read(part, ("prompt_text", "text"))
                 matches = (pc.match_substring(column, text, ignore_case=True) for column in table.columns)
-                known[part] = np.logical_or(*map(_bools, matches))
-            if known[part][index.offsets[row]]:
+                contains[part] = np.logical_or(*map(_bools, matches))
+            if contains[part][index.offsets[row]]:
                 yield row
 
     def _rows(
@@ -208,7 +208,7 @@ class _SegmentReader:
                     for name in names
                 }
             except FileNotFoundError:
-                continue  # it is in a segment now
+                continue  # a file is part of a segment now: list again
             except (ArrowException, OSError) as error:
                 raise ConfigError(f"{self._folder}: a segment of samples cannot be read: {error}") from error
             self._tables = {name: table for name, table in self._tables.items() if name in self._open}
@@ -257,9 +257,9 @@ class _SegmentReader:
     ) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = [{}] * len(parts)
         for part in np.unique(parts).tolist():
-            [wanted] = np.nonzero(parts == part)
-            found = self.read(part, columns).take(_numbers(offsets[wanted])).to_pylist()
-            for number, row in zip(wanted, found, strict=True):
+            [positions] = np.nonzero(parts == part)
+            part_rows = self.read(part, columns).take(_numbers(offsets[positions])).to_pylist()
+            for number, row in zip(positions, part_rows, strict=True):
                 rows[number] = row
         return rows
 
@@ -297,7 +297,7 @@ class _Index:
                 yield ticket
 
     def ordered(self, found: NDArray[np.int64], order: str) -> NDArray[np.int64]:
-        """Return rows in an order (see `SampleStore.find`); equal ones in the order of the log."""
+        """Return rows in an order (see `SampleStore.find`); rows of equal values in the order of the log."""
         name = order.removeprefix("-")
         if name not in ORDERS:
             raise ConfigError(f"samples cannot be ordered by {order!r}; expected one of {', '.join(ORDERS)}")
@@ -315,13 +315,13 @@ class _Index:
 
 
 def _compute() -> Any:
-    """Return pyarrow's functions of columns, which it defines only when it is imported."""
+    """Return pyarrow's module of column functions, which defines them only at its import."""
     from pyarrow import compute
 
     return compute
 
 
-# pyarrow imports pandas, for half a second, at the first ordinary conversion. Hand over memory instead.
+# pyarrow's ordinary conversions import pandas, which takes half a second. Pass buffers instead.
 
 
 def _array(kind: Any, *buffers: NDArray[Any]) -> Any:
@@ -352,7 +352,7 @@ def _equal(column: Any, value: str | int) -> NDArray[np.bool_]:
 
 
 def _bools(column: Any) -> NDArray[np.bool_]:
-    """Return a column of truths; False where it has none."""
+    """Return a column of booleans; False where a value is missing."""
     return np.nan_to_num(_floats(column)).astype(np.bool_)
 
 
@@ -361,7 +361,7 @@ def _ints(column: Any) -> NDArray[np.int64]:
 
 
 def _floats(column: Any) -> NDArray[np.float64]:
-    """Return a column of numbers; NaN where it has none."""
+    """Return a column of numbers; NaN where a value is missing."""
     import pyarrow as pa
 
     missing = _array(pa.float64(), np.array([np.nan]))[0]
@@ -376,5 +376,5 @@ def _spread(mask: Sequence[bool], values: Sequence[float] | None) -> list[float 
     """Return a value for each token, None where the policy did not sample; None for a row without figures."""
     if not values:
         return None
-    each = iter([*values] * sum(mask) if len(values) == 1 else values)
-    return [next(each) if sampled else None for sampled in mask]
+    remaining = iter([*values] * sum(mask) if len(values) == 1 else values)
+    return [next(remaining) if sampled else None for sampled in mask]

@@ -1,9 +1,9 @@
-"""The process that writes a run's samples. The kernel starts it on its own machine, and restarts it.
+"""The process that writes a run's samples. The kernel starts it on the kernel's machine, and restarts it.
 
-It follows the log and writes rows of known outcome every few seconds: all rows of a group in one file, their
-images before. Then it moves its cursor to the first message of the oldest unwritten group and reports it; the
-kernel keeps the log from there on. After a crash it reads from the cursor, without groups that have rows on
-disk.
+It follows the log and writes rows of known outcome every few seconds: first their images, then all rows of a
+group in one file. Then it moves its cursor to the first message of the oldest unwritten group and reports the
+cursor; the kernel keeps the log from there on. After a crash it reads from the cursor and skips groups with
+rows on disk.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ _FLUSH_BYTES = 2**25
 _RETRY_S = 5.0  # while the disk is full
 _POLL_S = 0.5  # how soon the writer notices that its kernel is gone
 _BEAT_S = 5.0
-"""The kernel hears from the writer this often, also if nothing new is on disk."""
+"""Seconds between two reports to the kernel, also if nothing new is on disk."""
 _ANSWER_S = 60.0  # the server may be away for a while
 _DRAIN_S = 15.0
-"""Limit for the rest of the log at the end of the run."""
+"""Seconds to read the rest of the log at the end of the run."""
 _NICE = 5
 _PARTS = 4
-"""If only the last steps are kept, a segment has at most the flushes of one of this many parts of them."""
+"""If only the last n steps are kept, a segment has at most n / `_PARTS` flushes."""
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which samples stay on disk."""
+    """The rule which samples stay on disk."""
 
     last: int
-    """Those of this many steps; 0 for all."""
+    """Keep the samples of this many newest steps; 0 for all."""
     staleness: int
     """The run's `queue.max_staleness`."""
     answers: bool
-    """Those of all evaluations stay."""
+    """Keep the samples of all evaluations."""
 
     def prunes(self, purpose: Purpose) -> bool:
-        """Whether old samples of a purpose are removed."""
+        """Return whether old samples of a purpose are removed."""
         return bool(self.last) and not (purpose == "eval" and self.answers)
 
     def flushes(self, purpose: Purpose) -> int:
-        """Return the number of flushes in a segment, so that the old ones can be removed."""
+        """Return the number of flushes in a segment, so that old segments can be removed."""
         return min(FLUSHES, max(1, self.last // _PARTS)) if self.prunes(purpose) else FLUSHES
 
 
@@ -108,7 +108,7 @@ def main(folder: Path, keeping: Keeping) -> int:
 
 @contextmanager
 def _owned(folder: Path) -> Generator[None]:
-    """Be the folder's only writer. The writer of a killed kernel may need a moment to end."""
+    """Hold the folder's lock, as its only writer. A killed kernel's writer may hold it a moment longer."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     kernel = KernelLock.of(folder.parent / "bus")
     with (folder / _LOCK).open("w") as file:
@@ -137,13 +137,13 @@ class _SampleWriter:
         self._segments = SegmentWriter(self._folder)
         self._images = SampleImages(folder)
         self._images_move = anyio.Lock()
-        """Held from the moment when the images of a row are kept until the joiner has the row, and while
-        images that no row has are removed."""
+        """Held while the images of a row are kept and the row is added to the joiner, and while images
+        without a row are removed."""
         self._joiner = Joiner(1, staleness=keeping.staleness)
         self._unwritten: dict[Purpose, Table] = {}
         """Rows that were taken from the joiner and are not on disk yet."""
         self._position = 0
-        """The cursor, once they are."""
+        """The cursor once `_unwritten` is on disk."""
         self._confirmed = 0
         self._taken = anyio.Event()
         """Set when the complete rows were taken from the joiner."""
@@ -166,7 +166,7 @@ class _SampleWriter:
             if self._lock.is_held() and await self._read_the_rest():
                 self._joiner.finish()
             tasks.cancel_scope.cancel()
-        await self._flush()  # what an interrupted flush has left
+        await self._flush()  # the rows that an interrupted flush has left
         await self._flush()
         await self._change_files(lambda purpose: self._segments.close(purpose, 2))
 
@@ -177,10 +177,10 @@ class _SampleWriter:
     # ------------------------------------------------------------------------------------ the log
 
     async def _follow(self, first: Following) -> None:
-        waiting = [first]
+        unused = [first]
 
         async def consumer_at(start: int) -> str:
-            return (waiting.pop() if waiting else await self._ask(start)).consumer
+            return (unused.pop() if unused else await self._ask(start)).consumer
 
         kinds: dict[str, Any] = {
             self._names.trajectories: TrajectoryBundle,
@@ -200,12 +200,12 @@ class _SampleWriter:
                 await self._taken.wait()
 
     async def _add(self, sequence: int, message: Any) -> None:
-        """Keep the images of rows that a message completes, then add it. Retry while the disk is full."""
+        """Keep images of rows that a message completes, then add the message. Retry if the disk is full."""
         images = self._joiner.images_of(message)
         if not images:
             self._joiner.add(sequence, message)
             return
-        complained = False
+        has_logged = False
         while True:
             try:
                 async with self._images_move:
@@ -214,8 +214,8 @@ class _SampleWriter:
                     self._joiner.add(sequence, message)
                     return
             except (OSError, NoAnswer) as error:
-                if not complained:
-                    complained = True
+                if not has_logged:
+                    has_logged = True
                     log.warning("images of samples cannot be kept; trying again", error=str(error))
                 await anyio.sleep(_RETRY_S)
 
@@ -257,19 +257,19 @@ class _SampleWriter:
             await self._flush()
 
     async def _flush(self) -> None:
-        """Write and confirm the complete rows. Retry while the disk is full: the log keeps them."""
+        """Write and confirm the complete rows. Retry while the disk is full: the log keeps the rows."""
         if not self._unwritten:
             self._position, self._unwritten = self._joiner.position, self._joiner.take()
             self._taken.set()
             self._taken = anyio.Event()
-        complained = False
+        has_logged = False
         while self._unwritten:
             try:
                 with anyio.CancelScope(shield=True):
                     await self._write_one()
             except OSError as error:
-                if not complained:
-                    complained = True
+                if not has_logged:
+                    has_logged = True
                     log.warning("samples cannot be written; trying again", error=str(error))
                 if self._over.is_set():
                     return
@@ -327,7 +327,7 @@ class _SampleWriter:
         with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
             async for number in signals:
-                if number == signal.SIGTERM:  # the others are the user's, and the kernel obeys them
+                if number == signal.SIGTERM:  # the user sends the other signals, and the kernel obeys them
                     self._over.set()
 
     async def _watch_kernel(self) -> None:
