@@ -40,7 +40,7 @@ class Advice(msgspec.Struct, kw_only=True):
 
 
 class Adviser:
-    """Applies the rules to one run. With `quiet` it gives no advice: none could be followed."""
+    """Applies the rules to one run. With `quiet` it gives no advice: nobody can change a replay."""
 
     def __init__(self, document: Mapping[str, Any], *, quiet: bool = False) -> None:
         self._rules = () if quiet else RULES
@@ -59,19 +59,19 @@ class Adviser:
         return [advice for advice in self.given if advice.until is None]
 
     def evaluated(self, evaluation: Evaluation) -> None:
-        """Take in a complete evaluation."""
+        """Add a complete evaluation."""
         self._evaluations.append(evaluation)
         self.history.evaluations = held_out(self._evaluations)
 
     def step(self, line: Mapping[str, Any]) -> list[Advice]:
-        """Take in a step's line. Return the advice that was given or withdrawn after this step."""
+        """Add a step's line. Return the advice that was given or withdrawn after this step."""
         self.history.add(line)
         changed = [self._apply(rule, line["step"]) for rule in self._rules]
         return [advice for advice in changed if advice is not None]
 
     def _apply(self, rule: Rule, step: int) -> Advice | None:
         finding = rule.judge(self.history, self._knobs)
-        advice = next((each for each in self.open if each.rule == rule.name), None)
+        advice = next((candidate for candidate in self.open if candidate.rule == rule.name), None)
         if finding is None:
             self._true[rule.name] = 0
             self._false[rule.name] += 1
@@ -99,7 +99,7 @@ class Adviser:
 
 
 class _Knobs:
-    """The keys and values of the run file, for suggestions. An empty suggestion does not apply to the run."""
+    """Suggests changes of the run file's values. An empty suggestion does not apply to the run."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
         self._document = document
@@ -128,14 +128,14 @@ class _Knobs:
         return f"set `{path}` to {_text(value)} (now {_text(now)})"
 
     def more_threads(self, section: str) -> str:
-        """Suggest a thread more, unless the engine has GPUs, or its bits, which follow the threads, must not
-        change."""
+        """Suggest one more thread, unless the engine has GPUs, or must be deterministic: its bits depend on
+        the number of threads."""
         if self.number(f"{section}.gpus", 0) or self.get(f"{section}.deterministic"):
             return ""
         return self.add(f"{section}.threads", 1)
 
     def add(self, path: str, count: int) -> str:
-        """Suggest to add to the number at a key, which is 1 if the run file has none."""
+        """Suggest to add `count` to the number at a key; a missing number counts as 1."""
         return self.set(path, int(self.number(path, 1)) + count)
 
     def scale(self, path: str, factor: float) -> str:
@@ -154,12 +154,12 @@ class _Finding:
 
 _Judge = Callable[[History, _Knobs], _Finding | None]
 _Lines = Sequence[Mapping[str, Any]]
-_Said = tuple[str, *tuple[str, ...]]
+_Said = tuple[str, *tuple[str, ...]]  # (problem, suggestions)
 
 
 def _finding(since: int, what: str, *suggestions: str) -> _Finding:
-    known = [suggestion for suggestion in suggestions if suggestion]
-    return _Finding(since, f"{what}; {', or '.join(known)}" if known else what)
+    applicable = [suggestion for suggestion in suggestions if suggestion]
+    return _Finding(since, f"{what}; {', or '.join(applicable)}" if applicable else what)
 
 
 # ---------------------------------------------------------------------------------- rules of learning
@@ -244,7 +244,7 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
 
 
 def _evaluations_rise(history: History, since: int) -> bool:
-    """Whether the newest evaluation since a step is more than two standard errors above the first one."""
+    """Return whether the newest evaluation is two standard errors above the first one since a step."""
     recent = [each for each in history.evaluations if each.version >= since]
     if len(recent) < 2:
         return False
@@ -253,23 +253,23 @@ def _evaluations_rise(history: History, since: int) -> bool:
 
 
 def _near_limit(history: History, now: Window) -> bool:
-    """Whether held-out score or mean reward has gone 0.8 of the way from its start to `history.limit`."""
+    """Return whether held-out score or mean reward is 0.8 of the way from its start to `history.limit`."""
     start = history.rewards.start
     pairs = [(start.mean, now.mean)] if start else []
     if history.evaluations:
         pairs.append((history.evaluations[0].score, history.evaluations[-1].score))
-    known = math.isfinite(history.limit)
-    return known and any(newest - first >= 0.8 * (history.limit - first) for first, newest in pairs)
+    has_limit = math.isfinite(history.limit)
+    return has_limit and any(newest - first >= 0.8 * (history.limit - first) for first, newest in pairs)
 
 
 def _gradient_spikes(history: History, knobs: _Knobs) -> _Finding | None:
-    known = [(line["step"], number(line, "grad_norm")) for line in history.lines if "grad_norm" in line]
-    norms = [(step, math.inf if norm is None else norm) for step, norm in known]  # infinite: not finite
-    usual = np.log([norm for _, norm in norms[:-20] if 0 < norm < math.inf])
-    if len(usual) < 20:
+    readings = [(line["step"], number(line, "grad_norm")) for line in history.lines if "grad_norm" in line]
+    norms = [(step, math.inf if norm is None else norm) for step, norm in readings]  # None: not finite
+    logs = np.log([norm for _, norm in norms[:-20] if 0 < norm < math.inf])
+    if len(logs) < 20:
         return None
-    middle = float(np.median(usual))
-    deviation = 1.4826 * float(np.median(np.abs(usual - middle)))  # of the logarithm, if it were normal
+    middle = float(np.median(logs))
+    deviation = 1.4826 * float(np.median(np.abs(logs - middle)))  # standard deviation of the logs, if normal
     bound = max(math.exp(middle + max(math.log(10), 4 * deviation)), knobs.number("training.clip_norm", 0.0))
     spikes = [(step, norm) for step, norm in norms[-20:] if norm > bound]
     if len(spikes) < 3:
@@ -319,15 +319,15 @@ def _zero_variance(history: History, knobs: _Knobs) -> _Finding | None:
     if share is None or not history.varied or history.gain("reward") is not None:
         return None  # equal rewards are expected when the policy has learned to answer right
     lines = list(history.lines)[-20:]
-    filtered = sum(each.get("not_trained", {}).get("filtered: by the algorithm", 0) for each in lines)
+    filtered = sum(line.get("not_trained", {}).get("filtered: by the algorithm", 0) for line in lines)
     trained = 20 * knobs.number("queue.batch_size", 1)
-    without = (share.mean * trained + filtered) / (trained + filtered)
-    if without - 2 * share.error <= 0.75:
+    constant = (share.mean * trained + filtered) / (trained + filtered)
+    if constant - 2 * share.error <= 0.75:
         return None
     reward = history.window("reward", 20)
     return _finding(
         share.since,
-        f"{without:.0%} of the groups give all answers the same reward, so nothing is left to compare (mean "
+        f"{constant:.0%} of the groups give all answers the same reward, so nothing is left to compare (mean "
         f"reward {reward.mean if reward else math.nan:.3g}): rows are too hard or too easy, or the reward is "
         "too coarse; choose rows that the policy answers right now and then",
         knobs.scale("algorithm.group_size", 2),
@@ -350,11 +350,11 @@ def _truncation(history: History, knobs: _Knobs) -> _Finding | None:
 def _mismatch(history: History, knobs: _Knobs) -> _Finding | None:
     bound = knobs.number("inference.canary.bound", default_canary_bound(knobs.get("inference.dtype")))
     for name, what in (("canary_mean", "the canary"), ("mismatch_mean", "tokens of that version")):
-        known = history.known(name)
-        if len(known) >= 3 and min(value for _, value in known[-3:]) > bound:
+        values = history.known(name)
+        if len(values) >= 3 and min(reading for _, reading in values[-3:]) > bound:
             return _finding(
-                known[-3][0],
-                f"logprobs of engine and trainer differ by {known[-1][1]:.2g} per token on {what}; expected "
+                values[-3][0],
+                f"logprobs of engine and trainer differ by {values[-1][1]:.2g} per token on {what}; expected "
                 f"at most {bound:g}",
                 knobs.set("inference.dtype", "float32"),
                 knobs.set("training.dtype", "float32"),
@@ -390,15 +390,15 @@ def _failures(history: History, knobs: _Knobs) -> _Finding | None:
         "tickets": len(lines) * batch + failed["tickets"].total(),
         "samples": len(lines) * batch * knobs.number("algorithm.group_size", 1),
     }
-    # The causes are those of all groups that ended meanwhile, also of those that are made ahead.
+    # The reasons are of all groups that ended in these steps, also of groups that a later step trains.
     counts = {"tickets": failed["tickets"].total(), "samples": int(total(lines, "failed_members"))}
     for what, reasons in failed.items():
         count = counts[what]
         if not reasons or count < 3 or count < 0.02 * begun[what]:
             continue
         worst = causes(reasons).most_common(3)
-        causes_said = (f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
-        text = "; ".join(each.replace("; ", ", ") for each in causes_said)  # views show the first
+        cause_texts = (f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
+        text = "; ".join(cause.replace("; ", ", ") for cause in cause_texts)  # the verdict shows the first
         return _finding(
             steps[what][0],
             f"{count} of {begun[what]:.0f} {what} failed in {len(lines)} steps: {text}",
@@ -412,13 +412,13 @@ _TIME_LIMITS = ("reward.timeout_s", "workflow.timeout_s", "workflow.environment_
 
 # ------------------------------------------------------------------------------------- rules of speed
 
-_SPEED_STEPS = 20
+_SPEED_STEPS = 20  # newest steps that rules of speed read
 _FEWEST_READINGS = 5
-"""Short steps may have no heartbeat figures."""
+"""Fewest lines with a figure for its mean: short steps may lack the figures of heartbeats."""
 
 
 def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
-    """Find waits for evaluations of a fifth of the time, over whole multiples of `evaluation.every`."""
+    """Find waits for evaluations of a fifth of the time, over a multiple of `evaluation.every` steps."""
     every = int(knobs.number("evaluation.every", 0))
     count = min(KEPT, every * math.ceil(_SPEED_STEPS / every)) if every else KEPT
     lines = list(history.lines)[-count:]
@@ -487,7 +487,7 @@ def _kv_bound(lines: _Lines, knobs: _Knobs) -> _Said | None:
     used, waiting, memory = (_mean(lines, name) for name in ("slots_used", "samples_waiting", "kv_used"))
     if bottleneck(lines)[0] != "generation" or used is None or waiting is None or memory is None:
         return None
-    # With equal shares, the memory is not what leaves slots empty.
+    # If the memory is no fuller than the slots, it is not the reason why slots are empty.
     if used > 0.75 or memory < max(0.7, 1.2 * used):
         return None
     if waiting < 0.25 * knobs.number("inference.slots", MOST_SLOTS):
@@ -545,15 +545,15 @@ def _slow_swaps(lines: _Lines, knobs: _Knobs) -> _Said | None:
 
 def _recoveries(history: History, knobs: _Knobs) -> _Finding | None:
     lines = list(history.lines)
-    took, all_s = total(lines, "recovery_s"), total(lines, "step_s")
-    recoveries = [each for line in lines for each in line.get("recoveries", ())]
-    if len(lines) < _SPEED_STEPS or took < 0.05 * all_s:
+    recovery_s, total_s = total(lines, "recovery_s"), total(lines, "step_s")
+    recoveries = [recovery for line in lines for recovery in line.get("recoveries", ())]
+    if len(lines) < _SPEED_STEPS or recovery_s < 0.05 * total_s:
         return None
-    repeated = sum(each["repeated"] for each in recoveries)
+    repeated = sum(recovery["repeated"] for recovery in recoveries)
     return _finding(
         next(line["step"] for line in lines if line.get("recoveries") or line.get("recovery_s")),
         f"trainers or the kernel were lost {len(recoveries)} times, and the recoveries took "
-        f"{min(1.0, took / all_s):.0%} of the time, with {repeated} repeated steps; `recoveries` in "
+        f"{min(1.0, recovery_s / total_s):.0%} of the time, with {repeated} repeated steps; `recoveries` in "
         "summary.json says how they were lost",
         knobs.scale("checkpoint.every", 0.5) if repeated > len(recoveries) else "",
     )
@@ -574,8 +574,8 @@ def _lost_workers(history: History, knobs: _Knobs) -> _Finding | None:
     )
 
 
-_LOST_STEPS = 60
-_LOST_TIMES = 3
+_LOST_STEPS = 60  # newest steps in which losses count
+_LOST_TIMES = 3  # losses of one worker that are a problem
 
 
 def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
@@ -586,14 +586,14 @@ def _of_speed(judge: Callable[[_Lines, _Knobs], _Said | None]) -> _Judge:
         lines = list(history.lines)[-_SPEED_STEPS:]
         if len(lines) < _SPEED_STEPS or lines[0]["step"] == 1 or "ticket_generate_s" not in lines[-1]:
             return None
-        said = judge(lines, knobs)
-        return None if said is None else _finding(lines[0]["step"], *said)
+        problem = judge(lines, knobs)
+        return None if problem is None else _finding(lines[0]["step"], *problem)
 
     return condition
 
 
 def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
-    """Whether a run without GPUs has no idle core, so that more work at once would not help."""
+    """Return whether a run without GPUs has no idle core, so that more parallel work would not help."""
     gpus = knobs.number("training.gpus", 0) + knobs.number("inference.gpus", 0)
     idle = _mean(lines, "cores_idle")
     return not gpus and idle is not None and idle < 0.15
@@ -601,7 +601,7 @@ def _cores_are_full(lines: Sequence[Mapping[str, Any]], knobs: _Knobs) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule."""
+    """One rule of advice."""
 
     name: str
     judge: _Judge
@@ -646,13 +646,13 @@ RULES = (
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    known = [value for line in lines if (value := number(line, name)) is not None]
-    return math.fsum(known) / len(known) if len(known) >= _FEWEST_READINGS else None
+    readings = [value for line in lines if (value := number(line, name)) is not None]
+    return math.fsum(readings) / len(readings) if len(readings) >= _FEWEST_READINGS else None
 
 
 def _text(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {each}' for key, each in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {item}' for key, item in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)

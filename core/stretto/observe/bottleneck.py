@@ -27,24 +27,24 @@ _PARTS: dict[CauseKind, Part] = {
     "engines": "inference engines",
     "overhead": "overhead",
 }
-"""The part that training waits for, by the cause of the wait. All other causes are a lack of groups."""
+"""Cause of a wait -> the part that training waits for. All other causes are a lack of groups."""
 _OF_TICKETS: dict[Part, str] = {
     "generation": "ticket_generate_s",
     "verification": "ticket_score_s",
     "workflow": "ticket_own_s",
 }
-"""The part that groups wait for, by the figure of a ticket's time there."""
+"""Part that groups wait for -> figure of a ticket's time in this part."""
 _SATURATED = 0.85
-"""Verifiers that work more than this share of the time hold up what waits for groups, and evaluations."""
+"""If verifiers work more than this share of the time, groups and evaluations wait for verifiers."""
 
 
 def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
-    """Return the part of a run that the others wait for most, and the share of the time that this takes.
+    """Return the part of a run that the others wait for most, and the share of the time of that work or wait.
 
     The part is training if it worked for more than half of the time, else what training waited for longest.
-    For groups, that is where tickets spend most time: the engine (`ticket_generate_s`), the verifier
-    (`ticket_score_s`) or the workflow (`ticket_own_s`). If all verifiers work nearly all the time, the waits
-    for groups and for evaluations are both for them. `lines` has at least one line.
+    A wait for groups is one for the part where tickets spend most time: the engine (`ticket_generate_s`), the
+    verifier (`ticket_score_s`) or the workflow (`ticket_own_s`). If all verifiers work nearly all the time,
+    waits for groups and evaluations are waits for verifiers. `lines` has at least one line.
     """
     share = works(lines)
     if share > 0.5:
@@ -53,11 +53,11 @@ def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
     waits: dict[Part, float] = {
         part: total(lines, f"wait/{kind}_s") / step_s for kind, part in _PARTS.items()
     }
-    groups = 1 - share - math.fsum(waits.values())
+    group_waits = 1 - share - math.fsum(waits.values())
     if verifiers_used(lines) > _SATURATED:
-        waits["verification"] = groups + waits.pop("evaluation")
+        waits["verification"] = group_waits + waits.pop("evaluation")
     else:
-        waits[max(_OF_TICKETS, key=lambda part: total(lines, _OF_TICKETS[part]))] = groups
+        waits[max(_OF_TICKETS, key=lambda part: total(lines, _OF_TICKETS[part]))] = group_waits
     return max(waits.items(), key=lambda item: item[1])
 
 
@@ -68,9 +68,9 @@ def works(lines: Sequence[Mapping[str, Any]]) -> float:
 
 def verifiers_used(lines: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of the time in which the verifiers' processes worked; 0 if it is not known."""
-    known = [line for line in lines if number(line, "verifiers_used") is not None]
-    work_s = math.fsum(line["verifiers_used"] * (number(line, "step_s") or 0.0) for line in known)
-    return work_s / max(total(known, "step_s"), 1e-9)
+    with_figure = [line for line in lines if number(line, "verifiers_used") is not None]
+    work_s = math.fsum(line["verifiers_used"] * (number(line, "step_s") or 0.0) for line in with_figure)
+    return work_s / max(total(with_figure, "step_s"), 1e-9)
 
 
 def total(lines: Sequence[Mapping[str, Any]], name: str) -> float:

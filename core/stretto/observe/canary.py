@@ -13,7 +13,7 @@ log = structlog.get_logger()
 
 
 class CanaryRecord:
-    """The canary drifts of all engines. The first beyond `bound`, None without canary, becomes a problem."""
+    """The canary drifts of all engines. The first drift above `bound` (None: no canary) becomes a problem."""
 
     def __init__(self, bound: float | None, problems: list[str]) -> None:
         self._bound = bound
@@ -26,7 +26,7 @@ class CanaryRecord:
         self._not_compared: dict[str, str] = {}
 
     def add(self, done: WeightsServed) -> None:
-        """Take in a swap's results for the canary and for the shared rows."""
+        """Add a swap's results for the canary and for the shared rows."""
         if done.engine_kl is not None:
             self._engine_kls.append(done.engine_kl)
         worker, version, drift = done.worker, done.version, done.drift

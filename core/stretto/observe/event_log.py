@@ -1,7 +1,7 @@
 """The writer of the folder `events`: the journal's messages as files (see `stretto.records.events.files`).
 
-New messages are written at once. Those that former kernels or a full disk left out are read from the
-journal's stream. A thread flushes the files every few seconds; only then may the stream lose what they have.
+New messages are written at once. Messages that former kernels or a full disk left out are read from
+the journal's stream. A thread flushes the files every few seconds; the stream may drop only flushed messages.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from stretto.records.events.files import (
 
 log = structlog.get_logger()
 
-_SYNC_S = 5.0  # a power cut takes this much of the files, and the stream still has it
+_SYNC_S = 5.0  # a power cut loses the last seconds of the files; the stream still has them
 _RETRY_S = 5.0  # while the disk is full or the server is away
 _COMPLETE_S = 30.0
-"""Limit for the last messages at the end of the run."""
+"""Seconds to write the last messages at the end of the run."""
 _FILE_BYTES = 2**26
 """Size of a file beyond which the next file begins."""
 
 
 class EventLog:
-    """Writes one kernel's files. `facts` get the place up to which they are on disk, and problems."""
+    """Writes one kernel's files. `facts` receives the last number on disk, and problems."""
 
     def __init__(self, folder: Path, facts: RunFacts) -> None:
         self._folder = folder
@@ -63,13 +63,13 @@ class EventLog:
         self._complaint = ""
 
     def take(self, sequence: int, message: EventBatch) -> None:
-        """Take in a message of the kernel that the server has stored."""
+        """Add a message of the kernel, which the server has stored."""
         self._epoch, self._newest = message.lease_epoch, sequence
-        if not self._is_behind and sequence > (self._last or 0):  # the stream may have been read that far
+        if not self._is_behind and sequence > (self._last or 0):  # else the stream had it
             self._append(sequence, message)
 
     async def keep(self, bus: Bus, names: Subjects) -> None:
-        """Read from the stream what is missing, and flush the files, until cancelled."""
+        """Read missing messages from the stream, and flush the files, until cancelled."""
         while True:
             await self._catch_up(bus, names)
             await self._sync()
@@ -123,7 +123,7 @@ class EventLog:
             self._complain(error)
 
     def _find_end(self, store: str) -> int:
-        """Return where the files of former kernels end, which are on the disk then."""
+        """Flush the files of former kernels to the disk, and return their last sequence number."""
         if aside := move_lost(self._folder, self._epoch, store):
             log.warning("the store is not the one of these event files", moved_to=str(aside))
         sync_files(self._folder, event_files(self._folder))
@@ -140,7 +140,7 @@ class EventLog:
         except OSError as error:
             self._complain(error)
             self._is_behind = True
-            self.close()  # a part of the record may be in the file: begin another one
+            self.close()  # a part of the record may be in the file: begin another file
             return False
         self._size += len(record)
         self._written.add(self._path)
@@ -161,7 +161,7 @@ class EventLog:
         try:
             await anyio.to_thread.run_sync(sync_files, self._folder, written)
             self._facts.events_on_disk = last
-        except OSError as error:  # what the disk has not taken is lost: read it again
+        except OSError as error:  # messages that are not on disk are lost: read them again
             self._complain(error)
             self.close()
             self._last, self._is_behind = self._facts.events_on_disk, True

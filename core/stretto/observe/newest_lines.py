@@ -1,6 +1,6 @@
-"""What advice, verdict and views know of a run: its newest lines of steps, and a few figures of older ones.
+"""What advice, verdict and views know of a run: the newest lines of steps, and a few figures of older steps.
 
-The kernel keeps it. What happened in a whole run, as its events tell it, is `stretto.records.events.history`.
+The kernel keeps it in memory. `stretto.records.events.history` has the history of a whole run by its events.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from stretto.observe.bottleneck import number
 from stretto.records.figures import recent
 from stretto.records.metrics import MAIN_FIGURES
 
-KEPT = 200
-_POINTS = 64
+KEPT = 200  # newest lines
+_POINTS = 64  # most means of a curve
 
 
 class History:
@@ -28,7 +28,7 @@ class History:
         """Name -> the newest (step, figure) pairs; only finite figures."""
         self.curves = {name: Curve() for name in (*MAIN_FIGURES, "zero_variance_groups")}
         self.evaluations: list[HeldOutScore] = []
-        """Those with a result, in order; see `held_out`."""
+        """Evaluations with a result, in order; see `held_out`."""
         self.first: dict[str, Window] = {}
         """Name -> the first 10 steps with that figure, for `reward`, `loss` and `entropy`."""
         self.rewards = RewardHistory()
@@ -40,7 +40,7 @@ class History:
         """Whether two answers of one batch ever had different rewards."""
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take in the line of the next step."""
+        """Add the line of the next step."""
         self.lines.append(line)
         for name in line:
             if (value := number(line, name)) is not None:
@@ -62,11 +62,11 @@ class History:
         return list(self._figures.get(name, ()))
 
     def recent(self, name: str) -> float | None:
-        """Return the mean of a figure over the newest steps that have it; None before the first of them."""
+        """Return the mean of a figure over the newest steps that have it; None without such a step."""
         return recent([value for _, value in self.known(name)])
 
     def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
-        """Return `count` known figures of a name before the newest `back` ones; None if there are fewer."""
+        """Return the newest `count` figures of a name before the last `back`; None if there are fewer."""
         known = self.known(name)
         return Window.of(known[: len(known) - back], count)
 
@@ -76,7 +76,7 @@ class History:
         return spread is not None and self.rewards.spread > 0 and spread.mean >= 0.7 * self.rewards.spread
 
     def rises(self, name: str, count: int) -> bool:
-        """Whether `name` rose by two standard errors from the previous `count` steps to the newest."""
+        """Return whether `name` rose by two standard errors from the previous `count` steps to the newest."""
         now, before = self.window(name, count), self.window(name, count, back=count)
         if now is None or before is None:
             return False
@@ -84,8 +84,8 @@ class History:
         return rise > 2 * error
 
     def gain(self, name: str) -> float | None:
-        """Return how far the mean reward or loss of the newest 20 steps is from that of the first 10, if it
-        is clearly better: by more than three standard errors and a tenth of the rewards' spread; else
+        """Return the mean reward or loss of the newest 20 steps − that of the first 10, if the newest are
+        clearly better: by more than three standard errors and a tenth of the rewards' spread; otherwise
         None."""
         first, now = self.first.get(name), self.window(name, 20)
         if first is None or now is None:
@@ -98,10 +98,10 @@ class History:
         """Return signs that the policy is broken, as clauses; empty if there are no signs."""
         entropy, first = self.window("entropy", 3), self.first.get("entropy")
         norm, truncated = self.window("grad_norm", 3), self.window("truncated", 3)
-        certain = entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
+        is_certain = entropy and first and entropy.mean < max(0.02, 0.1 * first.mean)
         clauses = [
             f"its answers are nearly certain (entropy {entropy.mean:.2g} nats per token)"
-            if entropy and certain
+            if entropy and is_certain
             else "",
             f"{truncated.mean:.0%} of the answers end at the limit of tokens"
             if truncated and truncated.mean > 0.9
@@ -112,17 +112,17 @@ class History:
 
 
 class Curve:
-    """Means of a figure over equal numbers of steps. At 64 means, each two become one mean."""
+    """Means of a figure over equal numbers of steps. At 64 means, each pair of means becomes one mean."""
 
     def __init__(self) -> None:
         self._means: list[float] = []
         self._width = 1
-        """Figures in one mean."""
+        """Number of figures in one mean."""
         self._begun: list[float] = []
         """Newest figures, not yet in a mean."""
 
     def add(self, value: float) -> None:
-        """Take in the figure of the next step."""
+        """Add the figure of the next step."""
         self._begun.append(value)
         if len(self._begun) < self._width:
             return
@@ -134,5 +134,5 @@ class Curve:
 
     def points(self) -> list[float]:
         """Return the means, in order; at most 64. The last one may be over fewer steps."""
-        begun = [sum(self._begun) / len(self._begun)] if self._begun else []
-        return [*self._means, *begun]
+        partial_mean = [sum(self._begun) / len(self._begun)] if self._begun else []
+        return [*self._means, *partial_mean]

@@ -37,7 +37,7 @@ class Observers:
         setup, ending = self._setup, self._setup.facts.ending
         async with anyio.create_task_group() as tasks:
             if setup.config.metrics is not None:
-                from stretto.observe.prometheus import serve_metrics  # only here: it needs an extra
+                from stretto.observe.prometheus import serve_metrics  # imported here: it needs an extra
 
                 figures = setup.config.metrics, setup, self.report, bus
                 self.status.metrics_url = await tasks.start(serve_metrics, *figures)

@@ -40,7 +40,7 @@ from stretto.records.figures import FIGURES
 log = structlog.get_logger()
 
 _REPORT_S = 1.0
-"""An answer waits this long for the report of a step."""
+"""Seconds for which an answer waits for the report of the newest step."""
 _ENGINE = {
     "version": ("version", "Version that the engine serves"),
     "running": ("running_samples", "Samples that the engine decodes"),
@@ -54,7 +54,7 @@ _ENGINE = {
 async def serve_metrics(
     config: MetricsConfig, setup: RunSetup, report: Report, bus: Bus, *, task_status: TaskStatus[str]
 ) -> None:
-    """Serve until cancelled. Report the URL of the figures as soon as they can be had."""
+    """Serve until cancelled. Report the URL of the figures when the server listens."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RunCollector(setup, report, bus))
 
@@ -88,15 +88,15 @@ async def serve_metrics(
 
 
 def _host_check(hosts: tuple[str, ...]) -> Middleware:
-    """Refuse requests for a name that is not this machine's: a page in a browser may give its own name this
-    machine's address, but not an address or a name that it does not own."""
-    known = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
+    """Refuse requests whose `Host` is not this machine. A web page can let its own host name resolve to this
+    machine, but its browser then sends that name, not an address or this machine's name."""
+    host_names = {"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)}
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             name = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
-            if name not in known:
+            if name not in host_names:
                 ip_address(name)
         except ValueError:  # such as `[::1`, or a name
             text = "this machine has no such name; `metrics.hosts` may add it\n"
@@ -107,7 +107,7 @@ def _host_check(hosts: tuple[str, ...]) -> Middleware:
 
 
 def gauge_of(key: str) -> str:
-    """Return the name, after `stretto_`, of a figure of the newest step: Prometheus writes units in full."""
+    """Return the name, after `stretto_`, of a figure of the newest step, with its unit in full."""
     name = key.replace("/", "_")
     return "last_step_" + re.sub("_s$", "_seconds", re.sub("_per_s$", "_per_second", name))
 
@@ -226,8 +226,8 @@ class RunCollector(Collector):
         yield self._gauge("bus_longest_wait_seconds", "Age of the oldest request without an answer", longest)
 
     def _advice(self) -> Iterable[Metric]:
-        given = {advice.rule for advice in self._report.adviser.open}
-        rules = {rule.name: rule.name in given for rule in RULES}
+        open_rules = {advice.rule for advice in self._report.adviser.open}
+        rules = {rule.name: rule.name in open_rules for rule in RULES}
         yield self._gauges("advice_open", "Whether the advice of a rule is open", "rule", rules)
 
     def _evaluation(self) -> Iterable[Metric]:
@@ -276,7 +276,7 @@ class RunCollector(Collector):
         return family
 
     def _total(self, name: str, key: str, value: float) -> float:
-        """Return a total that never goes back, which Prometheus would take for a restart. A heartbeat may be
-        older than the figures that the kernel had asked the worker for."""
+        """Return a total that never decreases: Prometheus would count a decrease as a restart. A heartbeat
+        may be older than figures that the kernel had requested from the worker."""
         self._totals[name, key] = max(value, self._totals.get((name, key), value))
         return self._totals[name, key]

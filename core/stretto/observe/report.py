@@ -49,13 +49,13 @@ _SHOWN = (
     *("step_s", "train_s", "step_tokens_per_s"),
 )
 
-_MOST_ROWS = 1000
+_MOST_ROWS = 1000  # rows given up that the summary lists
 _RECENT = 20
 """The remaining time is estimated from this many newest steps."""
 
 
 class Report:
-    """Makes and writes the figures of a run from its kernel's events."""
+    """Computes and writes the figures of a run from its kernel's events."""
 
     def __init__(self, setup: RunSetup, adviser: Adviser) -> None:
         self._folder = setup.folder
@@ -98,7 +98,7 @@ class Report:
         """Whether a non-finite gradient left some model unchanged in the newest step."""
         self._replaced: list[Replaced] = []
         self._lost: list[dict[str, str]] = []
-        """Workers that were lost since the newest step, without trainers, and how."""
+        """Workers other than trainers that were lost since the newest step, and how they were lost."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
         if setup.resumed is not None:
             for evaluation in setup.resumed[1].snapshot.evaluation.results:
@@ -106,7 +106,7 @@ class Report:
             self._continue_to(setup.resumed[1].version)
 
     def take(self, time: float, event: Event) -> None:
-        """Take in an event of the kernel."""
+        """Update the figures by an event of the kernel."""
         match event:
             case KernelBegan(_, _, wall_s):
                 self._kernel_began, self._began = time, time - wall_s
@@ -122,7 +122,7 @@ class Report:
                 self._steady.clear()
                 self._recent.clear()
             case WeightsServed(are_new=True):
-                if event.worker != EVALUATOR:  # for its pauses nobody waits
+                if event.worker != EVALUATOR:  # nobody waits for its pauses
                     self.swaps += 1
                     self.swap_pause_s += event.pause_s
                     self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
@@ -169,12 +169,12 @@ class Report:
     def _step(self, time: float, step: StepMeasured) -> None:
         self.version = step.version
         self.train_busy_s += step.train_s
-        before, generated_s, _ = (
+        start, generated_s, _ = (
             self._steady[-1] if self._steady else (self._first_ticket or self._kernel_began, 0.0, 0.0)
         )
         self._steady.append((time, step.generate_busy_s, self.train_busy_s))
         self._last_step = clock.now()
-        step_s, self._step_s = time - before, time - self._began
+        step_s, self._step_s = time - start, time - self._began
         self.last = {
             "step": step.version,
             "time": round(time, 3),
@@ -192,9 +192,9 @@ class Report:
             **self._drifts.news(),
             **(self._of_speed(step, step.generate_busy_s - generated_s) if self._sampled else {}),
             "calls": [
-                {"call": each.call, "group": each.group}
-                | {"start_s": round(each.start_s, 4), "end_s": round(each.end_s, 4)}
-                for each in step.calls
+                {"call": call.call, "group": call.group}
+                | {"start_s": round(call.start_s, 4), "end_s": round(call.end_s, 4)}
+                for call in step.calls
             ],
             "ledger": step.ledger,
             **({"variants": step.variants} if step.variants else {}),
@@ -214,25 +214,25 @@ class Report:
         log.info("step", **shown, waits=describe_waits(self.last))
 
     def _recoveries(self, time: float) -> dict[str, Any]:
-        lost, self._replaced = self._replaced, []
-        if not lost:
+        replaced, self._replaced = self._replaced, []
+        if not replaced:
             return {}
         recoveries = [
             {
-                "lost": each.lost,
-                "how": each.how,
-                "time": round(each.began, 1),
-                "version": each.version,
-                "repeated": each.repeated,
-                "seconds": round(time - each.began, 1),
+                "lost": recovery.lost,
+                "how": recovery.how,
+                "time": round(recovery.began, 1),
+                "version": recovery.version,
+                "repeated": recovery.repeated,
+                "seconds": round(time - recovery.began, 1),
             }
-            for each in lost
+            for recovery in replaced
         ]
         self.recoveries += recoveries
-        return {"recovery_s": max(each["seconds"] for each in recoveries), "recoveries": recoveries}
+        return {"recovery_s": max(recovery["seconds"] for recovery in recoveries), "recoveries": recoveries}
 
     def _evaluation(self, time: float, evaluation: Evaluation) -> None:
-        """Write the line of an evaluation, once, after those of the steps that were trained meanwhile."""
+        """Write the line of an evaluation once, after the lines of steps that were trained meanwhile."""
         if (evaluation.version, True) in self._written:
             return
         self._written.add((evaluation.version, True))
@@ -256,7 +256,7 @@ class Report:
         self.adviser.evaluated(evaluation)
 
     def _recall(self, time: float) -> None:
-        """Write missing lines after the journal was repeated, which may end the run."""
+        """Write missing lines of evaluations, after the kernel has repeated the journal or ended the run."""
         for evaluation in self._scheduler.evaluation.results:
             self._evaluation(time, evaluation)
 
@@ -282,7 +282,7 @@ class Report:
             self.last["advice_changes"] = msgspec.to_builtins(changed)
 
     def _note_skipped(self, skipped: Sequence[str]) -> None:
-        """Record the first of several steps in which every gradient of some model was not finite."""
+        """Record the first of successive steps in which all gradients of some model were not finite."""
         is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
         if is_first:
             step, whose = self.last["step"], ", ".join(skipped)
@@ -292,7 +292,7 @@ class Report:
             )
 
     def left_s(self) -> float | None:
-        """Estimate the seconds until the last step, from the recent steps; None before the first of them."""
+        """Estimate the seconds until the last step, from the recent steps; None without recent steps."""
         if not self._recent:
             return None
         step_s = math.fsum(self._recent) / len(self._recent)
@@ -380,7 +380,7 @@ class Report:
         }
 
     def _variant_summary(self) -> dict[str, Any]:
-        """Return what the summary says of an A/B test; empty without a test."""
+        """Return the summary's section about an A/B test; empty without a test."""
         variants = self._scheduler.variants
         if not variants.accounts:
             return {}
@@ -403,9 +403,9 @@ class Report:
         if best is None:
             return None
         name = checkpoint_name(best.version)
-        there = (self._folder / "checkpoints" / name).is_dir()
+        exists = (self._folder / "checkpoints" / name).is_dir()
         scores = {"accuracy": best.accuracy, "reward": best.reward}
-        return {"version": best.version, **scores, "checkpoint": name if there else None}
+        return {"version": best.version, **scores, "checkpoint": name if exists else None}
 
     def _all_problems(self) -> list[str]:
         problems, evaluation = [*self._facts.problems], self._scheduler.evaluation
@@ -430,19 +430,19 @@ class Report:
 
 
 def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
-    """Return the seconds for which a step's training waited, by cause. Of `waited_s`, all seconds since the
-    step before in which no call ran, those without another cause count as `overhead`."""
+    """Return the seconds for which a step's training waited, by cause. `waited_s`: all seconds since
+    the previous step in which no call ran. Those of them without another cause count as `overhead`."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited
     seconds["overhead"] = max(0.0, waited_s - math.fsum(seconds.values()) + seconds["overhead"])
-    return {f"wait/{kind}_s": round(each, 4) for kind, each in seconds.items()}
+    return {f"wait/{kind}_s": round(cause_s, 4) for kind, cause_s in seconds.items()}
 
 
 def _finite(value: Any) -> Any:
-    """Return the figures with None, which is null in JSON, in place of every float that is not finite."""
+    """Return a value with None (null in JSON) in place of every float that is not finite."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in cast("dict[str, Any]", value).items()}
+        return {key: _finite(item) for key, item in cast("dict[str, Any]", value).items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in cast("list[Any]", value)]
+        return [_finite(item) for item in cast("list[Any]", value)]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -34,7 +34,7 @@ log = structlog.get_logger()
 
 _WRITE_S = 2.0  # `stretto.records.status.LATE_S` expects it
 _LONG_S = 60.0
-"""Log a wait after this time, and each time its length has doubled."""
+"""Log a wait after this many seconds, and each time its length has doubled."""
 _SPEED_S = 5.0
 """Seconds over which the speed of generation is measured."""
 _NEWEST = (
@@ -42,13 +42,13 @@ _NEWEST = (
     *("loss", "entropy", "grad_norm", "step_s", "train_s", "train_tokens_per_s"),
     *(f"wait/{kind}_s" for kind in CAUSES),
 )
-_EVALUATIONS = 5
-_REASONS = 3
-_MOST_LATE = 8
+_EVALUATIONS = 5  # newest evaluations in the status
+_REASONS = 3  # most frequent reasons in the status
+_MOST_LATE = 8  # missing workers that `now` names
 
 
 class StatusWriter:
-    """Puts the state of a run together. It has the lifetime of the kernel."""
+    """Composes, writes and sends the status of a run. It lives as long as the kernel."""
 
     def __init__(self, setup: RunSetup, report: Report) -> None:
         self._setup = setup
@@ -59,11 +59,11 @@ class StatusWriter:
         self._tokens: deque[tuple[float, int]] = deque()
         """(time, tokens generated so far) of the last seconds."""
         self.metrics_url = ""
-        """Where Prometheus finds the figures; empty if it does not."""
+        """Where Prometheus reads the run's figures; empty without such an address."""
         self._complaint = ""
 
     def status(self) -> Status:
-        """Return the state of the run at this moment."""
+        """Return the status of the run at this moment."""
         facts, report, scheduler, fleet = self._facts, self._report, self._scheduler, self._fleet
         now, ending, history = clock.now(), facts.ending, report.adviser.history
         evaluations, best = evaluation_statuses(scheduler.evaluation.results), scheduler.evaluation.best
@@ -146,7 +146,7 @@ class StatusWriter:
             aside.write_bytes(msgspec.json.encode(status))
             aside.rename(self._setup.folder / STATUS)
             self._complaint = ""
-        except OSError as error:  # the run itself can do without the file
+        except OSError as error:  # the run does not need the file
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.warning("status not written", error=self._complaint)
@@ -180,7 +180,7 @@ class StatusWriter:
         waits = [(member.worker, member.wait) for member in self._fleet.members.values()]
         if self._facts.bus is not None:
             waits.append(("kernel", self._facts.bus.unanswered.longest()))
-        stalls = (Stall(asker, each.who, each.verb, round(each.seconds, 2)) for asker, each in waits if each)
+        stalls = (Stall(asker, wait.who, wait.verb, round(wait.seconds, 2)) for asker, wait in waits if wait)
         return sorted(stalls, key=lambda stall: -stall.seconds)
 
     def _generation_speed(self, now: float) -> int:
@@ -193,10 +193,10 @@ class StatusWriter:
 
 def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float]) -> None:
     """Log long waits. `next_log_s`: (asker, process, verb) -> length at which the wait is logged again."""
-    present = {(each.asker, each.who, each.verb): each.seconds for each in status.waits}
-    for key in next_log_s.keys() - present.keys():
+    lengths = {(wait.asker, wait.who, wait.verb): wait.seconds for wait in status.waits}
+    for key in next_log_s.keys() - lengths.keys():
         del next_log_s[key]
-    for key, seconds in present.items():
+    for key, seconds in lengths.items():
         if seconds >= next_log_s.get(key, _LONG_S):
             next_log_s[key] = 2 * seconds
             log.warning("long wait", asker=key[0], who=key[1], verb=key[2], seconds=seconds)

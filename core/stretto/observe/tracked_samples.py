@@ -1,7 +1,7 @@
-"""The samples that a tracker gets: a few of each due step and of each evaluation, from the run's folder.
+"""The samples that a tracker receives: a few of each due step and of each evaluation, from the run's folder.
 
 The run's sample writer is some seconds behind `metrics.jsonl`, and trainers report a step during the next
-one. So a step is settled when enough of its samples are there, or when those of a later step have come.
+step. So a step is settled when enough of its samples are on disk, or when samples of a later step are.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _LONGEST_TEXT = 20_000
 def settled_samples(
     folder: Path, purpose: Purpose, due: Sequence[int], number: int, *, complete: bool
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Yield settled steps of `due` with their rows, up to the first unsettled one. A step without kept
-    samples has no rows. With `complete`, all are settled."""
+    """Yield settled steps of `due` with their rows, up to the first step that is not settled. A step without
+    kept samples has no rows. With `complete`, all steps count as settled."""
     store = SampleStore(folder)
     later = SampleFilter(purpose=purpose, step=(due[0], None))
     newest = next(iter(store.find(later, order="-step", limit=1, texts=False)), None)
@@ -37,13 +37,13 @@ def settled_samples(
 
 
 def _spread(store: SampleStore, filter: SampleFilter, number: int) -> list[dict[str, Any]]:
-    """Return samples from the lowest reward to the highest."""
+    """Return at most `number` samples with rewards from the lowest to the highest, evenly spaced in order."""
     count = store.count(filter)
     shown = min(number, count)
     places = [place * (count - 1) // max(1, shown - 1) for place in range(shown)]
-    found = (store.find(filter, order="reward", offset=place, limit=1) for place in places)
+    searches = (store.find(filter, order="reward", offset=place, limit=1) for place in places)
     # The writer may add rows between two searches, so a row may be found twice.
-    rows = {row["id"]: row for rows in found for row in rows}
+    rows = {row["id"]: row for rows in searches for row in rows}
     return [{name: _shown(row[name]) for name in SAMPLE_FIELDS} for row in rows.values()]
 
 

@@ -1,4 +1,4 @@
-"""The process of the run's trackers: a thread for each sends the lines of `metrics.jsonl` and some samples.
+"""The process of the run's trackers: one thread per tracker sends lines of `metrics.jsonl` and some samples.
 
 `python -m stretto.observe.tracker_process RUN`. The process is a child of the kernel, and follows the run
 until the kernel has written the summary or is gone. `metrics.jsonl` is the queue of every thread. The main
@@ -47,18 +47,18 @@ T = TypeVar("T")
 _POLL_S = 0.5
 _WATCH_S = 0.1
 _LOOK_S = 2.0
-"""Seconds between two looks for samples."""
+"""Seconds between two searches for samples."""
 _LOOK_SHARE = 0.2
-"""Most part of a thread's time that it spends with looks for samples."""
+"""Largest share of a thread's time for searches for samples."""
 _BLOCK = 100
-"""Most lines between two writes of the cursor."""
+"""Largest number of lines between two writes of the cursor."""
 _PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-"""Pauses after successive failures in which nothing was sent. One more gives the tracker up."""
+"""Seconds of pause after successive failures without progress. After one more, nothing more is sent."""
 _NICENESS = 10
 """Priority of the process: it yields to the run's own processes."""
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _SHORTEST_SECRET = 8
-"""Shorter values of variables with such names occur in ordinary text."""
+"""Fewest characters of a secret: shorter values of such variables occur in ordinary text."""
 _URL_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")
 
 
@@ -68,13 +68,13 @@ def command(run: Path) -> list[str]:
 
 
 class TrackerReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the kernel learns of one tracker, a line of JSON on standard output."""
+    """A report to the kernel about one tracker: a line of JSON on standard output."""
 
     tracker: str
     fault: str = ""
     """Why the tracker failed; empty if it has received everything."""
     again: bool = False
-    """Whether it starts again; otherwise it receives nothing more."""
+    """True if the tracker starts again; otherwise it receives nothing more."""
 
 
 class _Sender(threading.Thread):
@@ -96,7 +96,7 @@ class _Sender(threading.Thread):
         """The tracker's call, and when it began."""
         self._dropped = False
         self.is_made = False
-        """Whether the next tracker may be made: two threads that import may see half of a module."""
+        """True once the next tracker may be made: threads that import at once may see half of a module."""
 
     def drop_if_late(self) -> None:
         """Drop the tracker if its call has passed the deadline. The thread ends when the call returns."""
@@ -109,11 +109,11 @@ class _Sender(threading.Thread):
         """Run the tracker until it has received everything, or has failed too often."""
         pauses = iter(_PAUSES_S)
         while True:
-            is_last, before = self._is_over(), self._cursor
+            is_last, old_cursor = self._is_over(), self._cursor
             fault = self._live()
             if self._dropped:
                 return
-            if self._cursor != before:
+            if self._cursor != old_cursor:
                 pauses = iter(_PAUSES_S)
             pause_s = next(pauses, None)
             if not fault or is_last or pause_s is None:
@@ -136,8 +136,8 @@ class _Sender(threading.Thread):
             self._tracker: Tracker = self._timed("factory", self._assembly.make, self._path)
             self._begin()
             while True:
-                last = self._gone.is_set()
-                if self._send_news() or last:
+                is_last = self._gone.is_set()
+                if self._send_news() or is_last:
                     return ""
                 self._gone.wait(_POLL_S)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - a tracker may raise anything
@@ -173,7 +173,7 @@ class _Sender(threading.Thread):
             self._move(**msgspec.structs.asdict(has))
 
     def _send_news(self) -> bool:
-        """Send what is new, and the summary. Return whether the run has one."""
+        """Send new lines and samples, and the summary. Return whether the run has a summary."""
         self._run.refresh()
         summary = self._run.summary  # read before the lines: all lines are older than the summary
         news = self._news()
@@ -194,7 +194,7 @@ class _Sender(threading.Thread):
         return True
 
     def _news(self) -> list[dict[str, Any]]:
-        """Return the lines to send, by their versions. Those that a resumed run repeats are not new."""
+        """Return the lines to send, ordered by version. Lines that a resumed run repeats are not new."""
         steps, evaluations = self._run.steps, self._run.evaluations
         new_steps = steps[bisect_right(steps, self._cursor.step, key=_step) :]
         new_evaluations = evaluations[bisect_right(evaluations, self._cursor.evaluation, key=_step) :]
@@ -249,7 +249,7 @@ def _without_secrets(error: BaseException, redact: Callable[[str], str] = str) -
 
 
 def _send(folder: Path, answers: FileIO) -> None:
-    """Send to all trackers. When the kernel is gone, standard input ends, and they may finish."""
+    """Send to all trackers. When the kernel is gone, standard input ends, and the trackers may finish."""
     assembly = Assembly(compose(folder / "config.yaml"), folder=folder, run=run_id(folder / "bus"))
     sections, gone, reports = assembly.config.trackers, threading.Event(), SimpleQueue[TrackerReport]()
     running: dict[str, _Sender] = {}
@@ -281,7 +281,7 @@ def main(folder: Path) -> None:
     answers = FileIO(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print there
     log_to(None, console=True)
-    # Be the only process that sends: wait until that of the previous kernel has ended.
+    # Only one process may send: wait until the previous kernel's process has ended.
     with (folder / "trackers" / "process.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

@@ -1,5 +1,5 @@
 """The process of the run's trackers (`tracker_process`): its start, reports and end. The kernel waits for
-none."""
+no tracker."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _KILLED_S = 5.0
 
 
 class Trackers:
-    """The trackers of one kernel. A failed one is a problem in the summary."""
+    """The trackers of one kernel. A failed tracker is a problem in the summary."""
 
     def __init__(self, run: Path, sections: Sequence[TrackerConfig], problems: list[str]) -> None:
         self._run = run
         self._output = run / "trackers" / "output.log"
         self._finish_s = {section.folder_name: section.finish_s for section in sections}
         self._left = set(self._finish_s)
-        """Those that may still receive something."""
+        """Trackers that may still receive something."""
         self._failed: set[str] = set()
         self._problems = problems
         self._process: subprocess.Popen[bytes] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start the process. Later lines than the checkpoint's, and a former summary, must be gone by now."""
+        """Start the process. Lines after the checkpoint, and a former summary, must be removed before."""
         if not self._left:
             return
         log.info("trackers start", trackers=[*self._finish_s])
@@ -55,8 +55,8 @@ class Trackers:
             self._task = asyncio.create_task(self._follow(self._process))
 
     async def finish(self, is_forced: Callable[[], bool]) -> None:
-        """Give each tracker time to send what is left, after the summary was written, until the user is in a
-        hurry. Then kill the process with everything that it has started."""
+        """After the summary was written, wait until the trackers have sent the rest, their time is over, or
+        the user forces the end. Then kill the process, and all processes that it has started."""
         if self._process is None or self._task is None:
             return
         start = clock.now()

@@ -25,28 +25,28 @@ from stretto.records.status import State, Verdict
 _FEWEST = 10
 """Fewest steps for a trend."""
 _APART = 30
-"""With this many steps, the first 10 are none of the newest 20."""
+"""Number of steps from which on the first 10 and the newest 20 do not overlap."""
 _ERRORS = 2.3
-"""Standard errors from which on a change is none of chance: a two-sided test at 2 %. So of runs that do not
-change, about 1 % get each wrong verdict by their rewards, and as many by their evaluations."""
+"""Standard errors from which on a change counts as real: a two-sided test at 2 %. Of runs that do not change,
+about 1 % get each wrong verdict by their rewards, and 1 % by their evaluations."""
 _LEAST_SHARE = 0.1
-"""Part of the time from which on a wait is named."""
+"""Share of the time from which on the verdict names a wait."""
 _LEAST_AFTER_S = 10.0
-"""Seconds after an ended run's last step from which on they are named, if they are that part of its time."""
-_LEAST_WITHOUT_SIGNAL = 0.3
-_MOST_ADVICE = 2
+"""Fewest seconds after an ended run's last step that the verdict names; also `_LEAST_SHARE` of its time."""
+_LEAST_WITHOUT_SIGNAL = 0.3  # share of the groups
+_MOST_ADVICE = 2  # pieces of advice that the verdict names
 _SAID = frozenset(
     {
         *("reward_collapse", "constant_reward", "zero_variance_groups", "plateau", "evaluation_waits"),
         *("training_waits", "generation_waits", "verifier_bound", "failure_bias"),
     }
 )
-"""Rules whose problem other clauses name."""
-_WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})
+"""Rules whose problem another clause of the verdict names."""
+_WHY_GENERATION = frozenset({"slot_bound", "kv_bound", "lost_prefixes"})  # why generation is slow
 _OF_TIME = _WHY_GENERATION | {"slow_swaps"}
 """Rules whose problem takes a share of the time."""
 _WAITS: tuple[CauseKind, ...] = tuple(cause for cause in CAUSES if cause != "groups")
-"""Causes that are named from `_LEAST_SHARE` on. A wait for groups is named as what the run is bound by."""
+"""Causes of waits that are named from `_LEAST_SHARE` on. For groups, the verdict names the bottleneck."""
 _PAST = {
     "learning": "learned",
     "flat": "no change",
@@ -61,14 +61,14 @@ Trend = Literal["unknown", "learning", "flat", "falling", "collapsing", "broken"
 
 @dataclass(frozen=True)
 class RunState:
-    """What the verdict uses besides the figures."""
+    """Facts that the verdict uses besides the figures."""
 
     status: State
     steps: int
     trains: bool = True
-    """Whether the run has steps to train, and is no evaluation."""
+    """True if the run has steps to train, False if it only evaluates."""
     restarts: int = 0
-    """Lost workers that were started again."""
+    """Number of lost workers that were started again."""
     rows_change: bool = False
     """Whether a curriculum chooses the rows: rewards of steps are then not comparable."""
     wall_s: float = 0.0
@@ -77,22 +77,22 @@ class RunState:
 
 
 def verdict(adviser: Adviser, state: RunState) -> Verdict:
-    """Return the verdict about a run after its newest step. Why a run ended, views say beside it."""
+    """Return the verdict about a run after its newest step. Views show why a run ended beside it."""
     history = adviser.history
     ended = state.status in ("completed", "interrupted", "failed")
-    found, what = _trend(adviser, state.rows_change, ended=ended)
-    said = f"{_PAST[found] if ended else found}: {what}" if history.lines else ""
+    direction, what = _trend(adviser, state.rows_change, ended=ended)
+    trend_text = f"{_PAST[direction] if ended else direction}: {what}" if history.lines else ""
     if ended:
         how = "finished" if state.status == "completed" else f"{state.status} at step {state.steps}"
-        head = ", ".join(filter(None, [how, said]))
+        head = ", ".join(filter(None, [how, trend_text]))
     else:
-        head = said or ("waiting for the first step" if state.trains else "")
+        head = trend_text or ("waiting for the first step" if state.trains else "")
     named = any(advice.rule == "lost_workers" for advice in adviser.open)
     lost = f"lost workers started again {state.restarts} times" if state.restarts and not named else ""
-    late = ended and history.lines and state.after_s >= max(_LEAST_AFTER_S, _LEAST_SHARE * state.wall_s)
-    after = f"it went on for {duration_text(state.after_s)} after its last step" if late else ""
-    text = "; ".join(filter(None, [head, lost, *_clauses(adviser), after]))
-    return Verdict(found if history.lines else "waiting", text)
+    is_late = ended and history.lines and state.after_s >= max(_LEAST_AFTER_S, _LEAST_SHARE * state.wall_s)
+    after_text = f"it went on for {duration_text(state.after_s)} after its last step" if is_late else ""
+    text = "; ".join(filter(None, [head, lost, *_clauses(adviser), after_text]))
+    return Verdict(direction if history.lines else "waiting", text)
 
 
 def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, str]:
@@ -123,42 +123,42 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
         return "learning", changed
     if by_evaluations in ("learning", "falling"):
         return by_evaluations, f"{shown}, {changed}"
-    value = FIGURES[name].text(float(np.mean([each for _, each in known])))
-    rest = f", {since_start} since the start" if since_start else ""
-    return "flat", f"{name} {value} for {len(known)} steps{rest}"
+    value = FIGURES[name].text(float(np.mean([number for _, number in known])))
+    addition = f", {since_start} since the start" if since_start else ""
+    return "flat", f"{name} {value} for {len(known)} steps{addition}"
 
 
 def trend(known: Sequence[tuple[int, float]]) -> int:
     """Return whether a figure rises (1), falls (-1) or neither (0).
 
     `known` has at least 3 (step, figure) pairs, in order. The least-squares slope counts from 2.3 standard
-    errors on. The error is that of independent residuals times √((1 + ρ) / (1 - ρ)), with ρ their correlation
-    from step to step (Bayley and Hammersley 1946); few steps need more errors, about as Student's
-    distribution does.
+    errors on. The error is that for independent residuals times √((1 + ρ) / (1 - ρ)), where ρ is their
+    correlation from step to step (Bayley and Hammersley 1946). With few steps, more standard errors are
+    needed, about as in Student's distribution.
     """
     steps, values = np.array(known, np.float64).T
-    count, away = len(steps), steps - steps.mean()
-    slope = float(away @ values / (away @ away))
-    rest = values - values.mean() - slope * away
-    squares = float(rest @ rest)
+    count, centred = len(steps), steps - steps.mean()
+    slope = float(centred @ values / (centred @ centred))
+    residuals = values - values.mean() - slope * centred
+    squares = float(residuals @ residuals)
     if squares <= 1e-18 * float(values @ values):  # all on one line
         return int(np.sign(slope)) if abs(slope) > 1e-9 * float(np.abs(values).max()) else 0
-    # A fitted line takes about 2/n from the correlation of its residuals.
-    correlation = min(0.9, max(0.0, float(rest[1:] @ rest[:-1]) / squares + 2 / count))
+    # A fitted line lowers the correlation of its residuals by about 2/n.
+    correlation = min(0.9, max(0.0, float(residuals[1:] @ residuals[:-1]) / squares + 2 / count))
     variance = squares / (count - 2) * (1 + correlation) / (1 - correlation)
-    error = math.sqrt(variance / float(away @ away))
+    error = math.sqrt(variance / float(centred @ centred))
     return int(np.sign(slope)) if abs(slope) > _ERRORS * (1 + 2.2 / (count - 2)) * error else 0
 
 
 def _change(known: Sequence[tuple[int, float]]) -> float:
-    """Return the mean of the newest steps less that of as many first ones, at most 10 and half of all."""
+    """Return the mean of the newest steps − that of as many first steps: 10 each, at most half of all."""
     values = [value for _, value in known]
     count = min(_FEWEST, len(values) // 2)
     return math.fsum(values[-count:]) / count - math.fsum(values[:count]) / count
 
 
 def _left_out(history: History) -> bool:
-    """Whether so many groups are left out that the reward of the others says little of the policy."""
+    """Return whether so many groups are filtered that the reward of the rest says little of the policy."""
     lines = list(history.lines)[-VERDICT_STEPS:]
     filtered = sum(
         count
@@ -166,52 +166,52 @@ def _left_out(history: History) -> bool:
         for reason, count in line.get("not_trained", {}).items()
         if reason.startswith("filtered: ")
     )
-    groups = sum(line.get("ledger", {}).get("trained", 0) for line in lines[-1:])
-    before = lines[0].get("ledger", {}).get("trained", 0) if lines else 0
-    return filtered > 0 and filtered > 0.1 * (filtered + groups - before)
+    trained = sum(line.get("ledger", {}).get("trained", 0) for line in lines[-1:])
+    trained_before = lines[0].get("ledger", {}).get("trained", 0) if lines else 0
+    return filtered > 0 and filtered > 0.1 * (filtered + trained - trained_before)
 
 
 def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Trend, str]:
-    """Return the trend to the newest evaluation, from an evaluation 60 steps before or from the first. `why`
-    says why the reward does not tell."""
+    """Return the trend to the newest evaluation from an evaluation 60 steps before, or from the first. `why`:
+    the reason why the reward shows no trend."""
     if len(evaluations) < 2:
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
     before = next((each for each in earlier if each.version <= now.version - VERDICT_STEPS), evaluations[0])
     rise, error = now.score - before.score, math.hypot(_error(now), _error(before))
-    better: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
-    return better, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
+    direction: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
+    return direction, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
 
 
 def _error(evaluated: HeldOutScore) -> float:
-    """Return the standard error of a score. To a share of answers, two successes and two failures are added,
-    so that it is not 0 at 0 and 1 (Agresti and Coull 1998)."""
+    """Return the standard error of a score. For a share of answers, two successes and two failures are added
+    to the answers, so that the error is not 0 at 0 and 1 (Agresti and Coull 1998)."""
     if evaluated.deviation is not None:
         return evaluated.largest_error
     share, count = min(1.0, max(0.0, evaluated.score)), evaluated.samples
-    middle = (share * count + 2) / (count + 4)
-    return math.sqrt(middle * (1 - middle) / (count + 4))
+    adjusted_share = (share * count + 2) / (count + 4)
+    return math.sqrt(adjusted_share * (1 - adjusted_share) / (count + 4))
 
 
 def _clauses(adviser: Adviser) -> Iterator[str]:
-    """Yield what else matters: the held-out score, groups without a signal, waits, and what advice says."""
+    """Yield the verdict's other clauses: the held-out score, groups without a signal, waits, and advice."""
     history = adviser.history
     yield from _held_out(history.evaluations)
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
-    flat = history.recent("zero_variance_groups") or 0.0
-    if history.varied and flat >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
-        yield f"{flat:.0%} of the groups without signal"
-    apart = _SAID | _OF_TIME | {"failures"}
-    yield from [problem for rule, problem in problems.items() if rule not in apart][:_MOST_ADVICE]
+    no_signal = history.recent("zero_variance_groups") or 0.0
+    if history.varied and no_signal >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
+        yield f"{no_signal:.0%} of the groups without signal"
+    other_rules = _SAID | _OF_TIME | {"failures"}
+    yield from [problem for rule, problem in problems.items() if rule not in other_rules][:_MOST_ADVICE]
     lines = list(history.lines)[-VERDICT_STEPS:]
     costs = [(_failed(lines), problems["failures"])] if "failures" in problems else []
-    lines = [line for line in lines if line["step"] > 1]  # it waits for the first groups
+    lines = [line for line in lines if line["step"] > 1]  # step 1 waits for the first groups
     if not lines or "ticket_generate_s" not in lines[-1]:
         yield from (text for _, text in costs)
         return
     part, share = bottleneck(lines)
-    all_s = max(total(lines, "step_s"), 1e-9)
-    shares: dict[CauseKind, float] = {cause: total(lines, f"wait/{cause}_s") / all_s for cause in CAUSES}
+    total_s = max(total(lines, "step_s"), 1e-9)
+    shares: dict[CauseKind, float] = {cause: total(lines, f"wait/{cause}_s") / total_s for cause in CAUSES}
     costs += _times(shares, problems)
     late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
     waited = shares["groups"] + shares["late_ticket"]
@@ -224,8 +224,8 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
     if part == "training":
         yield f"bound by training, which works {share:.0%} of the time"
     elif part == "workflow":
-        own, whole = (total(lines, name) / len(lines) for name in ("ticket_own_s", "ticket_s"))
-        yield f"bound by the workflow's own work, {own:.2g} of the {whole:.2g} s of a ticket: {waits}"
+        own_s, ticket_s = (total(lines, name) / len(lines) for name in ("ticket_own_s", "ticket_s"))
+        yield f"bound by the workflow's own work, {own_s:.2g} of the {ticket_s:.2g} s of a ticket: {waits}"
     elif part == "generation" and not _WHY_GENERATION & problems.keys():
         yield f"bound by generation: {waits}"
 

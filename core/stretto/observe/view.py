@@ -25,9 +25,9 @@ from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_tex
 from stretto.records.status import Status
 
 _MOST_ROWS = 8
-"""Most pieces of advice, evaluations and waits."""
+"""Largest number each of pieces of advice, waits and starting workers."""
 _MOST_CHARACTERS = 2000
-"""The view cuts a longer text."""
+"""The view cuts longer texts."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CURVES = ("reward", "loss", "zero_variance_groups", "entropy", "grad_norm")
 """Figures with a sparkline."""
@@ -76,12 +76,12 @@ class View:
 
 
 def drawing(status: Status, *, stopped: bool) -> Group:
-    """Draw a state, perhaps of a foreign process. If `stopped`, leave out what is only true now."""
+    """Draw a status, perhaps from another process. If `stopped`, leave out rows that are only true now."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", justify="right")
     table.add_column(overflow="fold")
     for label, text in [*_rows(status), *([] if stopped else _rows_of_now(status))]:
-        # Text of models and rewards is no markup.
+        # Texts of models and rewards must not be read as markup.
         table.add_row(label, Text(printable(text[:_MOST_CHARACTERS])))
     return Group(_bar(status, stopped), table)
 
@@ -107,7 +107,7 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     if status.verdict is not None:
         yield "verdict", status.verdict.text
     for name in _CURVES:
-        # The loss of a policy gradient says nothing; without rewards it is all there is.
+        # The loss of a policy gradient shows no progress; without rewards, it is the only figure.
         if name in status.recent and (name != "loss" or "reward" not in status.recent):
             curve = sparkline(status.curves.get(name, ()))
             figure = FIGURES[name]
@@ -149,7 +149,7 @@ def _rows_of_step(newest: Mapping[str, float]) -> Iterator[tuple[str, str]]:
 
 def _rows_of_now(status: Status) -> Iterator[tuple[str, str]]:
     yield "workers", _workers(status)
-    for stall in [each for each in status.waits if each.seconds > 10][:_MOST_ROWS]:
+    for stall in [wait for wait in status.waits if wait.seconds > 10][:_MOST_ROWS]:
         yield "waits", str(stall)
     yield "now", status.now
 
@@ -244,7 +244,7 @@ def _short_path(folder: Path) -> str:
 
 
 def _clock(moment: float) -> str:
-    """Return the local time of a moment within a day, such as ` (until 14:05)`; empty for another moment."""
+    """Return the local time of a moment in the next 24 hours, ` (until 14:05)`; empty for another moment."""
     return (
         time.strftime(" (until %H:%M)", time.localtime(moment)) if 0 < moment - clock.wall() < 86_400 else ""
     )

@@ -198,7 +198,7 @@ class RunFolder:
 
     @property
     def wall_s(self) -> float | None:
-        """Seconds in which a kernel owned the run, up to its newest status or metrics; None if it has neither."""
+        """Seconds in which a kernel owned the run, up to its newest status or metrics; None without these."""
         if self.summary is not None and self.state != "running":
             return self.summary["wall_s"]
         with suppress(ConfigError):  # views that read `status` get this error there
