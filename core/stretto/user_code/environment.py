@@ -42,7 +42,7 @@ def setup_frame(environment: str) -> bytes:
 
 
 def react(environment: Callable[..., Any], data: bytes) -> Reaction:
-    """Answer a question with the environment."""
+    """Call the environment with the arguments of a question, and return its reaction."""
     question = msgspec.msgpack.decode(data, type=Question)
     arguments = decode_row(question.arguments)
     parameters = inspect.signature(environment).parameters
@@ -61,7 +61,7 @@ def react(environment: Callable[..., Any], data: bytes) -> Reaction:
 
 
 def with_files(returned: Any) -> Any:
-    """Return the value of an environment with its `images` as files."""
+    """Return what an environment returned, with its `images` as files."""
     if not isinstance(returned, Mapping) or "images" not in returned:
         return cast("Any", returned)
     fields = cast("Mapping[str, Any]", returned)

@@ -1,4 +1,4 @@
-"""What has failed: the words of an error, where it was raised, and what is at fault."""
+"""Faults: the text of an error, where it was raised, and what is at fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ workflow raised. `infrastructure`: a process was lost, or a service did not answ
 
 _OF_FILES = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
 """Errors of the operating system that concern one path, not a connection or a resource."""
-_TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500
+_TOO_MANY_REQUESTS, _SERVER_ERROR = 429, 500  # HTTP statuses
 
 
 class SampleFault(msgspec.Struct, frozen=True):
@@ -35,17 +35,17 @@ class SampleFault(msgspec.Struct, frozen=True):
     """Printable text."""
     kind: FaultKind = "environment"
     site: str = ""
-    """The exception with its file and line; empty if a reward or an environment gives none on purpose."""
+    """The exception with its file and line; empty for a `RewardError` that has no site."""
 
     @property
     def likeness(self) -> str:
-        """Faults with the same text here are alike."""
+        """Text by which faults are compared: equal texts are the same fault."""
         return self.site or self.error
 
     @classmethod
     def of(cls, error: BaseException, what: str = "") -> SampleFault:
-        """Make the fault of what was raised. With `what`, the name of the user's code that raised it, the
-        text begins with `WHAT raised`, unless stretto itself raised the error on purpose."""
+        """Make the fault of an exception. `what` is the name of the user's code that raised it: the text
+        begins with `WHAT raised`, except for a RewardError or PolicyError, which is raised on purpose."""
         error = leaves(error)[0]
         if what and not isinstance(error, (RewardError, PolicyError)):
             text = f"{what} raised {place_of(error)}"
@@ -64,13 +64,13 @@ class SampleFault(msgspec.Struct, frozen=True):
 
 
 def kind_of(error: BaseException) -> FaultKind:
-    """Return what is at fault, from what was raised and what led to it."""
-    for each in with_causes(error):
-        if isinstance(each, PolicyError):
+    """Return what is at fault, from an exception and the exceptions that led to it."""
+    for cause in with_causes(error):
+        if isinstance(cause, PolicyError):
             return "policy"
-        if isinstance(each, RewardError):
-            return "infrastructure" if each.kind == "infrastructure" else "environment"
-        if isinstance(each, (BusError, EngineError, TimeoutError)) or _is_of_service(each):
+        if isinstance(cause, RewardError):
+            return "infrastructure" if cause.kind == "infrastructure" else "environment"
+        if isinstance(cause, (BusError, EngineError, TimeoutError)) or _is_of_service(cause):
             return "infrastructure"
     return "environment"
 
@@ -84,19 +84,19 @@ def _site_of(error: BaseException) -> str:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and then those that led to it."""
+    """Yield an error, and then the errors that led to it."""
     seen = set[int]()
-    following: BaseException | None = error
-    while following is not None and id(following) not in seen:
-        yield following
-        seen.add(id(following))
-        hidden = following.__suppress_context__
-        following = following.__cause__ or (None if hidden else following.__context__)
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        yield current
+        seen.add(id(current))
+        hidden = current.__suppress_context__
+        current = current.__cause__ or (None if hidden else current.__context__)
 
 
 def _is_of_service(error: BaseException) -> bool:
-    """Whether a connection or the operating system failed, or a server answered that it cannot serve now. The
-    clients of HTTP give the status in one of these places."""
+    """Return whether a connection or the operating system failed, or a server answered that it cannot serve
+    now. HTTP clients have the status in one of these attributes."""
     if isinstance(error, OSError) and not isinstance(error, _OF_FILES):
         return True
     places: tuple[Any, ...] = (error, getattr(error, "response", None))

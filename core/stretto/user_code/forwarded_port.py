@@ -1,6 +1,6 @@
-"""A port in a sandbox without the machine's network that leads to a server in this process.
+"""A port that leads from a sandbox without the machine's network to a server in this process.
 
-Before the command, `open_port.py` in the sandbox listens on the sandbox's loopback, and hands the listening
+Before the command, `open_port.py` in the sandbox listens on the sandbox's loopback, and passes the listening
 socket to this process. Clients in the sandbox reach nothing else.
 """
 
@@ -21,14 +21,14 @@ __all__ = ["SCRIPT", "ForwardedPort"]
 SCRIPT = Path(__file__).with_name("open_port.py")
 """The sandbox must show this file."""
 _FIRST_DESCRIPTOR = 10
-"""Shells may use smaller descriptors, as the one that gives bubblewrap its seccomp filter does."""
+"""Lowest descriptor of the channel: shells use lower ones, such as 9 for bubblewrap's seccomp filter."""
 
 
 class ForwardedPort:
     """One port in one sandbox, for one start of a command.
 
-    A context manager: its end closes the channel, and a listening socket that nobody received. Raises OSError
-    if this process has too many open files.
+    A context manager: at its end it closes the channel, and a listening socket that was not received.
+    Raises OSError if this process has too many open files.
     """
 
     def __init__(self, port: int) -> None:
@@ -53,8 +53,8 @@ class ForwardedPort:
         return [sys.executable, "-I", "-S", str(SCRIPT), str(self.descriptor), str(self.port), *argv]
 
     async def listener(self) -> socket.socket:
-        """Wait until the sandbox listens and return its listening socket, which the caller closes. Without
-        end, if the command cannot start: wait for its process meanwhile."""
+        """Wait until the sandbox listens, and return its listening socket, which the caller closes. If the
+        command cannot start, this waits forever: wait for the command's process meanwhile."""
         await anyio.wait_readable(self._ours)
         _, descriptors, _, _ = socket.recv_fds(self._ours, 1, 1, socket.MSG_CMSG_CLOEXEC)
         listener = socket.socket(fileno=descriptors[0])

@@ -1,9 +1,9 @@
 """A small process between a worker and a child process: nothing that the child starts outlives the child.
 
 `guard.py PARENT GRACE_S COMMAND…` imports only the standard library. On Linux the guard is the child's
-subreaper, which adopts processes that the child leaves, even those with a session of their own. It kills all
-of them when the child or the worker has ended, or at SIGTERM; a running child first gets SIGTERM and GRACE_S
-seconds. The guard ends as the child ended: same exit status or signal.
+subreaper, which adopts processes that the child leaves, even with a session of their own. The guard kills
+all of them when the child or the worker has ended, or at SIGTERM; a running child first gets SIGTERM and
+GRACE_S seconds. The guard ends as the child ended: same exit status or signal.
 
 If the guard is killed, Linux kills the child, but not the child's own children. On other systems the guard
 kills the child's process group, which processes can leave.
@@ -28,12 +28,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TASKS = Path("/proc/self/task")
 _END_S = 30.0
-"""Then the guard leaves what it cannot kill: processes of another user, or that hang in the kernel."""
+"""Seconds until the guard gives up processes that it cannot kill: another user's, or hung in the kernel."""
 _TRACKER_S = 1.0
-"""Time for Python's resource trackers to remove shared memory, if the child may end by itself."""
+"""Seconds for Python's resource trackers to remove shared memory, if GRACE_S is not 0."""
 _LOOK_S = 1.0
-"""How often the guard looks whether the worker is there, for systems that do not send a signal at its end."""
-_POLL_S = 0.005
+"""Seconds between checks that the worker runs, for systems that send no signal at the worker's end."""
+_POLL_S = 0.005  # while processes end
 
 
 def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
@@ -50,7 +50,7 @@ def end_with_parent(number: int) -> None:
 
 
 def adopt_orphans(is_on: bool) -> None:
-    """Have the system make orphans below this process its children (a "subreaper"), or not. Linux only."""
+    """Have the system make orphaned descendants this process's children ("subreaper"), or not. Linux only."""
     _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
 
 
@@ -125,14 +125,14 @@ def _collect(child: int) -> int | None:
 def _kill_children() -> None:
     """Kill the children, and their children once they are adopted, until none is left."""
     start = time.monotonic()
-    while (after := time.monotonic() - start) < _END_S:
+    while (elapsed_s := time.monotonic() - start) < _END_S:
         try:
             collected, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return
         if not collected:
             for pid in _children():
-                if after > _TRACKER_S or not _is_tracker(pid):
+                if elapsed_s > _TRACKER_S or not _is_tracker(pid):
                     with suppress(ProcessLookupError, PermissionError):
                         os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL_S)
@@ -145,7 +145,7 @@ def _children() -> list[int]:
 
 
 def _is_tracker(pid: int) -> bool:
-    """Whether a process is one of Python's resource trackers, which end when nobody else is left."""
+    """Return whether a process is a resource tracker of Python, which ends after all its users."""
     with suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     return False
@@ -154,7 +154,7 @@ def _is_tracker(pid: int) -> bool:
 def _end_like(code: int) -> None:
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])  # others may be pending
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [-code])  # other signals may be pending
         os.kill(os.getpid(), -code)
     os._exit(code)
 

@@ -24,7 +24,7 @@ from stretto.errors import nearest
 __all__ = ["FILES", "fault_of_importable", "load_importable", "load_module", "unknown_parameter"]
 
 _loading = RLock()
-"""Held while a file is loaded, so that threads get only whole modules."""
+"""Held while a file is loaded, so that threads get only complete modules."""
 
 
 def load_importable(reference: str) -> Any:
@@ -40,8 +40,8 @@ def load_importable(reference: str) -> Any:
 def load_module(path: str) -> ModuleType:
     """Load a Python file as a module, once for each path.
 
-    The module's name has a digest of its path; a file in a package is a module of it. The folder goes to the
-    end of `sys.path`, so that the file may import its neighbours.
+    The module's name has a digest of its path; a file in a package is a module of the package. The
+    folder of the file or package is added to `sys.path`, so that the file may import its neighbours.
     """
     file = Path(path).resolve()
     folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
@@ -65,7 +65,7 @@ def _name_of(top: Path) -> str:
 
 class _Finder(MetaPathFinder):
     """Finds the modules of `load_module` by their names, also in the processes of a pool that the user's code
-    starts: these have the same `sys.path`, and load by its name the module of what they unpickle."""
+    starts: these have the same `sys.path`, and load the module of an unpickled object by its name."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -87,13 +87,13 @@ sys.meta_path.append(_Finder())
 
 
 def fault_of_importable(reference: str) -> str:
-    """Return why a reference cannot be loaded; empty if it can. No user code runs: a file is parsed."""
+    """Return why a reference cannot be loaded; empty if it can. It parses a file, and runs no user code."""
     module_name, _, name = reference.rpartition(":")
     if not module_name.endswith(".py"):
-        first = module_name.partition(".")[0]
+        top_package = module_name.partition(".")[0]
         # The processes that load it have the working folder on `sys.path`.
-        is_here = Path(first).is_dir() or Path(f"{first}.py").is_file()
-        if not is_here and importlib.util.find_spec(first) is None:
+        is_here = Path(top_package).is_dir() or Path(f"{top_package}.py").is_file()
+        if not is_here and importlib.util.find_spec(top_package) is None:
             return (
                 f"no module {module_name!r} is installed or on PYTHONPATH; for a file write 'path.py:{name}'"
             )
@@ -118,15 +118,15 @@ def fault_of_importable(reference: str) -> str:
 
 
 def unknown_parameter(reference: str, known: Collection[str]) -> str:
-    """Return the first parameter without a default that a function has besides the known ones; empty if there
-    is none, or if `needed_parameters` does not know."""
+    """Return a function's first parameter that has no default and is not `known`; empty if there is none, or
+    if `needed_parameters` cannot tell."""
     return next((name for name in needed_parameters(reference) if name not in known), "")
 
 
 @cache
 def needed_parameters(reference: str) -> tuple[str, ...]:
-    """Return the parameters of a function that need an argument. The file is parsed, not run: there are none
-    for a function of a module, for a class, and for a decorated function."""
+    """Return the parameters of a function that need an argument. The file is parsed, not run: the
+    result is empty for a function of a module, for a class, and for a decorated function."""
     module_name, _, name = reference.rpartition(":")
     tree = ast.parse(Path(module_name).read_text()) if module_name.endswith(".py") else ast.Module([], [])
     for node in tree.body:
@@ -135,8 +135,8 @@ def needed_parameters(reference: str) -> tuple[str, ...]:
             positional = [*node.args.posonlyargs, *node.args.args]
             by_name = zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True)
             return (
-                *(each.arg for each in positional[: len(positional) - len(node.args.defaults)]),
-                *(each.arg for each, default in by_name if default is None),
+                *(parameter.arg for parameter in positional[: len(positional) - len(node.args.defaults)]),
+                *(parameter.arg for parameter, default in by_name if default is None),
             )
     return ()
 

@@ -1,7 +1,7 @@
 """Limits of processor time and memory for one answer.
 
-A fork of the scoring process scores a group's answers one by one. The system ends it when an answer exceeds a
-limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next one.
+A fork of the scoring process scores a group's answers one by one. The system ends the fork when an
+answer exceeds a limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stretto.user_code.protocol import die_with_parent, framed, unframed
 Value = tuple[float, dict[str, float]]
 
 LIMIT_METRICS = ("over_time", "over_memory", "crashed")
-"""1 for an answer that scored 0 because it exceeded a limit or ended its process, else 0."""
+"""Metrics that are 1 for an answer that scored 0 because it exceeded a limit or ended its process, else 0."""
 
 _NO_MEMORY = 77
 """Exit status of a fork whose reward raised `MemoryError`."""
@@ -52,7 +52,7 @@ class LimitedScore(msgspec.Struct, frozen=True, array_like=True):
     value: Value | None = None
     fault: SampleFault | None = None
     over: str = ""
-    """Which limit it exceeded, or how it ended the process: it scores 0. Empty if the reward scored it."""
+    """How the answer exceeded a limit or ended the process: it scores 0. Empty if the reward scored it."""
 
 
 def score_within(limits: AnswerLimits, score: Callable[[int], Value], count: int) -> list[LimitedScore]:
@@ -76,10 +76,10 @@ def _fork(limits: AnswerLimits, score: Callable[[int], Value], indices: Sequence
         frames = unframed(pipe.read(), indices[0])
         scores = [msgspec.msgpack.decode(frame, type=LimitedScore) for frame in frames]
     _, status = os.waitpid(child, 0)
-    for each in scores:
-        if each.fault:
-            _printed.add(each.fault.error)
-            raise each.fault.raised()
+    for result in scores:
+        if result.fault:
+            _printed.add(result.fault.error)
+            raise result.fault.raised()
     if len(scores) < len(indices):
         scores.append(_score_at_limit(limits, status))
     return scores

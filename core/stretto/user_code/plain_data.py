@@ -1,4 +1,4 @@
-"""Rows as bytes: msgpack, and the values of Python that msgpack has no form for."""
+"""Rows as bytes: msgpack, and the values of Python for which msgpack has no type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 __all__ = ["decode_row", "encode_row"]
 
-_INTEGER = 1
+_INTEGER = 1  # extension code of integers that need more than 64 bits
 _TYPES: dict[int, type[Any]] = {2: datetime, 3: date, 4: time, 5: timedelta, 6: Decimal}
 """Extension codes of types whose values msgpack carries as JSON text."""
 _CODES = {kind: code for code, kind in _TYPES.items()}
@@ -26,7 +26,7 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
 
 
 def decode_row(data: bytes) -> dict[str, Any]:
-    """Return the row of some bytes. Its values have the types that they had."""
+    """Return the row that `encode_row` encoded. Its values have their original types."""
     return msgspec.msgpack.decode(data, type=dict[str, Any], ext_hook=_value)
 
 
@@ -36,9 +36,9 @@ def _wrapped(value: Any) -> Any:
     if (code := _CODES.get(type(value))) is not None:
         return msgspec.msgpack.Ext(code, msgspec.json.encode(value))
     if isinstance(value, Mapping):
-        return {key: _wrapped(each) for key, each in cast("Mapping[Any, Any]", value).items()}
+        return {key: _wrapped(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_wrapped(each) for each in cast("list[Any]", value)]
+        return [_wrapped(item) for item in cast("list[Any]", value)]
     return value
 
 

@@ -1,8 +1,8 @@
 """The protocol between a verifier worker and its child processes, over the child's standard pipes.
 
-A frame is 4 bytes of length, 8 bytes with the question's number, both big-endian, and msgpack. The first one
-sets the child up, which answers with `Started`, and then answers one question at a time until its input ends.
-Numbers are random: code in the child cannot answer a later question.
+A frame is 4 bytes of length, 8 bytes with the question's number, both big-endian, and msgpack. The first
+frame sets up the child. The child answers with `Started`, and then answers one question at a time until its
+input ends. Numbers are random: code in the child cannot answer a later question.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Pipes:
-    """The child's side. Standard input and output carry only frames: users' output goes to stderr."""
+    """The child's side. Its standard input and output carry only frames: users' output goes to stderr."""
 
     def __init__(self) -> None:
         self._read, self._write = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -75,8 +75,8 @@ def serve(
 ) -> None:
     """Run a child that holds one piece of the user's code until its input or its parent ends.
 
-    `make` gets the first frame; `cannot` begins the error if it raises. `failure` makes the answer if
-    `answer` raises, and `name` is then that of the user's code.
+    `make` makes the user's code from the first frame; if it raises, the error begins with `cannot`. If
+    `answer` raises, `failure` makes the answer from the fault, which calls the user's code `name`.
     """
     die_with_parent()
     pipes = Pipes()
@@ -135,16 +135,16 @@ def try_to_ask(
     env: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> tuple[Started, list[bytes]]:
-    """Run a child with these frames. Return `Started` and all answers, or none if the child fails to start or
-    to answer them all. Raise TimeoutError, and kill it, after `timeout_s`."""
+    """Run a child with these frames. Return `Started` and all answers, or no answers if the child fails to
+    start or to answer all questions. After `timeout_s`, kill the child and raise TimeoutError."""
     contents = [setup, *map(msgspec.msgpack.encode, questions)]
     frames_in = b"".join(framed(number, content) for number, content in enumerate(contents))
-    done = run_child(argv, frames_in, timeout_s, env=env, folder=folder)
-    frames = list(unframed(done.stdout))
+    process = run_child(argv, frames_in, timeout_s, env=env, folder=folder)
+    frames = list(unframed(process.stdout))
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
-        text = f"its process ended with status {done.returncode}"
-        return Started(": ".join(filter(None, (text, last_line(done))))), []
+        text = f"its process ended with status {process.returncode}"
+        return Started(": ".join(filter(None, (text, last_line(process))))), []
     return started, frames[1:]
 
 

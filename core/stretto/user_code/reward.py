@@ -30,7 +30,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True):
     columns: bytes
     """Columns with a value for each completion: a msgpack map of lists."""
     trial: bool = False
-    """Whether `check` asks."""
+    """True if `stretto check` sends it."""
 
 
 class ScoringResult(msgspec.Struct, frozen=True, array_like=True):
@@ -52,8 +52,8 @@ def setup_frame(document: Mapping[str, Any], context: Context) -> bytes:
 def try_to_score(
     document: Mapping[str, Any], context: Context, tasks: Sequence[Task], timeout_s: float
 ) -> tuple[str, list[ScoringResult]]:
-    """Make the reward of a run and do some tasks, in a child process. Return why the reward cannot be made,
-    empty if it can, and the results. Raise TimeoutError if the child does not end within `timeout_s`."""
+    """Make the reward of a run and score some tasks in a child process. Return the reason why the reward
+    cannot be made, empty if it can, and the results. Raise TimeoutError after `timeout_s`."""
     started, answers = try_to_ask(COMMAND, setup_frame(document, context), tasks, timeout_s)
     return started.error, [msgspec.msgpack.decode(answer, type=ScoringResult) for answer in answers]
 

