@@ -1,4 +1,4 @@
-"""What inference engines share: the intake of requests, stop strings, and the frame of HTTP servers' engines.
+"""What inference engines share: the intake of requests, stop strings, and the base of server engines.
 
 Public: for authors of inference engines.
 """

@@ -21,7 +21,7 @@ __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_mode
 
 Flag = bool | int | float | str | tuple[str, ...]
 
-_MOST_CONTEXT = 4096
+_MOST_CONTEXT = 4096  # tokens of a sample, unless `context_length` is set
 _TRY_S = 30.0  # an interpreter that waits for input would hold `stretto check`
 
 
@@ -75,8 +75,8 @@ def check_server_engine(
 ) -> Iterator[Problem]:
     """Yield the problems of a section, without starting a server.
 
-    `module`: what the server's interpreter must be able to import. `reserved`: flags that the worker sets
-    itself, each with the config key to set instead, or "".
+    `module`: a module that the server's interpreter must be able to import. `reserved`: flags that the
+    worker sets itself, each with the config key to set instead, or "".
     """
     if config.deterministic:
         yield Problem(
@@ -180,8 +180,8 @@ def _flag(name: str) -> str:
 
 
 def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> Iterator[Problem]:
-    """Yield what is wrong with `context_length`: an answer needs more, or the model has less, which is only a
-    warning if the engine `extends` the model's positions."""
+    """Yield the problems of `context_length`: an answer needs more tokens, or the model has fewer positions.
+    The latter is only a warning if the engine `extends` the model's positions."""
     positions = text_config(run.model).get("max_position_embeddings")
     if length is not None and positions is not None and length > positions:
         text = f"is {length}, but {run.model!r} has {positions} positions"
@@ -196,6 +196,6 @@ def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> It
 
 
 def context_of_model(config: ServerEngineConfig, model: str | None) -> int:
-    """Return the most tokens of a sample: `context_length`, or `max_position_embeddings`, at most 4096."""
+    """Return the token limit of a sample: `context_length`, or `max_position_embeddings` up to 4096."""
     max_positions = text_config(model).get("max_position_embeddings", _MOST_CONTEXT)
     return config.context_length or min(int(max_positions), _MOST_CONTEXT)

@@ -1,4 +1,4 @@
-"""The base class of server engines, but for the HTTP API: weights and server. `streams` has the samples."""
+"""The base class of server engines: weights and server. `streams` has the samples, a subclass the API."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S = 0.1
 _RESTARTS_WITHIN_S = 600.0  # see `ServerEngineConfig.restarts`
-_LOADS = 2
+_LOADS = 2  # servers that a swap tries
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class _WeightFiles:
 class ServerEngine(Streams, ABC):
     """Implements `stretto.engine.VisionEngine`; a subclass implements the API of its kind of server.
 
-    The engine restarts a server that ends, breaks a connection or is silent for too long, and loads the
-    weights that it served. After too many restarts, or if it was only attached, an EngineError ends the task
-    group given to `start`; for a started server it has the end of the server's log.
+    The engine restarts a server that ends, breaks a connection or is silent for too long, and reloads its
+    weights. After too many restarts, or if the lost server was only attached, an EngineError ends the task
+    group given to `start`; for a started server, the error has the end of the server's log.
     """
 
     health: ClassVar[str]
@@ -104,7 +104,7 @@ class ServerEngine(Streams, ABC):
 
     @abstractmethod
     def command(self, port: int, key: str) -> ServerCommand:
-        """Return the command that starts a server, which listens on 127.0.0.1 and requires the key."""
+        """Return the command that starts a server on 127.0.0.1 and this port, which requires the key."""
 
     @abstractmethod
     async def greet(self, server: Server) -> None:
@@ -128,14 +128,14 @@ class ServerEngine(Streams, ABC):
             For each tensor of the update, its hash as the server loaded it, see `stretto.models.digest`.
 
         Raises:
-            WeightsError: if the weights do not fit; the old ones are unchanged.
+            WeightsError: if the weights do not fit; the server keeps its old weights.
             ServerLost: if the engine cannot know which weights the server has now.
         """
 
     @abstractmethod
     async def score(self, server: Server, text: ServerText) -> list[float]:
-        """Return the logprobs, at temperature 1, of all tokens after the first. Those of image tokens mean
-        nothing. Raise EngineError if the server made other ids of a text with images."""
+        """Return the logprobs, at temperature 1, of all tokens after the first. Logprobs of image tokens
+        mean nothing. Raise EngineError if the server's ids of a text with images differ."""
 
     # -------------------------------------------------------------------------------- the contract
 
@@ -243,10 +243,10 @@ class ServerEngine(Streams, ABC):
         finally:
             self._samples.send_to(server, self._version)
         self._pauses.append(clock.now() - start)
-        former = self._weight_files
+        former_files = self._weight_files
         self._weight_files = await anyio.to_thread.run_sync(self._keep, note, update.folder)
-        if former is not None:
-            await anyio.to_thread.run_sync(former.drop)
+        if former_files is not None:
+            await anyio.to_thread.run_sync(former_files.drop)
         return SwapReport(note.version, digest_of(hashes.items()), self._pauses[-1], hashes)
 
     def _check_shapes(self, note: WeightsNote, folder: Path) -> None:
@@ -269,8 +269,8 @@ class ServerEngine(Streams, ABC):
         return hashes
 
     def _keep(self, note: WeightsNote, folder: Path) -> _WeightFiles:
-        """Hard-link the files of the weights served, which their publisher removes later; where links are not
-        possible, use the publisher's until then."""
+        """Hard-link the files of the served weights, because their publisher removes them later. Where links
+        are not possible, use the publisher's files until then."""
         links = folder.with_name(f".{self._context.worker}-{note.version:08d}")
         try:
             shutil.rmtree(links, ignore_errors=True)
@@ -306,7 +306,7 @@ class ServerEngine(Streams, ABC):
         return server
 
     def _log_file(self) -> Path:
-        """Without the run's folder, the file is in a new private folder of this machine."""
+        """Return the server's log file; without the run's folder, it is in a new private folder."""
         worker = self._context.worker
         if self._context.folder:
             return self._context.path("logs", f"{worker}-server.log")
@@ -316,9 +316,9 @@ class ServerEngine(Streams, ABC):
 
     def _look_at_model(self) -> bool:
         """Return whether the model reads images. An attached server's model may not be on this machine."""
-        about = known_config if self._config.urls else fetch_config
+        read_config = known_config if self._config.urls else fetch_config
         try:
-            return is_vision_language(about(self._context.model))
+            return is_vision_language(read_config(self._context.model))
         except ConfigError as error:
             raise EngineError(str(error)) from error
 
@@ -403,7 +403,7 @@ class ServerEngine(Streams, ABC):
         self._restart_times.append(now)
 
     async def _reload(self, server: Server) -> None:
-        """Load the lost server's weights into a new one. If their files are gone, wait for the next swap."""
+        """Load the lost server's weights into a new server. If the files are gone, wait for the next swap."""
         if self._weight_files is None:
             return
         note, folder = self._weight_files.note, self._weight_files.folder

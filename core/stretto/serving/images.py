@@ -1,7 +1,7 @@
 """The images of texts that are sent to servers.
 
-Each is sent as a PNG file, so that the server sees the same pixels as the trainer. A server expands image
-tokens itself, so it gets one for each image; the ids that it returns must be those that are trained.
+Each image is sent as a PNG file, so that the server sees the same pixels as the trainer. A server expands
+image tokens itself, so it gets one token for each image; the ids that it returns must be the trained ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["RequestImages", "ServerImage", "ServerText", "image_runs"]
 
 @dataclass(frozen=True)
 class ServerImage:
-    """An image in the form in which servers take it."""
+    """An image in the form that servers accept."""
 
     digest: str
     """SHA-256 of the image's own file, in hexadecimal digits."""
@@ -48,7 +48,7 @@ class RequestImages:
         self._images: list[ServerImage] = []
 
     async def text(self, tokens: list[int]) -> ServerText:
-        """Return a text that begins with a prompt with these images; RequestError if one is unreadable."""
+        """Return a text that begins with a prompt with these images; RequestError for an unreadable one."""
         async with self._lock:
             if not self._images:
                 self._images = await anyio.to_thread.run_sync(self._read)
@@ -69,7 +69,7 @@ class ServerText:
     tokens: list[int]
     """The prompt and the answer so far, as they are trained."""
     sent: list[int]
-    """The same in the form for servers: one token for each image."""
+    """The same tokens in the form for servers: one token for each image."""
     images: Sequence[ServerImage] = ()
 
     def difference(self, found: Sequence[int] | None) -> str:
@@ -91,12 +91,12 @@ def image_runs(tokens: NDArray[np.int32], token: int) -> int:
 
 
 def _collapse(tokens: Sequence[int], token: int, images: int) -> list[int]:
-    """Return the tokens with one token for each of the first runs of `token`. Later runs are of an answer."""
+    """Return the tokens with each of the first `images` runs of `token` as one token; keep later runs."""
     sent: list[int] = []
     runs = 0
-    for before, current in zip([None, *tokens], tokens, strict=False):
-        runs += current == token != before
-        if current == token == before and runs <= images:
+    for previous, current in zip([None, *tokens], tokens, strict=False):
+        runs += current == token != previous
+        if current == token == previous and runs <= images:
             continue
         sent.append(current)
     return sent

@@ -1,7 +1,7 @@
 """The intake of an inference engine: which requests it accepts, and in which order their samples start.
 
-`Intake` checks a request, ignores one that it already has, keeps waiting samples in order of arrival, holds
-back those that need newer weights, and ends those that are late.
+`Intake` checks a request, ignores a request that it already has, keeps waiting samples in order of arrival,
+holds back samples that need newer weights, and finds requests that are late.
 
     intake = Intake(MySample, vocabulary=32000, room=4096)
     for sample in intake.accept(request):   # raises RequestError: answer with `final_chunks`
@@ -45,7 +45,7 @@ class OpenRequest:
     """(P,), P >= 1."""
     ends: frozenset[int]
     deadline: float
-    """Time at which its samples must have ended, of `clock.now`."""
+    """Time by `clock.now` at which its samples must have ended."""
 
     @property
     def id(self) -> str:
@@ -140,7 +140,7 @@ class Intake(Generic[Sample]):
         already has are left out. A request that is already open has no new samples.
 
         Args:
-            arrived: time of its arrival, of `clock.now`; by default now.
+            arrived: time of its arrival by `clock.now`; default: now.
 
         Raises:
             RequestError: if no engine with this model can serve the request.
@@ -189,7 +189,7 @@ class Intake(Generic[Sample]):
 
     @property
     def next_deadline(self) -> float:
-        """The earliest time at which `late` may return something, of `clock.now`."""
+        """The earliest time by `clock.now` at which `late` may return requests."""
         return self._next_deadline
 
     def close(self, sample: Sample) -> None:
@@ -213,7 +213,7 @@ class Intake(Generic[Sample]):
 
     @property
     def ready(self) -> int:
-        """Number of samples that could start now. It may count ended samples, but is 0 if none is left."""
+        """Number of samples that could start now. It may count ended samples, but is 0 without others."""
         while self._ready and self._ready[0][1].ended:
             heappop(self._ready)
         return len(self._ready)
@@ -224,7 +224,7 @@ class Intake(Generic[Sample]):
         return self._ready[0][1]
 
     def pop(self) -> Sample:
-        """Take the sample that starts next out of the line. Call only if `ready` is not 0."""
+        """Remove the sample that starts next from the line, and return it. Call only if `ready` is not 0."""
         sample = heappop(self._ready)[1]
         sample.waiting = False
         self._waiting -= 1
@@ -237,7 +237,7 @@ class Intake(Generic[Sample]):
         self._queue(sample)
 
     def serve(self, version: int) -> None:
-        """Set the served policy version. Samples that need a newer one wait without blocking others."""
+        """Set the served policy version. Samples that need a newer version wait without blocking others."""
         self._version = version
         samples = [sample for _, sample in self._ready] + self._too_new
         self._ready, self._too_new = [], []

@@ -1,4 +1,4 @@
-"""The texts that an engine has computed with its weights: what a prefix cache without a limit would find."""
+"""The texts that an engine has computed with its weights: an unlimited prefix cache would have them all."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 PIECE = 32
 """Texts are compared by whole pieces of this many tokens."""
 SHORTEST = 64
-"""Copying fewer tokens costs more than computing them."""
+"""Fewest tokens of a useful prefix: copying fewer tokens costs more than computing them."""
 _REMEMBERED = 2**18
-"""Pieces to remember, 8 million tokens. Beyond that, the oldest are forgotten."""
+"""Number of pieces to remember, 8 million tokens. Beyond it, the oldest pieces are forgotten."""
 
 
 class SeenTexts:
@@ -23,7 +23,7 @@ class SeenTexts:
         self._lengths = OrderedDict[int, int]()  # key of a prefix -> its length, the latest last
 
     def clear(self) -> None:
-        """Forget all: the engine has other weights."""
+        """Forget all texts: the engine has other weights."""
         self._lengths.clear()
 
     def add(self, keys: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """One HTTP server of an inference worker: start it under a guard or attach to it, and send it requests.
 
 A call with a deadline fails in one of two ways: `ServerRefused`, the server answered with an error; or
-`ServerLost`, no answer that could be understood came, and the server must be replaced.
+`ServerLost`, no valid answer came, and the server must be replaced.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GRACE_S = 1.5  # shorter than a worker's own time to leave
 # Servers close idle connections after 5 s; do not send a request on one at that moment.
 _KEEPALIVE_S = 2.0
 _TAIL_LINES = 15
-# Variables that the server does not inherit: from them the worker's interpreter knows where its packages are.
+# Variables that the server does not inherit: they tell the worker's interpreter its packages.
 _PRIVATE = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
 
 
@@ -97,7 +97,7 @@ class Server:
 
     @classmethod
     async def start(cls, command: ServerCommand, port: int, key: str, log: Path) -> Server:
-        """Start a server under a guard. Call it on the event loop, in the thread that lives longest."""
+        """Start a server under a guard. Call it on the event loop: the server ends with this thread."""
         log.parent.mkdir(parents=True, exist_ok=True)
         env = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
         with log.open("ab") as file:
@@ -112,7 +112,7 @@ class Server:
 
     @property
     def attached(self) -> bool:
-        """Whether the server was not started by this worker."""
+        """True if this worker did not start the server."""
         return self._process is None
 
     @property
@@ -194,7 +194,7 @@ class Server:
 
     async def stream(self, path: str, body: Any, event: msgspec.json.Decoder[T]) -> AsyncGenerator[T]:
         """Yield the events of a stream until `[DONE]`. Closing the generator early closes the connection.
-        Raise as `get`; ServerLost if it ends without `[DONE]` or sends something else."""
+        Raise as `get`; ServerLost if it ends without `[DONE]` or sends invalid events."""
         self._check_open()
         try:
             async with self._session.post(path, **_json(body)) as response:
@@ -221,7 +221,7 @@ class Server:
 
 
 def _kill_session(leader: int) -> None:
-    """Kill what is left of a session: if a guard was killed, the server's processes are still there."""
+    """Kill the remaining processes of a session: if a guard was killed, the server's processes still run."""
     for pid in psutil.pids():
         with suppress(ProcessLookupError, PermissionError):
             if os.getsid(pid) == leader:

@@ -15,8 +15,8 @@ __all__ = ["StopStrings", "stop_tokenizer"]
 
 
 class StopStrings:
-    """The stop strings of one request, with the tokenizer that `stop_tokenizer` returns. At each token only
-    as many tokens as the longest string has bytes are decoded: only a special token has less than a byte."""
+    """The stop strings of one request, with the tokenizer that `stop_tokenizer` returns. At each token, it
+    decodes as many tokens as the longest string has bytes: all but special tokens have at least a byte."""
 
     def __init__(self, strings: Sequence[str], tokenizer: Any) -> None:
         self._strings = strings

@@ -1,13 +1,13 @@
 """The samples of an engine that is a server: their streams, and the chunks to emit.
 
 The queue sends at most `slots` samples as streams at a time. Before new weights are loaded, and after a
-server has ended, it ends every stream, puts its sample back at its place in the line, and later sends it
-again with its tokens so far. So one stream belongs to one version, and the version of every token is known
-exactly.
+server has ended, the queue ends every stream, puts the sample back at its place in the line, and later sends
+the sample again with its tokens so far. So each stream belongs to one version, and the version of every token
+is known exactly.
 
-The cost is one more prefill for each interrupted sample, short where a prefix cache outlives the swap. Its
-entries are salted with the version under which a sample started, so only samples that were in flight at a
-swap read keys and values of older weights.
+The cost is one more prefill for each interrupted sample, short if the prefix cache survives the swap. The
+cache's entries are salted with the version under which a sample started, so only samples that were in flight
+at a swap read keys and values of older weights.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 __all__ = ["FINISH_REASONS", "Ask", "StreamChunk", "StreamQueue", "Streams", "VersionSpan"]
 
 FINISH_REASONS: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-"""The finish of a stream by the server's word for it; every other word is an error."""
+"""The server's finish reason -> the finish of the stream; every other reason is an error."""
 _EMIT_EVERY_S = 0.02  # a message costs the receiver much, the tokens in it almost nothing
 _LOOK_EVERY_S = 0.1
 _DRAIN_S = 30.0  # a server that does not end its streams in this time is replaced
-_UNASKED_ABORTS = 5
+_UNASKED_ABORTS = 5  # more aborts by the server fail the sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class StreamChunk:
 
 
 class VersionSpan(msgspec.Struct, gc=False):
-    """A part of a stream that one version of the weights gave, as servers report it."""
+    """A part of a stream that one version of the weights sampled, as servers report it."""
 
     version: str
 
@@ -94,7 +94,7 @@ class _ServerSample(OpenSample):
     answer: list[int] = field(init=False)
     """The tokens that the sample had on arrival, and those that the server has returned since."""
     salt: str = ""
-    """Salt of the prefix cache: the version that samples, or sampled, the server's first token of it."""
+    """Salt of the prefix cache: the version that samples, or sampled, the server's first token."""
     version: int = -1
     logprobs: deque[float] = field(default_factory=deque[float])
     """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
@@ -152,7 +152,7 @@ class StreamQueue:
         self._idle = anyio.Event()
         self._news = anyio.Event()
         self._fresh: dict[_ServerSample, None] = {}
-        """Samples with something to emit, in the order in which they got it."""
+        """Samples with something to emit, in the order of their first such news."""
         self._refusals: list[Chunk] = []
         self._stream_numbers = count()
         self._busy_s = 0.0
@@ -162,7 +162,7 @@ class StreamQueue:
         """Most tokens of a block of the server's prefix cache."""
         self.generated = 0
         self.lost_tokens: int | None = None
-        """Prompt tokens computed again that the prefix cache had lost; None until the cache has had any."""
+        """Prompt tokens computed again after the prefix cache lost them; None until it has had any."""
 
     @property
     def running(self) -> int:
@@ -226,7 +226,7 @@ class StreamQueue:
     def images(
         self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
     ) -> RequestImages | None:
-        """Return a prompt's images, or None. Raise RequestError without one run of image tokens for each."""
+        """Return a prompt's images, or None. Raise RequestError if runs of image tokens do not match."""
         token = self._image_token
         if token is None and files:
             raise RequestError(
@@ -265,8 +265,8 @@ class StreamQueue:
         self._server = None
 
     async def drain(self, server: Server) -> None:
-        """End every stream at a server. It may not know a new one yet, so the abort is repeated. Raise
-        ServerLost if some do not end in time."""
+        """End every stream at a server. It may not know a new stream yet, so the abort is repeated. Raise
+        ServerLost if some streams do not end in time."""
         deadline = clock.now() + _DRAIN_S
         while self._running:
             if clock.now() > deadline:
@@ -311,12 +311,12 @@ class StreamQueue:
     async def _decode(self, server: Server, sample: _ServerSample) -> None:
         """Run one stream from its request to its end. An unfinished sample then waits again."""
         assert sample.scope is not None
-        ended, length = False, len(sample.answer)
+        ended, start_length = False, len(sample.answer)
         try:
             with sample.scope:
                 ended = await self._receive(server, sample)
         except RequestError as error:
-            ended = True  # it was never sent to the server
+            ended = True  # the sample was never sent to the server
             self._end(sample, "error", str(error))
         except ServerRefused as error:
             ended = True
@@ -328,7 +328,7 @@ class StreamQueue:
             server.distrust(str(error))
         if not ended and not server.broken:
             await self._abort_at(server, sample.stream_id)
-        if len(sample.answer) > length and self._can_be_found(sample):
+        if len(sample.answer) > start_length and self._can_be_found(sample):
             self._seen.add(_keys([*sample.prompt.tolist(), *sample.answer]))
         self._running.remove(sample)
         if not self._running:
@@ -347,14 +347,14 @@ class StreamQueue:
                 server.distrust(str(error))
 
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
-        """Receive a stream's chunks until stream or sample ends; False if the server still runs it."""
-        sampling, length = sample.request.sampling, len(sample.answer)
+        """Receive a stream's chunks until it or the sample ends; False if the server still runs it."""
+        sampling, start_length = sample.request.sampling, len(sample.answer)
         tokens = [*sample.prompt.tolist(), *sample.answer]
         ask = Ask(
             id=sample.stream_id,
             text=await sample.images.text(tokens) if sample.images else ServerText(tokens, tokens),
-            max_tokens=sampling.max_tokens - length,
-            seed=_seed(sample.seed, length),
+            max_tokens=sampling.max_tokens - start_length,
+            seed=_seed(sample.seed, start_length),
             sampling=sampling,
             salt=sample.salt,
         )
@@ -363,14 +363,14 @@ class StreamQueue:
             self._end(sample, "stop")  # its answer was already complete
             return True
         ended = False
-        seen = self._seen.shared(_keys(tokens)) if self._can_be_found(sample) else 0
+        num_seen = self._seen.shared(_keys(tokens)) if self._can_be_found(sample) else 0
         async with aclosing(self._streams.stream(server, ask)) as pieces:
             async for piece in pieces:
                 ended = ended or bool(piece.finish)
                 if not sample.ended:  # a cancelled stream may still yield what it had received
                     self._take(sample, piece, stops)
-                if len(sample.answer) > length and piece.cached_tokens is not None:
-                    self._note_cached(piece.cached_tokens, seen)
+                if len(sample.answer) > start_length and piece.cached_tokens is not None:
+                    self._note_cached(piece.cached_tokens, num_seen)
                 if sample.ended and not ended:
                     return False
         if not ended:
@@ -378,11 +378,11 @@ class StreamQueue:
         return True
 
     def _can_be_found(self, sample: _ServerSample) -> bool:
-        """Whether these tokens say which text the server's cache has; they do not tell images apart."""
+        """Return whether tokens identify the text in the server's cache: they do not tell images apart."""
         return sample.images is None and sample.salt == f"v{self._version}"
 
     def _note_cached(self, cached: int, seen: int) -> None:
-        """Count how many of a prompt's first `seen` tokens the prefix cache, of whole blocks, has lost."""
+        """Count the tokens, of a prompt's first `seen`, that the prefix cache of whole blocks has lost."""
         if cached and self.lost_tokens is None:
             self.lost_tokens = 0
         if self.lost_tokens is not None and cached + self.block < seen:
@@ -413,7 +413,7 @@ class StreamQueue:
         self._note(sample)
         length, limit = len(sample.answer), sampling.max_tokens
         if piece.finish == "abort":
-            # It ended for a swap, or because the server had no room. The sample continues later.
+            # The stream ended for a swap, or because the server had no room. The sample continues later.
             sample.aborts += self._sending_to is not None
             if sample.aborts > _UNASKED_ABORTS:
                 error = f"the server aborted the sample {sample.aborts} times without a request"
@@ -425,8 +425,8 @@ class StreamQueue:
             self._end(sample, piece.finish, piece.error)
 
     async def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
-        """Return the detector of a request's stop strings; None if it has none. The server cannot detect
-        them: it sees only one part of an answer that continues after a swap."""
+        """Return the detector of a request's stop strings; None if it has no strings. The server cannot
+        detect them: it sees only one part of an answer that continues after a swap."""
         if not sampling.stop:
             return None
         async with self._loading:
@@ -453,7 +453,7 @@ class StreamQueue:
         self._news.set()
 
     async def _flush(self) -> None:
-        """Emit new chunks: at once if nothing was emitted recently, else collect some first."""
+        """Emit new chunks: at once if nothing was emitted recently, else together a little later."""
         while True:
             await self._news.wait()
             self._news = anyio.Event()
@@ -466,8 +466,8 @@ class StreamQueue:
 
 
 def _chunk(sample: _ServerSample) -> Chunk:
-    number = len(sample.logprobs)
-    tokens = sample.answer[sample.sent : sample.sent + number]
+    num_tokens = len(sample.logprobs)
+    tokens = sample.answer[sample.sent : sample.sent + num_tokens]
     chunk = Chunk(
         request=sample.request.id,
         sample=sample.index,
@@ -480,7 +480,7 @@ def _chunk(sample: _ServerSample) -> Chunk:
         kept=KeptTokens.of(sample.kept) if sample.request.wants_kept else None,
     )
     sample.kept.clear()
-    sample.sent += number
+    sample.sent += num_tokens
     sample.logprobs.clear()
     sample.versions.clear()
     return chunk

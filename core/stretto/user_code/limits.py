@@ -1,7 +1,7 @@
 """Limits of processor time and memory for one answer.
 
-A fork of the scoring process scores a group's answers one by one. The system ends the fork when an
-answer exceeds a limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next.
+A fork of the scoring process scores a group's answers one by one. The system ends the fork when an answer
+exceeds a limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next.
 """
 
 from __future__ import annotations
