@@ -245,7 +245,7 @@ def _plateau(history: History, knobs: _Knobs) -> _Finding | None:
 
 def _evaluations_rise(history: History, since: int) -> bool:
     """Return whether the newest evaluation is two standard errors above the first one since a step."""
-    recent = [each for each in history.evaluations if each.version >= since]
+    recent = [result for result in history.evaluations if result.version >= since]
     if len(recent) < 2:
         return False
     before, now = recent[0], recent[-1]
@@ -383,25 +383,25 @@ def _failures(history: History, knobs: _Knobs) -> _Finding | None:
     for line in lines:
         for reason, count in line.get("not_trained", {}).items():
             if not reason.startswith(("filtered: ", "expired: ")):
-                what = "samples" if reason.startswith(OF_SAMPLES) else "tickets"
-                failed[what][reason] += count
-                steps[what].append(line["step"])
+                kind = "samples" if reason.startswith(OF_SAMPLES) else "tickets"
+                failed[kind][reason] += count
+                steps[kind].append(line["step"])
     begun = {
         "tickets": len(lines) * batch + failed["tickets"].total(),
         "samples": len(lines) * batch * knobs.number("algorithm.group_size", 1),
     }
     # The reasons are of all groups that ended in these steps, also of groups that a later step trains.
     counts = {"tickets": failed["tickets"].total(), "samples": int(total(lines, "failed_members"))}
-    for what, reasons in failed.items():
-        count = counts[what]
-        if not reasons or count < 3 or count < 0.02 * begun[what]:
+    for kind, reasons in failed.items():
+        count = counts[kind]
+        if not reasons or count < 3 or count < 0.02 * begun[kind]:
             continue
         worst = causes(reasons).most_common(3)
         cause_texts = (f"{number} x {reason.removeprefix('failed: ')}" for reason, number in worst)
         text = "; ".join(cause.replace("; ", ", ") for cause in cause_texts)  # the verdict shows the first
         return _finding(
-            steps[what][0],
-            f"{count} of {begun[what]:.0f} {what} failed in {len(lines)} steps: {text}",
+            steps[kind][0],
+            f"{count} of {begun[kind]:.0f} {kind} failed in {len(lines)} steps: {text}",
             *(knobs.scale(key, 2) for key in _TIME_LIMITS if any(f"{key}=" in reason for reason, _ in worst)),
         )
     return None

@@ -1,4 +1,4 @@
-"""What a run waits for most, over lines of `metrics.jsonl`."""
+"""The part of a run that the others wait for most, from lines of `metrics.jsonl`."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class EventLog:
         self._newest = 0
         """Sequence number of the newest stored message."""
         self._is_behind = True
-        """Whether messages have to be read from the stream."""
+        """True while messages have to be read from the stream."""
         self._reading = anyio.Lock()
         self._complaint = ""
 

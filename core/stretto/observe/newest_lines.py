@@ -37,7 +37,7 @@ class History:
         self.limit = -math.inf
         """Largest reward of an answer so far."""
         self.varied = False
-        """Whether two answers of one batch ever had different rewards."""
+        """True once two answers of one batch have had different rewards."""
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Add the line of the next step."""
@@ -67,8 +67,8 @@ class History:
 
     def window(self, name: str, count: int, *, back: int = 0) -> Window | None:
         """Return the newest `count` figures of a name before the last `back`; None if there are fewer."""
-        known = self.known(name)
-        return Window.of(known[: len(known) - back], count)
+        figures = self.known(name)
+        return Window.of(figures[: len(figures) - back], count)
 
     def has_room(self) -> bool:
         """Return whether answers are still of mixed quality: rewards vary nearly as much as they ever did."""

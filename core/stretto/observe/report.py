@@ -95,7 +95,7 @@ class Report:
         self._recent: deque[float] = deque(maxlen=_RECENT)
         """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
-        """Whether a non-finite gradient left some model unchanged in the newest step."""
+        """True if a non-finite gradient left some model unchanged in the newest step."""
         self._replaced: list[Replaced] = []
         self._lost: list[dict[str, str]] = []
         """Workers other than trainers that were lost since the newest step, and how they were lost."""
@@ -326,10 +326,10 @@ class Report:
             self._write_summary(summary)
 
     def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        aside = self._folder / ".summary.json"
+        new_file = self._folder / ".summary.json"
         try:
-            aside.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
-            aside.rename(self._folder / "summary.json")
+            new_file.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+            new_file.rename(self._folder / "summary.json")
         except OSError as error:
             log.error("summary not written", error=str(error))
 

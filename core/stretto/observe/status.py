@@ -141,10 +141,10 @@ class StatusWriter:
         )
 
     def _write(self, status: Status) -> None:
-        aside = self._setup.folder / f".{STATUS}"
+        new_file = self._setup.folder / f".{STATUS}"
         try:
-            aside.write_bytes(msgspec.json.encode(status))
-            aside.rename(self._setup.folder / STATUS)
+            new_file.write_bytes(msgspec.json.encode(status))
+            new_file.rename(self._setup.folder / STATUS)
             self._complaint = ""
         except OSError as error:  # the run does not need the file
             if str(error) != self._complaint:
@@ -204,17 +204,17 @@ def _log_long_waits(status: Status, next_log_s: dict[tuple[str, str, str], float
 
 def evaluation_statuses(results: Sequence[Evaluation]) -> list[EvaluationStatus]:
     """Return the complete evaluations of a run, all with the same measure."""
-    scores = {each.version: each for each in held_out(results)}
+    scores = {result.version: result for result in held_out(results)}
     measure = next(iter(scores.values())).measure if scores else "accuracy"
     return [
         EvaluationStatus(
-            each.version,
-            scores[each.version].score if each.version in scores else None,
+            result.version,
+            scores[result.version].score if result.version in scores else None,
             measure,
-            each.samples,
-            each.failed,
+            result.samples,
+            result.failed,
         )
-        for each in results
+        for result in results
     ]
 
 

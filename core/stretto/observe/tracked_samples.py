@@ -49,7 +49,7 @@ def _spread(store: SampleStore, filter: SampleFilter, number: int) -> list[dict[
 
 def _shown(value: Any) -> Any:
     if isinstance(value, dict):
-        return {_shown(name): _shown(each) for name, each in cast("dict[str, Any]", value).items()}
+        return {_shown(name): _shown(item) for name, item in cast("dict[str, Any]", value).items()}
     if not isinstance(value, str):
         return value
     half = _LONGEST_TEXT // 2

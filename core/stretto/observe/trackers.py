@@ -76,13 +76,13 @@ class Trackers:
     async def _follow(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
-        has_ended, rest = False, b""
+        has_ended, buffer = False, b""
         with process.stdin, process.stdout as reports:
             os.set_blocking(reports.fileno(), False)
             while not has_ended:
                 await anyio.sleep(_POLL_S)
                 has_ended = process.poll() is not None  # before the last reports are read
-                *lines, rest = (rest + (reports.read() or b"")).split(b"\n")
+                *lines, buffer = (buffer + (reports.read() or b"")).split(b"\n")
                 for line in lines:
                     self._take(msgspec.json.decode(line, type=TrackerReport))
         _kill_session(process)

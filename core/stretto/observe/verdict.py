@@ -70,7 +70,7 @@ class RunState:
     restarts: int = 0
     """Number of lost workers that were started again."""
     rows_change: bool = False
-    """Whether a curriculum chooses the rows: rewards of steps are then not comparable."""
+    """True if a curriculum chooses the rows: rewards of steps are then not comparable."""
     wall_s: float = 0.0
     after_s: float = 0.0
     """Part of `wall_s` after the newest step."""
@@ -80,8 +80,8 @@ def verdict(adviser: Adviser, state: RunState) -> Verdict:
     """Return the verdict about a run after its newest step. Views show why a run ended beside it."""
     history = adviser.history
     ended = state.status in ("completed", "interrupted", "failed")
-    direction, what = _trend(adviser, state.rows_change, ended=ended)
-    trend_text = f"{_PAST[direction] if ended else direction}: {what}" if history.lines else ""
+    direction, detail = _trend(adviser, state.rows_change, ended=ended)
+    trend_text = f"{_PAST[direction] if ended else direction}: {detail}" if history.lines else ""
     if ended:
         how = "finished" if state.status == "completed" else f"{state.status} at step {state.steps}"
         head = ", ".join(filter(None, [how, trend_text]))

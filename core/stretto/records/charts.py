@@ -111,8 +111,8 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, win
 
     Lines are smoothed over `window` steps. Raises ConfigError if metrics are damaged.
     """
-    known = {key for run in runs for key in run.figures()}
-    if "reward" in keys and "reward" not in known:
+    known_keys = {key for run in runs for key in run.figures()}
+    if "reward" in keys and "reward" not in known_keys:
         held_out = list(dict.fromkeys(run.held_out for run in runs if run.evaluations))
         keys = [
             each for key in keys if key not in held_out for each in (held_out if key == "reward" else [key])
@@ -128,7 +128,7 @@ def panels_of(runs: Sequence[RunFolder], keys: Sequence[str] = MAIN_FIGURES, win
             ),
         )
         for key in keys
-        if key in known
+        if key in known_keys
     ]
 
 

@@ -79,12 +79,12 @@ def duration_text(seconds: float | None) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 9.95:
         return f"{seconds:.1f} s"
-    whole = int(seconds + 0.5)
-    minutes = int(whole / 60 + 0.5)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 600:
-        return f"{whole // 60} min {whole % 60} s"
+    whole_s = int(seconds + 0.5)
+    minutes = int(whole_s / 60 + 0.5)
+    if whole_s < 60:
+        return f"{whole_s} s"
+    if whole_s < 600:
+        return f"{whole_s // 60} min {whole_s % 60} s"
     if minutes < 60:
         return f"{minutes} min"
     days, hours = divmod(minutes // 60, 24)

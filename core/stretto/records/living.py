@@ -23,9 +23,9 @@ def listed(folder: Path) -> Generator[None]:
     """List a run that this process owns during the block. If the home cannot be written, only log it."""
     path = str(folder.resolve())
     try:
-        place = _place()
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = place / hashlib.sha256(path.encode()).hexdigest()[:16]
+        list_folder = _place()
+        list_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = list_folder / hashlib.sha256(path.encode()).hexdigest()[:16]
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         with os.fdopen(os.open(file, flags, 0o600), "w") as opened:
             opened.write(path)

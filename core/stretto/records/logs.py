@@ -37,10 +37,10 @@ def open_log(folder: Path, name: str) -> TextIOWrapper:
 def whole_lines(log: IO[str]) -> Iterator[str]:
     """Yield the complete lines. A later call continues after them."""
     while True:
-        place = log.tell()
+        position = log.tell()
         line = log.readline()
         if not line.endswith("\n"):
-            log.seek(place)
+            log.seek(position)
             return
         yield line
 

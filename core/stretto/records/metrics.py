@@ -107,10 +107,10 @@ class MetricsReader:
             raise ConfigError(f"{self._file} cannot be read: {error}") from error
 
     def _take_in(self, text: bytes) -> None:
-        whole = text[: text.rfind(b"\n") + 1]
-        if not whole:
+        complete = text[: text.rfind(b"\n") + 1]
+        if not complete:
             return
-        for raw_line in whole.splitlines(keepends=True):
+        for raw_line in complete.splitlines(keepends=True):
             self._lines += 1
             line = parse_line(raw_line)
             if isinstance(line, str):
@@ -121,5 +121,5 @@ class MetricsReader:
             for key, value in line.items():
                 if key not in self.figures and is_figure(value):
                     self.figures[key] = None
-        self._offset += len(whole)
-        self._tail = (self._tail + whole)[-_TAIL_BYTES:]
+        self._offset += len(complete)
+        self._tail = (self._tail + complete)[-_TAIL_BYTES:]

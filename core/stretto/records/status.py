@@ -78,7 +78,7 @@ class AdviceStatus(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Whether a run learns, and what it waits for (see `stretto.observe.verdict`)."""
+    """The judgement whether a run learns, and what it waits for (see `stretto.observe.verdict`)."""
 
     state: Literal["waiting", "unknown", "learning", "flat", "falling", "collapsing", "broken"]
     text: str
@@ -94,7 +94,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     state: State
     started: bool = False
-    """Whether the run has begun to generate and train; False while its workers start."""
+    """True once the run has begun to generate and train; False while its workers start."""
     reason: str = ""
     """Why the run ended; empty while it runs, and if it is complete."""
     version: Count
@@ -126,7 +126,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Speed of generation during the last seconds."""
     advice: list[AdviceStatus] = []
     connected: bool
-    """Whether the kernel has a connection to nats-server."""
+    """True while the kernel has a connection to nats-server."""
     restarts: Count = 0
     workers: list[WorkerStatus]
     starting: dict[str, str]

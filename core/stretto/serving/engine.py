@@ -58,7 +58,7 @@ class _WeightFiles:
     note: WeightsNote
     folder: Path
     own: bool
-    """Whether the engine removes the folder."""
+    """True if the engine removes the folder."""
 
     def drop(self) -> None:
         if self.own:

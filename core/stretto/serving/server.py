@@ -200,10 +200,10 @@ class Server:
             async with self._session.post(path, **_json(body)) as response:
                 if response.status != 200:
                     raise ServerRefused(path, response.status, _reason(await response.read()))
-                rest = b""
+                buffer = b""
                 async for data in response.content.iter_any():
                     self.last_data_at = clock.now()
-                    *lines, rest = (rest + data).split(b"\n\n")
+                    *lines, buffer = (buffer + data).split(b"\n\n")
                     for line in lines:
                         if line == b"data: [DONE]":
                             return

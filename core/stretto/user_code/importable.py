@@ -73,8 +73,8 @@ class _Finder(MetaPathFinder):
         place = FILES.get(fullname)
         if place is None and re.fullmatch(r"\w+_[0-9a-f]{8}", fullname):
             folders = [folder for folder in map(Path, sys.path) if folder.is_dir()]
-            inside = (each.resolve() for folder in folders for each in folder.iterdir())
-            place = next((each for each in inside if _name_of(each) == fullname), None)
+            inside = (entry.resolve() for folder in folders for entry in folder.iterdir())
+            place = next((entry for entry in inside if _name_of(entry) == fullname), None)
         if place is None:
             return None
         if place.is_dir():
@@ -104,8 +104,8 @@ def fault_of_importable(reference: str) -> str:
         return f"{module_name}:{error.lineno}: {error.msg}"
     names = _top_names(tree)
     if name not in names:
-        known = ", ".join(names) or "nothing"
-        return f"{module_name} defines no {name!r}{nearest(name, names)}; it has {known}"
+        names_text = ", ".join(names) or "nothing"
+        return f"{module_name} defines no {name!r}{nearest(name, names)}; it has {names_text}"
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and node.name == name:
             return f"{module_name}:{node.lineno}: {name!r} is a class; expected a function"

@@ -79,7 +79,7 @@ class Scorer:
         """Score one group."""
         task = msgspec.msgpack.decode(data, type=Task)
         row = decode_row(task.row)
-        each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])
+        each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])  # column -> its values
         unused = tuple(unknown_optional(self._reward, [*row, *each])) if task.trial else ()
         if not self._limits or not task.completions:
             scored = tuple(score_group(self._reward, row, task.completions, each))

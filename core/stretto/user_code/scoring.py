@@ -163,11 +163,11 @@ def _call_on_group(
 
 def unknown_optional(reward: Callable[..., Any], columns: Collection[str]) -> list[str]:
     """Return the parameters with a default whose names no column has: they may be misspelt."""
-    known = {"prompt", "prompts", "completion", "completions", *columns}
+    known_names = {"prompt", "prompts", "completion", "completions", *columns}
     return [
         parameter.name
         for parameter in inspect.signature(reward).parameters.values()
-        if parameter.default is not parameter.empty and parameter.name not in known
+        if parameter.default is not parameter.empty and parameter.name not in known_names
     ]
 
 

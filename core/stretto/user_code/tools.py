@@ -51,7 +51,7 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
     arguments: bytes
     """JSON object."""
     images: bool = False
-    """Whether the answer may have images; otherwise a text counts them."""
+    """True if the answer may have images; otherwise a text counts them."""
 
 
 class _Setup(msgspec.Struct, frozen=True, array_like=True):

@@ -81,13 +81,13 @@ def move_lost(folder: Path, epoch: int, store: str) -> Path | None:
     mark = events / _STORE
     is_same = not mark.exists() or read_record(mark) == store.encode()
     lost = [file for file in event_files(folder) if not is_same or _epoch_of(file) >= epoch]
-    aside = folder / f"{FOLDER}.lost-{1 + len(list(folder.glob(f'{FOLDER}.lost-*')))}"
+    lost_folder = folder / f"{FOLDER}.lost-{1 + len(list(folder.glob(f'{FOLDER}.lost-*')))}"
     if lost:
-        aside.mkdir(mode=0o700)
+        lost_folder.mkdir(mode=0o700)
         for file in lost:
-            file.rename(aside / file.name)
+            file.rename(lost_folder / file.name)
     write_private(mark, store.encode())
-    return aside if lost else None
+    return lost_folder if lost else None
 
 
 def files_of_kernels(folder: Path) -> list[tuple[Path, int]]:

@@ -49,9 +49,9 @@ class KernelLife:
     version: int
     """Version of the checkpoint from which it continued, so that it repeats later steps; 0 in a new run."""
     ended: float | None = None
-    """None while it owns the run, as far as the events tell."""
+    """None while the kernel owns the run, as far as the events show."""
     status: str = ""
-    """How it ended; empty if it was killed."""
+    """How the kernel ended; empty if it was killed."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class WorkerLife:
     ready: float | None = None
     ended: float | None = None
     how: str = ""
-    """How it was lost, or why it left."""
+    """How the worker was lost, or why it left."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class StepSpan:
 
     @property
     def began(self) -> float:
-        """When its first call began."""
+        """Time at which the step's first call began."""
         return self.figures.began
 
     def waits(self) -> Iterator[tuple[Cause, float, float]]:
@@ -126,7 +126,7 @@ class EvaluationSpan:
     """A held-out evaluation that is complete."""
 
     began: float
-    """When its first ticket was issued."""
+    """Time at which its first ticket was issued."""
     ended: float
     incarnation: int
     result: Evaluation
@@ -156,7 +156,7 @@ class Attempt:
     done: GroupFigures | None = None
     """Figures of its group, once all trajectories of the group are in the log."""
     ended: float | None = None
-    """When the worker finished it, or when the kernel no longer waited for it."""
+    """Time at which the worker finished it, or at which the kernel stopped waiting for it."""
     outcome: AttemptOutcome = "open"
     reason: str = ""
     step: StepSpan | None = None
@@ -168,7 +168,7 @@ class Attempt:
 
     @property
     def start(self) -> float:
-        """When the worker took it; when it was issued if no worker has."""
+        """Time at which the worker took it; time of its issue if no worker has."""
         if self.taken is not None:
             return self.taken
         if self.done is not None and self.ended is not None:  # it was taken before the first event
@@ -246,7 +246,7 @@ class RunHistory:
                 self.layout = layout
                 self.enter(incarnation, version)
                 if self.values[-1][1] != values:
-                    self.values = [each for each in self.values if each[1] < values]
+                    self.values = [entry for entry in self.values if entry[1] < values]
                     self.values.append((version, values))
             case BatchStarted(version, tickets, rows):
                 batch = RecordedBatch(version, tickets, rows, self.incarnation, self.layout)
@@ -265,8 +265,8 @@ class RunHistory:
             case FleetChanged():
                 self._worker(time, event)
             case TicketsIssued(tickets):
-                for each in tickets:
-                    self._issue(time, each)
+                for entry in tickets:
+                    self._issue(time, entry)
             case TicketStarted(worker, purpose, ticket, number):
                 attempt = self._attempt(purpose, ticket, number)
                 if attempt is not None:
@@ -274,8 +274,8 @@ class RunHistory:
             case OutcomeRead(_, GroupFigures() as group):
                 self._finish(time, group)
             case TicketsRetired(tickets):
-                for each in tickets:
-                    self._retire(time, each)
+                for entry in tickets:
+                    self._retire(time, entry)
             case StepMeasured(known=False):
                 self._train(StepSpan(time, event))
             case CallEnded():
@@ -381,7 +381,7 @@ class RunHistory:
             attempt = self._withdrawn.get((key, group.attempt)) if key in self._open else self._cut.get(key)
         if attempt is None or attempt.attempt != group.attempt:
             return  # another attempt was first
-        self._close(key, time, "withdrawn")
+        self._close(key, time, "withdrawn")  # the open attempt: this one, or a newer one
         self._cut.pop(key, None)
         attempt.ended, attempt.done, attempt.worker = time, group, group.worker
         attempt.outcome = "evaluated" if group.purpose == "eval" else "unfinished"

@@ -44,7 +44,7 @@ class EventReader:
         try:
             self._look()
             first = 0 if since is None else bisect_left(self._newest, since)
-            newest = self._newest[first - 1] if first else 0.0
+            newest = self._newest[first - 1] if first else 0.0  # the yielded times never fall
             for file, numbers in groupby(self._order[first:], key=lambda number: self._places[number][0]):
                 with open_record(file) as opened:
                     for number in numbers:
@@ -63,7 +63,7 @@ class EventReader:
         files = files_of_kernels(self._folder)
         if self._ends.keys() - dict(files).keys() or len(files) > len(self._ends):
             self._ends, self._places = {}, {}  # a new kernel may have moved files away
-        known = len(self._places)
+        num_known = len(self._places)
         for file, below in files:
             start, newest = self._ends.get(file, (0, 0))
             for number, message, end in records_in(file, below, start=start, newest=newest):
@@ -72,7 +72,7 @@ class EventReader:
                         self._places.setdefault(number, (file, start, times[-1]))
                 start, newest = end, number
             self._ends[file] = start, newest
-        if len(self._places) != known or not self._order:
+        if len(self._places) != num_known or not self._order:
             self._order = sorted(self._places)
             self._newest = list(accumulate((self._places[number][2] for number in self._order), max))
 

@@ -57,7 +57,7 @@ class _UnfinishedAttempt:
 
     @property
     def images(self) -> list[str]:
-        return list(dict.fromkeys(name for each in self.trajectories for name in each.added_images))
+        return list(dict.fromkeys(name for sample in self.trajectories for name in sample.added_images))
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Joiner:
     def position(self) -> int:
         """Sequence number of the first message that is still needed once the complete rows are on disk."""
         waiting = (*self._unfinished.values(), *self._groups.values())
-        return min((each.first for each in waiting), default=self.following)
+        return min((entry.first for entry in waiting), default=self.following)
 
     @property
     def images(self) -> set[str]:
@@ -135,7 +135,7 @@ class Joiner:
                 del self._unfinished[attempt]
         rows, self._rows = self._rows, {}
         self.size, self._images = 0, set()
-        return {purpose: pa.Table.from_pylist(each, schema()) for purpose, each in rows.items()}
+        return {purpose: pa.Table.from_pylist(dicts, schema()) for purpose, dicts in rows.items()}
 
     def finish(self) -> None:
         """Complete trained groups that lack figures, at the log's end. Others wait for a resumed run."""
@@ -157,13 +157,13 @@ class Joiner:
         if waiting is None or waiting.record is None:
             return
         try:
-            kept = kept_samples(waiting.record, waiting.trajectories)
+            samples = kept_samples(waiting.record, waiting.trajectories)
         except (ValueError, TypeError) as error:
             log.warning("malformed samples", attempt=attempt, reason=printable(str(error)))
             return
-        if isinstance(outcome, GroupDone) and outcome.digest != digest_of(kept):
+        if isinstance(outcome, GroupDone) and outcome.digest != digest_of(samples):
             log.warning("the samples of a group differ from its digest", attempt=attempt)
-        rows = [_row(each, waiting.record, outcome, sequence) for each in kept]
+        rows = [_row(sample, waiting.record, outcome, sequence) for sample in samples]
         oldest = min((row["oldest"] for row in rows if row["oldest"] is not None), default=0)
         group = _FinishedGroup(waiting.first, waiting.images, oldest, rows)
         if isinstance(outcome, GroupFailed):
@@ -180,7 +180,7 @@ class Joiner:
         for row in message.rows:
             if (attempt := _attempt_of(row.id)) is None:
                 continue
-            ended[attempt[1]] = "expired", None
+            ended[attempt[1]] = "expired", None  # for other attempts of the ticket
             if (group := self._groups.get(attempt)) is not None:
                 group.step, group.figures[row.id] = step, _figures(row)
         self._settle(ended, step)

@@ -112,7 +112,7 @@ class SegmentWriter:
 
     def _most(self, name: SegmentName, column: str) -> int:
         metadata = pq.read_metadata(self._folder / name.file)
-        place = metadata.schema.names.index(column)
+        position = metadata.schema.names.index(column)
         groups = range(metadata.num_row_groups)
-        statistics = [metadata.row_group(group).column(place).statistics for group in groups]
-        return max((each.max for each in statistics if each is not None and each.has_min_max), default=-1)
+        statistics = [metadata.row_group(group).column(position).statistics for group in groups]
+        return max((stats.max for stats in statistics if stats is not None and stats.has_min_max), default=-1)

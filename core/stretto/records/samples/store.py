@@ -98,8 +98,8 @@ class SampleStore:
 
         `texts` and `tokens` also read `TEXT_COLUMNS` and `TOKEN_COLUMNS`.
         """
-        index, found = self._find(filter, order)
-        rows = islice(found, offset, None if limit is None else offset + limit)
+        index, matches = self._find(filter, order)
+        rows = islice(matches, offset, None if limit is None else offset + limit)
         return self._rows(index, np.fromiter(rows, np.int64), texts=texts, tokens=tokens)
 
     def count(self, filter: SampleFilter = _EVERY) -> int:
@@ -144,9 +144,9 @@ class SampleStore:
 
     def _find(self, filter: SampleFilter, order: str = "") -> tuple[_Index, Iterable[int]]:
         index = self._read_index(filter.ticket)
-        found = index.select(filter)
-        found = index.ordered(found, order) if order else found
-        return index, found.tolist() if filter.text is None else self._containing(index, found, filter.text)
+        rows = index.select(filter)
+        rows = index.ordered(rows, order) if order else rows
+        return index, rows.tolist() if filter.text is None else self._containing(index, rows, filter.text)
 
     def _containing(self, index: _Index, found: NDArray[np.int64], text: str) -> Iterator[int]:
         """Yield found rows that contain a text; read parts only as the caller asks for more rows."""
@@ -330,7 +330,7 @@ def _array(kind: Any, *buffers: NDArray[Any]) -> Any:
 
     length = len(buffers[0]) if len(buffers) == 1 else 1
     return pa.Array.from_buffers(
-        kind, length, [None, *(pa.py_buffer(np.ascontiguousarray(each)) for each in buffers)]
+        kind, length, [None, *(pa.py_buffer(np.ascontiguousarray(buffer)) for buffer in buffers)]
     )
 
 
