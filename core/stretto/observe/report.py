@@ -153,14 +153,14 @@ class Report:
         self.version = version
 
     def _begin(self) -> None:
-        """Put a broken last line aside, and remove the former kernel's summary."""
+        """Move a broken last line to `metrics.cut.jsonl`, and remove the former kernel's summary."""
         self._metrics.cut_after(sys.maxsize)
         self._written = {(line["step"], is_evaluation(line)) for line in self._metrics.read()}
         self._newest = max((version for version, _ in self._written), default=0)
         (self._folder / "summary.json").unlink(missing_ok=True)
 
     def _cut_after(self, version: int) -> None:
-        """Put the lines after a version aside, because their steps are repeated or lost."""
+        """Move the lines after a version to `metrics.cut.jsonl`: their steps are repeated or lost."""
         if self._newest > version:
             self._newest = version
             self._metrics.cut_after(version)
@@ -285,10 +285,10 @@ class Report:
         """Record the first of successive steps in which all gradients of some model were not finite."""
         is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
         if is_first:
-            step, whose = self.last["step"], ", ".join(skipped)
-            log.warning("gradient is not finite: the step changes nothing", step=step, model=whose)
+            step, models = self.last["step"], ", ".join(skipped)
+            log.warning("gradient is not finite: the step changes nothing", step=step, model=models)
             self._facts.problems.append(
-                f"step {step}: the gradient {whose}was not finite, and changed nothing"
+                f"step {step}: the gradient {models}was not finite, and changed nothing"
             )
 
     def left_s(self) -> float | None:

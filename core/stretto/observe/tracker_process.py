@@ -53,7 +53,7 @@ _LOOK_SHARE = 0.2
 _BLOCK = 100
 """Largest number of lines between two writes of the cursor."""
 _PAUSES_S = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-"""Seconds of pause after successive failures without progress. After one more, nothing more is sent."""
+"""Seconds of pause after successive failures without progress. One more failure drops the tracker."""
 _NICENESS = 10
 """Priority of the process: it yields to the run's own processes."""
 _SECRET_NAME = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)

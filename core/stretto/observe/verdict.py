@@ -77,7 +77,7 @@ class RunState:
 
 
 def verdict(adviser: Adviser, state: RunState) -> Verdict:
-    """Return the verdict about a run after its newest step. Views show why a run ended beside it."""
+    """Return the verdict about a run after its newest step. Views show why a run ended beside the verdict."""
     history = adviser.history
     ended = state.status in ("completed", "interrupted", "failed")
     direction, detail = _trend(adviser, state.rows_change, ended=ended)

@@ -25,7 +25,7 @@ from stretto.records.figures import FIGURES, SCORE, describe_waits, duration_tex
 from stretto.records.status import Status
 
 _MOST_ROWS = 8
-"""Largest number each of pieces of advice, waits and starting workers."""
+"""Largest number of pieces of advice, of waits and of starting workers that are shown."""
 _MOST_CHARACTERS = 2000
 """The view cuts longer texts."""
 _BLOCKS = "▁▂▃▄▅▆▇█"

@@ -1,8 +1,8 @@
 """Several runs compared: their figures side by side, differences of their values, and intervals.
 
-Runs that differ only in their seed are a group. Intervals of scores are over rows if all answers are kept,
-otherwise over independent answers. If two runs kept answers to the same rows, the difference of their last
-common evaluation is paired by row.
+Runs that differ only in their seed are a group. A score's interval is computed over rows if all answers
+are kept, otherwise over single answers as if independent. If two runs kept answers to the same rows, the
+difference of their last common evaluation is paired by row.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _MOST_STEPS = 10
-"""Number of equal steps at which curves are compared."""
+"""Largest number of common steps at which curves are compared."""
 _NO_DIFFERENCE = frozenset({"name", "out"})
 """Keys that name the run and have no effect on its training."""
 _MEASURES = (
@@ -138,7 +138,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Why the scores are not the same measure; empty if they are."""
     paired: list[Paired]
     groups: list[SeedGroup]
-    """Only groups of several runs."""
+    """Groups of at least two runs."""
 
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
@@ -156,7 +156,7 @@ def _common(runs: Sequence[RunFolder]) -> Path:
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
-    """Compare runs."""
+    """Return the comparison of these runs."""
     figures = [run_figures(run, label) for run, label in zip(runs, labels_of(runs), strict=True)]
     evaluated = [run for run, its_figures in zip(runs, figures, strict=True) if its_figures.last]
     measures = {run.last.measure for run in figures if run.last is not None}

@@ -32,7 +32,7 @@ class Figure(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        """The heading of a chart with plain numbers: label and unit, capitalised. Unknown keys stay."""
+        """The heading of a chart with plain numbers: label and unit, capitalised. Unknown keys stay as is."""
         text = f"{self.label}, {self.unit}" if self.unit else self.label
         return text[:1].upper() + text[1:] if self.meaning else text
 

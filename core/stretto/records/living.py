@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 @contextmanager
 def listed(folder: Path) -> Generator[None]:
-    """List a run that this process owns during the block. If the home cannot be written, only log it."""
+    """List a run that this process owns during the block. If the home cannot be written, log the error."""
     path = str(folder.resolve())
     try:
         list_folder = _place()

@@ -36,7 +36,7 @@ class _KnownLine(msgspec.Struct, kw_only=True):
 
 
 _TAIL_BYTES = 256
-"""Bytes before the reader's place that are compared to notice a cut file."""
+"""Bytes before the reader's position that are compared to notice a cut file."""
 
 
 def parse_line(text: bytes) -> dict[str, Any] | str:

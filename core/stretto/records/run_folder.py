@@ -122,7 +122,7 @@ class RunFolder:
         self._events = EventReader(self.folder)
 
     def refresh(self) -> None:
-        """Forget what may have changed. Only the appended lines of the metrics are read next time."""
+        """Forget what may have changed. Of the metrics, the next call reads only appended lines."""
         for name in ("config", "summary", "status", "state", "history", "_metrics"):
             self.__dict__.pop(name, None)
 
@@ -178,7 +178,7 @@ class RunFolder:
 
     @property
     def standstill(self) -> str:
-        """A sentence that the owning kernel does not work; empty if it works or the run has ended."""
+        """Says in a sentence that the owning kernel does not work; empty if it works or the run has ended."""
         if self.status is None or self.state != "running":
             return ""
         return standstill(self.folder, self.status)
@@ -236,7 +236,7 @@ class RunFolder:
         return RunHistory.of(self.events())
 
     def events(self, since: float | None = None, until: float | None = None) -> Iterator[TimedEvent]:
-        """Yield (Unix time, event) in order, without what is over later (see docs/events.md)."""
+        """Yield (Unix time, event) in order, without spans that end after `until` (see docs/events.md)."""
         return self._events.between(since, until)
 
     def time_range(self) -> tuple[float, float] | None:

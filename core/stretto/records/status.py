@@ -30,7 +30,7 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     blocked_s: float
     """Seconds for which its event loop has stood still."""
     leaving: bool = False
-    """It finishes its work and then leaves."""
+    """True while the worker finishes its work before it leaves."""
 
 
 class Stall(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The base class of server engines: weights and server. `streams` has the samples, a subclass the API."""
+"""The base class of server engines: weights and server. `streams` has samples, subclasses the HTTP API."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class ServerText:
 
 
 def image_runs(tokens: NDArray[np.int32], token: int) -> int:
-    """Return the number of runs of a token."""
+    """Return the number of uninterrupted runs of a token."""
     places = np.flatnonzero(tokens == token)
     return int(np.count_nonzero(np.diff(places) > 1)) + 1 if len(places) else 0
 

@@ -35,7 +35,7 @@ class SeenTexts:
             self._lengths.popitem(last=False)
 
     def shared(self, keys: Sequence[int]) -> int:
-        """Return the number of leading tokens, in whole pieces, that a text shares with an earlier one."""
+        """Return the number of leading tokens, in whole pieces, that a text shares with an earlier text."""
         return next((self._lengths[key] for key in reversed(keys) if key in self._lengths), 0)
 
 

@@ -171,7 +171,7 @@ class Server:
         return await self._call("GET", path, None, deadline_s)
 
     async def post(self, path: str, body: Any = None, *, deadline_s: float) -> Any:
-        """Send a POST request, with `body` as JSON; otherwise as `get`."""
+        """Send a POST request, with `body` as JSON. The answer and the errors are those of `get`."""
         return await self._call("POST", path, body, deadline_s)
 
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
@@ -194,7 +194,7 @@ class Server:
 
     async def stream(self, path: str, body: Any, event: msgspec.json.Decoder[T]) -> AsyncGenerator[T]:
         """Yield the events of a stream until `[DONE]`. Closing the generator early closes the connection.
-        Raise as `get`; ServerLost if it ends without `[DONE]` or sends invalid events."""
+        Raise the errors of `get`, and ServerLost if it ends without `[DONE]` or has invalid events."""
         self._check_open()
         try:
             async with self._session.post(path, **_json(body)) as response:

@@ -100,7 +100,7 @@ class _ServerSample(OpenSample):
     """Logprobs of the tokens that have not been emitted; `versions` are for the same tokens."""
     versions: deque[int] = field(default_factory=deque[int])
     kept: list[NDArray[np.int32]] = field(default_factory=list[NDArray[np.int32]])
-    """For the same tokens, if the request wants them: the ids from which each was drawn, ascending."""
+    """If the request wants them: the ids, ascending, from which each of the same tokens was drawn."""
     finish: Finish = ""
     error: str = ""
     aborts: int = 0
@@ -226,7 +226,7 @@ class StreamQueue:
     def images(
         self, prompt: NDArray[np.int32], files: Sequence[bytes], digests: Sequence[str]
     ) -> RequestImages | None:
-        """Return a prompt's images, or None. Raise RequestError if runs of image tokens do not match."""
+        """Return a prompt's images, or None. Raise RequestError unless there is one token run for each."""
         token = self._image_token
         if token is None and files:
             raise RequestError(
@@ -347,7 +347,7 @@ class StreamQueue:
                 server.distrust(str(error))
 
     async def _receive(self, server: Server, sample: _ServerSample) -> bool:
-        """Receive a stream's chunks until it or the sample ends; False if the server still runs it."""
+        """Receive chunks until the stream or its sample ends; False if the server still runs the stream."""
         sampling, start_length = sample.request.sampling, len(sample.answer)
         tokens = [*sample.prompt.tolist(), *sample.answer]
         ask = Ask(
@@ -382,7 +382,7 @@ class StreamQueue:
         return sample.images is None and sample.salt == f"v{self._version}"
 
     def _note_cached(self, cached: int, seen: int) -> None:
-        """Count the tokens, of a prompt's first `seen`, that the prefix cache of whole blocks has lost."""
+        """Count the lost tokens: those of a prompt's first `seen` that the cache of whole blocks lacks."""
         if cached and self.lost_tokens is None:
             self.lost_tokens = 0
         if self.lost_tokens is not None and cached + self.block < seen:

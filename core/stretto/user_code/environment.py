@@ -81,7 +81,7 @@ def load(data: bytes) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Body of the process."""
+    """Serve calls of the environment until the input ends."""
     cannot = "the environment cannot be imported"
     serve(load, react, lambda fault: Reaction(fault=fault), cannot=cannot, name="environment")
 

@@ -98,7 +98,7 @@ class Scorer:
 
 
 def main() -> None:
-    """Body of the process."""
+    """Score groups until the input ends."""
     cannot = "the reward cannot be made"
     serve(Scorer, Scorer.answer, lambda fault: ScoringResult(fault=fault), cannot=cannot, name="reward")
 

@@ -199,7 +199,7 @@ def _await_all(values: list[Any]) -> list[Any]:
 
 def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | None:
     """Return reward and metrics of completion `of`; None if the reward is None. Raise RewardError for
-    unusable numbers: its group then lacks the completion, because the error says nothing of the policy."""
+    unusable numbers: its group then lacks the completion, because the error says nothing about the policy."""
     if value is None:
         return None
     metrics: dict[str, float] = {}

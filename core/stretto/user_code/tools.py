@@ -51,7 +51,7 @@ class Invocation(msgspec.Struct, frozen=True, array_like=True):
     arguments: bytes
     """JSON object."""
     images: bool = False
-    """True if the answer may have images; otherwise a text counts them."""
+    """True if the answer may have images; otherwise its text has a note for each image."""
 
 
 class _Setup(msgspec.Struct, frozen=True, array_like=True):
@@ -253,7 +253,7 @@ async def _serve(pipes: Pipes) -> None:
 
 
 def main() -> None:
-    """Body of the process."""
+    """Serve calls of tools until the input ends."""
     anyio.run(_serve, Pipes())
 
 

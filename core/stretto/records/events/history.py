@@ -148,7 +148,7 @@ class Attempt:
     ticket: int
     attempt: int
     issued: IssuedTicket | None = None
-    """None if it was issued before the first event."""
+    """None if the ticket was issued before the first event."""
     issued_at: float | None = None
     worker: str = ""
     """The rollout worker that took it; empty if none has."""
@@ -231,7 +231,7 @@ class RunHistory:
 
     @classmethod
     def of(cls, events: Iterable[tuple[float, Event]]) -> RunHistory:
-        """Return the history of these (time, event), in order."""
+        """Return the history of (time, event) pairs in order."""
         history = cls()
         for time, event in events:
             history.take(time, event)

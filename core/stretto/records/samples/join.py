@@ -70,7 +70,7 @@ class _FinishedGroup:
     """Rows without their outcome."""
     step: int | None = None
     figures: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    """Id of a row -> what a trainer computed."""
+    """Id of a row -> the figures that a trainer computed."""
 
 
 class Joiner:

@@ -50,7 +50,7 @@ _INDEX = (
 )
 """Fields that are read for all rows of a store, to select and order rows."""
 _OPEN_TRIES = 20
-"""Tries to open all files: the writer may join them to a segment meanwhile."""
+"""Number of tries to open all files: the writer may join them to a segment meanwhile."""
 
 
 class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
