@@ -166,16 +166,16 @@ class RunCollector(Collector):
 
     def _staleness(self) -> Iterable[Metric]:
         scheduler = self._setup.scheduler
-        most, seen = scheduler.settings.max_staleness, scheduler.staleness
+        limit, seen = scheduler.settings.max_staleness, scheduler.staleness
         family = HistogramMetricFamily(
             "stretto_staleness_steps", "Staleness of the trained trajectories, in steps", labels=["run"]
         )
-        bounds = range(max([most, *seen]) + 1)
+        bounds = range(max([limit, *seen]) + 1)
         buckets = [(str(float(bound)), sum(seen[age] for age in seen if age <= bound)) for bound in bounds]
         total = sum(age * count for age, count in seen.items())
         family.add_metric([self._setup.run], [*buckets, ("+Inf", seen.total())], total)
         yield family
-        yield self._gauge("staleness_limit_steps", "Largest staleness that the run allows", most)
+        yield self._gauge("staleness_limit_steps", "Largest staleness that the run allows", limit)
         yield self._gauge(
             "staleness_effective_limit_steps",
             "Steps that generation may run ahead now; lower than the limit where batches are too off-policy",

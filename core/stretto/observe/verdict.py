@@ -110,19 +110,19 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     if len(known) < _FEWEST:
         value = FIGURES[name].text(history.recent(name))
         return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
-    better = trend(known) * (1 if name == "reward" else -1)
+    direction = trend(known) * (1 if name == "reward" else -1)  # 1: better, -1: worse
     gain = history.gain(name) if len(history.known(name)) >= _APART else None
     since_start = "" if gain is None else _signed(name, gain)
-    if ended and since_start and better >= 0:
+    if ended and since_start and direction >= 0:
         return "learning", f"{name} {since_start} in {known[-1][0]} steps"
-    changed = f"{name} {_signed(name, _change(known))} in {len(known)} steps"
-    by_evaluations, shown = _by_evaluations(history.evaluations, "")
-    if better < 0:
-        return "falling", changed
-    if better > 0:
-        return "learning", changed
-    if by_evaluations in ("learning", "falling"):
-        return by_evaluations, f"{shown}, {changed}"
+    change_text = f"{name} {_signed(name, _change(known))} in {len(known)} steps"
+    held_out_trend, held_out_text = _by_evaluations(history.evaluations, "")
+    if direction < 0:
+        return "falling", change_text
+    if direction > 0:
+        return "learning", change_text
+    if held_out_trend in ("learning", "falling"):
+        return held_out_trend, f"{held_out_text}, {change_text}"
     value = FIGURES[name].text(float(np.mean([number for _, number in known])))
     addition = f", {since_start} since the start" if since_start else ""
     return "flat", f"{name} {value} for {len(known)} steps{addition}"

@@ -88,15 +88,15 @@ def drawing(status: Status, *, stopped: bool) -> Group:
 
 def _bar(status: Status, stopped: bool) -> RenderableType:
     bar = Table.grid(padding=(0, 1))
-    done, total, text = status.version, status.steps, f"step {status.version}/{status.steps}"
+    finished, total, text = status.version, status.steps, f"step {status.version}/{status.steps}"
     if not status.steps and status.evaluating is not None:
-        done, total = status.evaluating.rows, status.evaluating.of
-        text = f"row {done}/{total}"
+        finished, total = status.evaluating.rows, status.evaluating.of
+        text = f"row {finished}/{total}"
     text += f"   {duration_text(status.wall_s)}"
     if status.left_s is not None and not stopped:
         text += f"   {duration_text(status.left_s)} left{_clock(status.written + status.left_s)}"
     name = Text(printable(status.name[:_MOST_CHARACTERS]), style="bold")
-    bar.add_row(name, ProgressBar(total=total, completed=min(done, total), width=40), Text(text))
+    bar.add_row(name, ProgressBar(total=total, completed=min(finished, total), width=40), Text(text))
     return bar
 
 
@@ -159,8 +159,8 @@ def _workers(status: Status) -> str:
     leaving = "".join(f"   {worker.worker} leaves" for worker in status.workers if worker.leaving)
     starting = "".join(f"   {worker} {what}" for worker, what in list(status.starting.items())[:_MOST_ROWS])
     restarts = f"   restarts {status.restarts}" if status.restarts else ""
-    late = [(worker.worker, worker.blocked_s) for worker in status.workers if worker.blocked_s]
-    blocked = "".join(f"   {worker} stands still for {seconds:.0f} s" for worker, seconds in late)
+    hanging = [(worker.worker, worker.blocked_s) for worker in status.workers if worker.blocked_s]
+    blocked = "".join(f"   {worker} stands still for {seconds:.0f} s" for worker, seconds in hanging)
     return f"{ready} ready{starting}{leaving}{restarts}{blocked}"
 
 

@@ -47,12 +47,12 @@ def load_module(path: str) -> ModuleType:
     folders = [*takewhile(lambda folder: (folder / "__init__.py").exists(), file.parents)]
     top = folders[-1] if folders else file
     name = _name_of(top)
-    inside = [folder.name for folder in reversed(folders[:-1])] + [file.stem] if folders else []
+    submodules = [folder.name for folder in reversed(folders[:-1])] + [file.stem] if folders else []
     with _loading:
         FILES[name] = top
         if str(top.parent) not in sys.path:
             sys.path.append(str(top.parent))
-        return importlib.import_module(".".join([name, *inside]))
+        return importlib.import_module(".".join([name, *submodules]))
 
 
 FILES: dict[str, Path] = {}

@@ -307,8 +307,8 @@ def _python() -> list[Path]:
 
 
 def _environment(home: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    search = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
-    return {"PATH": os.pathsep.join(search), "HOME": home, "LANG": "C.UTF-8", **(env or {})}
+    search_path = [str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]
+    return {"PATH": os.pathsep.join(search_path), "HOME": home, "LANG": "C.UTF-8", **(env or {})}
 
 
 def _with_limits(argv: Sequence[str], memory_mb: int | None, max_processes: int | None = None) -> list[str]:

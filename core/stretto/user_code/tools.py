@@ -66,7 +66,7 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
     here = Path.cwd()
     modules = [tool.rpartition(":")[0] for tool in config.tools]
     files = [Path(module) for module in modules if module.endswith(".py")]
-    search = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
+    python_path = os.pathsep.join(filter(None, [str(here), os.environ.get("PYTHONPATH", "")]))
     own = {name.lower() for name in config.env}
     proxies = {name: value for name, value in proxy_variables().items() if config.network and name not in own}
     return sandbox_command(
@@ -76,7 +76,7 @@ def command(config: ToolsConfig, sandbox: SandboxMode, folder: str) -> Sandboxed
         hidden=[here / "runs", *([Path(folder)] if folder else [])],
         folder=here if can_show(here) else None,
         network=config.network,
-        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": search, **proxies, **config.env},
+        env={"OMP_NUM_THREADS": "1", "PYTHONPATH": python_path, **proxies, **config.env},
         memory_mb=config.tool_memory_mb,
     )
 

@@ -42,7 +42,7 @@ def record_of(sequence: int, message: bytes) -> bytes:
 
 
 def stored_events(folder: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (sequence number, message, or None if all copies are damaged). A damaged head ends the reading."""
+    """Yield (sequence number, message, or None if all copies are damaged). A damaged head ends its file."""
     per_file = [records_in(file, below) for file, below in files_of_kernels(folder)]
     records = heapq.merge(*per_file, key=itemgetter(0))
     for sequence, copies in groupby(records, key=itemgetter(0)):
