@@ -678,7 +678,7 @@ def test_a_function_trains(start: Callable[..., Any], tmp_path: Path) -> None:
     [
         ({}, "expected either `command` or `function`"),
         ({"command": "true", "function": "a:b"}, "expected either `command` or `function`"),
-        ({"command": "true", "agent_timeout_s": 600}, "must be less than timeout_s=600"),
+        ({"command": "true", "agent_timeout_s": patience(600)}, "must be less than timeout_s=600"),
     ],
 )
 def test_what_cannot_run_is_refused(options: Any, message: str) -> None:

@@ -19,7 +19,7 @@ from full_disk import no_file_larger_than
 from kernel_setup import make_setup
 from patience import patience
 from stretto.bus.connection import open_once
-from stretto.bus.messages.events import Event, EventBatch, RunEnded, VersionPublished
+from stretto.bus.messages.events import Event, EventBatch, RunEnded, StepMeasured, VersionPublished
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.cli.audit.recording import read_recording
@@ -247,9 +247,14 @@ def test_figures_follow_from_the_files(start: Start, tmp_path: Path) -> None:
     again.mkdir()
     setup = make_setup(again, steps=6)
     report = Report(setup, Adviser(setup.composed.document))
-    for time, event in events_of(run.folder):
+    events = events_of(run.folder)
+    for time, event in events:
         report.take(time, event)
     assert lines_of(again) == lines_of(run.folder)
+    time, newest = next(each for each in reversed(events) if isinstance(each[1], StepMeasured))
+    report.take(time, msgspec.structs.replace(newest, skipped=("", "critic/")))
+    said = "step 6: the gradient of the lead model and critic was not finite, and changed nothing"
+    assert setup.facts.problems == [said]
 
 
 @in_simulation
