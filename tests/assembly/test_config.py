@@ -358,16 +358,7 @@ def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
     [
         ([], "model: required by the training engine 'torch'; give a local folder or a hub id"),
         (["models.actor.path=model"], "model: required by the training engine 'torch'"),
-        ([MOCK, "algorithm.correction.use=none"], "stale samples need a correction"),
-        (
-            [MOCK, "algorithm.minibatches=3"],
-            "queue.batch_size: 8 groups cannot be split into the 3 minibatches of call 'train(actor)'; "
-            "expected a multiple of 3",
-        ),
-        ([MOCK, "sampling.top_p=0.9"], "need engines that agree on what tokens are drawn from"),
         ([MOCK, "sampling.temperature=0"], "greedy"),
-        ([MOCK, "dataset.path=model"], "cannot read"),
-        ([MOCK, "out=model"], "already holds a run; choose another folder, or resume it: `stretto resume "),
         (["model=./nowhere"], "no such folder"),
         (["model=examples/quickstart/mdoel"], "no such folder"),
         (["model=/no/such"], "no such folder"),
@@ -397,6 +388,22 @@ def test_runs_that_cannot_work_are_refused(
         Path(folder).mkdir()
     Path("other/config.json").write_text('{"text_config": {"vocab_size": 99}}')
     assert words in complaints(compose(run_file, overrides))[0]
+
+
+def test_whatever_cannot_work_is_said_at_once(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run_file.parent)
+    Path("model/config.yaml").touch()
+    faulty = ("algorithm.correction.use=none", "algorithm.minibatches=3", "sampling.top_p=0.9")
+    said = complaints(compose(run_file, [MOCK, *faulty, "dataset.path=model", "out=model"]))
+    for words in (
+        "stale samples need a correction",
+        "queue.batch_size: 8 groups cannot be split into the 3 minibatches of call 'train(actor)'; "
+        "expected a multiple of 3",
+        "need engines that agree on what tokens are drawn from",
+        "cannot read",
+        "already holds a run; choose another folder, or resume it: `stretto resume ",
+    ):
+        assert any(words in each for each in said), (words, said)
 
 
 @pytest.mark.parametrize(

@@ -58,22 +58,32 @@ def test_an_end_that_the_tokenizer_reads_as_text_is_named(tmp_path: Path) -> Non
     assert "ends a turn with '<e>', but behind a text the tokenizer reads it as text" in said
 
 
+READ_OTHERWISE: list[tuple[Any, str]] = [
+    (
+        [{"role": "human", "content": "hidden"}, ASK],
+        "does not show, or not as it is written (row 2: message 1",
+    ),
+    ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
+    ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
+    ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
+    ("", "have no token, and are left out"),
+]
+
+
+def test_each_prompt_that_is_read_otherwise_is_named(tmp_path: Path) -> None:
+    prompts, words = zip(*READ_OTHERWISE, strict=True)
+    said = checked(tmp_path, [ASK], *prompts)
+    assert [each for each in words if each not in said] == [], said
+
+
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ([ASK, {"role": "assistant", "content": "1"}], "end with a turn of the assistant"),
-        (
-            [{"role": "human", "content": "hidden"}, ASK],
-            "does not show, or not as it is written (row 2: message 1",
-        ),
-        ([{"role": "user", "content": "a <e> b"}], "have the text of a special token in a message"),
-        ("<r>user\nok?<e>\n<r>assistant\n", "are texts with special tokens"),
-        ("", "have no token, and are left out"),
         ([{"role": "user", "content": [{"type": "image"}]}], "has a part of the type 'image'"),
         (json.dumps([ASK]), "expected chat messages as a list, found their JSON text"),
     ],
 )
-def test_a_prompt_that_is_read_otherwise_is_named(prompt: Any, words: str, tmp_path: Path) -> None:
+def test_a_prompt_that_is_no_text_is_named(prompt: Any, words: str, tmp_path: Path) -> None:
     assert words in checked(tmp_path, [ASK], prompt)
 
 
@@ -122,18 +132,16 @@ SYSTEM = [{"role": "system", "content": "Be kind."}]
 
 
 @pytest.mark.parametrize(
-    ("only", "prompt", "hidden"),
+    ("only", "prompts", "hidden"),
     [
-        ("messages[0].role != 'system'", [ASK], False),
-        ("messages[0].role != 'system'", [*SYSTEM, {"role": "user", "content": "add 1"}], True),
-        ("messages[0].role == 'system'", [*SYSTEM, ASK], False),
-        ("messages[0].role == 'system'", "add 1", True),
-        ("messages[-1].role == 'user'", [ASK, {"role": "tool", "content": "3"}], True),
+        ("messages[0].role != 'system'", ([ASK], [*SYSTEM, {"role": "user", "content": "add 1"}]), 2),
+        ("messages[0].role == 'system'", ([*SYSTEM, ASK], "add 1"), 2),
+        ("messages[-1].role == 'user'", ([ASK, {"role": "tool", "content": "3"}],), 1),
     ],
 )
 @pytest.mark.parametrize("of_run", [False, True])
 def test_tools_are_sought_in_each_prompt(
-    only: str, prompt: Any, hidden: bool, of_run: bool, tmp_path: Path
+    only: str, prompts: tuple[Any, ...], hidden: int, of_run: bool, tmp_path: Path
 ) -> None:
     turns = "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
     written = "{% if tools and ONLY %}{{ tools | tojson }}{% endif %}".replace("ONLY", only) + turns
@@ -141,9 +149,12 @@ def test_tools_are_sought_in_each_prompt(
     (tmp_path / "tools.py").write_text('def add(a: int) -> int:\n    """Add one."""\n    return a + 1\n')
     workflow = ("workflow={use: tool_use, tools: ['tools.py:add']}", "sandbox=unsafe") if of_run else ()
     tools = [] if of_run else [{"type": "function", "function": {"name": "add", "description": "Add one."}}]
-    said = checked(tmp_path, prompt, more=workflow, tools=tools)
-    assert ("1 of 1 prompts have tools that the chat template does not show (row 1: add)" in said) == hidden
-    assert ("Add one." in said.partition("prompt     ")[2]) == (not hidden)
+    said = checked(tmp_path, *prompts, more=workflow, tools=tools)
+    unseen = (
+        f"1 of {len(prompts)} prompts have tools that the chat template does not show (row {hidden}: add)"
+    )
+    assert unseen in said
+    assert ("Add one." in said.partition("prompt     ")[2]) == (hidden != 1)  # it shows the first prompt
     assert "does not show tools" not in said
 
 

@@ -208,9 +208,5 @@ def test_compare_shows_the_comparison_of_runs_or_of_folders_with_runs(
     assert "\x1b" not in shown
     parsed = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in runs), "--json"]).output
     assert json.loads(parsed) == json.loads(msgspec.json.encode(compare_runs(runs)))
-    for arguments, message in (
-        (["compare", str(tmp_path)], "holds no run"),
-        (["plot", str(runs[0].folder), "-o", "curves.svg"], "`stretto report RUN` writes a file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            CliRunner().invoke(app, arguments, catch_exceptions=False)
+    with pytest.raises(ConfigError, match="holds no run"):
+        CliRunner().invoke(app, ["compare", str(tmp_path)], catch_exceptions=False)

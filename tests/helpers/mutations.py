@@ -149,7 +149,7 @@ MUTATIONS: list[Mutation] = [
         "known: a lost engine's swap is answered by its successor",
         _ENGINES,
         old="""            if not self._is_present(member):
-                return  # lost before it answered\n""",
+                return  # the worker was lost before its answer came\n""",
         new="",
         also=(
             Mutation(

@@ -289,7 +289,7 @@ class CompletionCall:
         yield "", {**self._head(), "choices": [self._choice(choice, text)]}
 
     def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
-        """Yield the finish reason. All logprobs come at the end, in one event."""
+        """Yield a choice's last chunk: its finish reason, and the logprobs of all its tokens."""
         yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
 
     def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:

@@ -284,7 +284,7 @@ class _Composer:
                 yield f"{path}.{name}"
 
     def _variant_sections(self) -> list[str]:
-        """Complete the variants' sections. Return those with a component, as `variants.short.workflow`."""
+        """Let variants inherit missing keys. Return sections with a component: `variants.NAME.workflow`."""
         paths: list[str] = []
         for name, variant in self._mapping("variants").items():
             path = f"variants.{name}"

@@ -1,9 +1,9 @@
 """A small process between the kernel and the nats-server. It stops the server when the kernel is gone.
 
-`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...` uses only the standard library. It stops the
-server when neither a kernel nor a supervisor, which will start the next kernel, has held its lock for GRACE_S
-seconds. Then CLEANER removes what killed processes left. The guard restarts a server that ends unexpectedly,
-with the same store; the kernel restarts the guard.
+`guard.py NATS_SERVER CONFIGURATION LOCK GRACE_S CLEANER ...` uses only the standard library. A kernel, or a
+supervisor that will start the next kernel, locks LOCK. After GRACE_S seconds without a lock, the guard stops
+the server, and CLEANER removes what killed processes left. The guard restarts a server that has ended, with
+the same store; the kernel restarts the guard.
 """
 
 from __future__ import annotations

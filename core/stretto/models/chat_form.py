@@ -223,15 +223,17 @@ def form_of(
         )
 
     def end_in(text: str) -> tuple[str, str]:
-        """Return the text before a turn's end token, and the token: preferably one that engines stop at."""
-        place, first = 0, ("", "")
+        """Return the text before a turn's end token, and the token: the first at which engines stop; without
+        one, the first special token; without any, two empty texts."""
+        place, fallback = 0, ("", "")
         while token := token_at(text[place:]):
             start = text.index(token, place)
             if added[token] in own_ends | model_ends:
                 return text[:start], token
-            first = first if first[1] else (text[:start], token)
+            if not fallback[1]:
+                fallback = text[:start], token
             place = start + len(token)
-        return first
+        return fallback
 
     inner_tail, inner_end = end_in(inner_text.partition(_REPLY)[2])
     before, found_end, final = last_text.partition(f"{_REPLY}{inner_tail}{inner_end}")
@@ -355,7 +357,8 @@ def _same(a: str, b: str) -> int:
 
 
 def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
-    """Return a tool call with its arguments in a form. Arguments that are no JSON object stay unchanged."""
+    """Return a tool call with its arguments in the form that the template reads: a mapping, JSON text, or
+    either. Arguments that are no JSON object stay unchanged."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or "arguments" not in function:
         return call
@@ -363,7 +366,7 @@ def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
     arguments = function["arguments"]
     if isinstance(arguments, str) and (form == "mapping" or (form != "text" and not arguments.strip())):
         try:
-            value = json.loads(arguments or "{}", object_pairs_hook=partial(_once, place))
+            value = json.loads(arguments or "{}", object_pairs_hook=partial(_without_duplicates, place))
         except ValueError:
             value = None
         function["arguments"] = value if isinstance(value, dict) else arguments
@@ -372,7 +375,7 @@ def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
     return {**call, "function": function} if "function" in call else function
 
 
-def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     arguments = dict(pairs)
     if len(arguments) < len(pairs):
         keys = [key for key, _ in pairs]

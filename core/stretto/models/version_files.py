@@ -355,7 +355,7 @@ class _InMemory:
         self.files: dict[str, tuple[list[Place], FileBytes]] = {}
         """File name -> the places of its tensors, and their bytes."""
         self.deltas: dict[str, bytes] = {}
-        """Name of each file that has the layout of the previous version's file -> its delta."""
+        """File name -> its delta, for each file whose layout is the same as in the previous version."""
 
     def put(self, name: str, shard: Mapping[str, Tensor], base: _InMemory | None) -> None:
         import torch

@@ -91,14 +91,15 @@ def image_runs(tokens: NDArray[np.int32], token: int) -> int:
 
 
 def _collapse(tokens: Sequence[int], token: int, images: int) -> list[int]:
-    """Return the tokens with each of the first `images` runs of `token` as one token; keep later runs."""
+    """Return the tokens with each of the first `images` runs of `token` as one token. Keep later runs: the
+    policy has sampled them, and they stand for no image."""
     sent: list[int] = []
     runs = 0
     for previous, current in zip([None, *tokens], tokens, strict=False):
-        runs += current == token != previous
-        if current == token == previous and runs <= images:
-            continue
-        sent.append(current)
+        is_new_run = current == token and previous != token
+        runs += is_new_run
+        if current != token or is_new_run or runs > images:
+            sent.append(current)
     return sent
 
 

@@ -99,14 +99,14 @@ class Universe:
         self.log: list[str] = []
         self._rng = Random(f"pauses {seed}")
         self._kernels = 0
-        self._has_lease: SimulatedProcess | None = None
+        self._has_lease: SimulatedProcess | None = None  # the kernel that last wrote its lease
         self._owner: SimulatedProcess | None = None
         """The newest kernel; None while another kernel is about to replace it."""
         self.at_next_lease: list[Callable[[], None]] = []
         """Functions to call as soon as a kernel owns the run."""
         self.summary: dict[str, Any] | None = None
         """Summary of the newest kernel; None while that kernel runs, or if it was killed."""
-        self._began = self._expects_from = self.loop.time()
+        self._began = self._expects_from = self.loop.time()  # the run should make progress from then on
         self._longest_wait_s = 0.0
 
     def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:

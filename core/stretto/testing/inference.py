@@ -388,7 +388,7 @@ class InferenceConformance(SwapTests, ComponentConformance):
 
     @needs_model
     def test_the_first_chunk_comes_before_a_tenth_of_the_answers_time(self, served: ServedEngine) -> None:
-        """Tested with 512 tokens, in a bounded number of messages. One of three tries must pass."""
+        """Of 512 tokens. One of three tries must pass; each must send at least 10 messages, but not many."""
         shares: list[float] = []
         while min(shares, default=1.0) > 0.1 and len(shares) < 3:
             messages, start = served.messages, time.monotonic()

@@ -79,7 +79,7 @@ class Layout:
         yield from ()
 
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Restore what `carried` yielded at the checkpoint; EngineError if it is for other parameters."""
+        """Restore the tensors that `carried()` yielded. Raise EngineError if they do not fit `trained`."""
 
     # ------------------------------------------------------------------------------ the numbers
 

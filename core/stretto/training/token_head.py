@@ -405,8 +405,8 @@ def _scaled_logits(
 def _gradient_of_logits(
     logprobs: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor, entropy: Tensor, form: _Form
 ) -> Tensor:
-    """Return the gradient of the scaled logits, (C, V), from the gradients of logprob and entropy, (C,).
-    Overwrite `logprobs` to save memory."""
+    """Return the gradient of the scaled logits, (C, V), from the gradients of logprob and entropy, (C,). With
+    probabilities p: of_logprob (onehot(target) - p) - of_entropy p (log p + entropy). Uses up `logprobs`."""
     probabilities = logprobs.exp()
     if form.entropy_gradient:
         factor = logprobs.add_(entropy[:, None]).mul_(-of_entropy[:, None]).sub_(of_logprob[:, None])

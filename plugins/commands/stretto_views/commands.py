@@ -162,16 +162,9 @@ def plot(
     window: Annotated[
         int, typer.Option("--smooth", min=1, metavar="STEPS", help="Draw means over this many steps.")
     ] = 1,
-    out: Annotated[Path | None, typer.Option("--out", "-o", hidden=True)] = None,
 ) -> None:
     """Draw the curves of one run, or of several over each other, in the terminal."""
     from stretto_views.plot import draw_text, wanted_panels
-
-    if out is not None:
-        raise ConfigError(
-            f"-o {out}: `stretto plot` draws text alone; `stretto report RUN` writes a file, and the page of "
-            "`stretto ui` saves a chart as PNG or CSV"
-        )
 
     wanted = [key.strip() for key in keys.split(",") if key.strip()]
     panels = wanted_panels(_runs_in(folders), wanted, window)

@@ -100,7 +100,7 @@ def run_backward(
         if neighbours.hidden_out is None:
             output = loss_of(index, output)
         else:
-            output = output.float()
+            output = output.float()  # channels carry float32
             neighbours.hidden_out.send(output.detach().contiguous())
         in_flight[index] = hidden, output
 

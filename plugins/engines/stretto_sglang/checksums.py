@@ -56,7 +56,8 @@ class Checksums:
     def _matches(
         self, name: str, checksum: str, places: Sequence[Place], published: Mapping[str, str]
     ) -> bool:
-        """Return True if the server's tensor `name` can be the file tensors `places`, joined in order."""
+        """Return False only if the server's tensor `name` is not the file tensors `places`, joined in order.
+        If the files do not give its checksum, compare whether both have changed since the last version."""
         same_dtype = all(place.dtype == self._dtype for place in places)
         if self._exact and same_dtype:
             return checksum in _expected(places)

@@ -123,7 +123,7 @@ class TorchInferenceEngine:
     # --------------------------------------------------------------------------- on the event loop
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
-        """See `InferenceEngine`."""
+        """Load the model in the engine's thread, and watch that thread (`InferenceEngine.start`)."""
         self._loop = asyncio.get_running_loop()
         self._emit = emit
         self._tasks = tasks

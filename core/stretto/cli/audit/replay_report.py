@@ -97,7 +97,7 @@ def report_of(
     replay: RunFolder,
     weights: Sequence[Iterable[StepWeights]],
 ) -> ReplayReport:
-    """Compare a complete replay with its run, and the importance weights of both."""
+    """Complete the report `begun` of a replay that has ended: compare it with its run, and both `weights`."""
     replayed = read_journal(replay.folder).history
     recorded, reached = recording.reached, replayed.reached
     compared = [each for each in batches if each.version + 1 in recorded]  # the run may have ended in a step

@@ -62,7 +62,7 @@ class Admission:
         fleet.on_change = self._on_change
         fleet.hears = lambda: self._bus.connected
         fleet.reconnect_s = self._bus.reconnect_s
-        self._engines.on_callable = self._look
+        self._engines.on_callable = self._update_routes
 
     async def serve(self) -> None:
         """Subscribe to the workers' messages: joins, heartbeats, and leaving."""
@@ -100,7 +100,7 @@ class Admission:
             for each in member.held
         )
 
-    def _look(self, member: FleetMember) -> None:
+    def _update_routes(self, member: FleetMember) -> None:
         self._routes.look(member)
         self._notify()
 
@@ -170,14 +170,14 @@ class Admission:
     def _on_ready(self, member: FleetMember) -> None:
         log.info("worker ready", worker=member.worker)
         self._journal.hear(FleetChanged(member.worker, "ready"))
-        if member.role == "inference":
+        if member.role == "inference":  # it becomes callable when it serves the current weights
             self._tasks.start_soon(self._engines.keep_current, member)
         else:
             member.callable = True
-            self._look(member)
+            self._update_routes(member)
 
     def _on_change(self, member: FleetMember) -> None:
-        self._look(member)
+        self._update_routes(member)
         self._engines.changed(member)
 
     def _on_left(self, member: FleetMember, why: str) -> None:

@@ -78,11 +78,12 @@ class Candidates:
         return [rollout for rollout, known in self._told.items() if former.get(rollout) != known]
 
     def _all(self) -> dict[str, dict[str, Hashable]]:
+        """Return rollout worker -> candidate -> the candidate's group, computed again after a change."""
         if self._known is None:
             self._known = {rollout: {} for rollout in self._rollouts}
             groups: dict[tuple[Hashable, int], list[str]] = {}
-            for worker, group in self._group_of.items():
-                groups.setdefault(group, []).append(worker)
+            for worker, group_and_least in self._group_of.items():
+                groups.setdefault(group_and_least, []).append(worker)
             for (group, least), workers in groups.items():
                 for rollout, candidates in _choices(list(self._rollouts), workers, least).items():
                     self._known[rollout] |= dict.fromkeys(candidates, group)

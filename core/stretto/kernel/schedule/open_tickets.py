@@ -206,7 +206,7 @@ class OpenTickets:
             self._holders.put(ticket.id, worker)
 
     def failed(self, ticket: OpenTicket, worker: str) -> None:
-        """Record that the current attempt of an unfinished ticket has failed, and its start if unknown."""
+        """Record that the current attempt of an unfinished ticket has failed; its start may be unknown."""
         self.started(ticket, worker)
         ticket.worker = ""
         self._holders.put(ticket.id, "")

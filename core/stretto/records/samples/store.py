@@ -255,6 +255,7 @@ class _SegmentReader:
     def take(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]
     ) -> list[dict[str, Any]]:
+        """Return row `offsets[i]` of part `parts[i]` for each i. Each part, a row group, is read once."""
         rows: list[dict[str, Any]] = [{}] * len(parts)
         for part in np.unique(parts).tolist():
             [positions] = np.nonzero(parts == part)

@@ -93,7 +93,7 @@ class GeneratedSample:
         return self._column("version")
 
     def kept(self) -> KeptTokens | None:
-        """Return the kept tokens of each token; None if the engine has not sent them for all tokens."""
+        """Return, for each token, the tokens that top_p, top_k and min_p kept; None unless all were sent."""
         kept_tokens = KeptTokens.concat(self.kept_parts) if self.kept_parts else KeptTokens.none(0)
         return kept_tokens if len(kept_tokens) == self.length else None
 

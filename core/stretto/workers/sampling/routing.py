@@ -48,12 +48,12 @@ class _Replica:
         """When the worker last sampled a token, or had nothing to do."""
 
     def update(self, load: EngineFigures | None) -> None:
-        """Take the figures of the worker's latest heartbeat. They are a second or two old, so subtract the
-        most samples that this process had at the worker since the last figures: others have the rest."""
+        """Take the figures of the worker's latest heartbeat. Their number of samples is a second or two old,
+        and includes ours: other processes have that number minus our maximum since the last figures."""
         if load is None or load == self.load:
             return
         has_sampled = self.load is None or load.generated_tokens != self.load.generated_tokens
-        if has_sampled or not self._open_samples:
+        if has_sampled or not self._open_samples:  # an idle worker is not stuck
             self._progress_at = self._clock()
         self.load = load
         self.other_samples = max(0, load.samples - self._peak)
