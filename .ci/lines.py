@@ -14,6 +14,7 @@ import subprocess
 import tokenize
 from collections import Counter
 from pathlib import Path
+from typing import TypeGuard
 
 ROOT = Path(__file__).resolve().parents[1]
 _PAGES = (".js", ".css", ".html")
@@ -66,11 +67,7 @@ def _python(text: str) -> tuple[int, int]:
     """The numbers of code lines and of docstring lines."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        if (
-            isinstance(node, ast.Expr)
-            and isinstance(node.value, ast.Constant)
-            and type(node.value.value) is str
-        ):
+        if is_docstring(node):
             documented.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     used: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -78,6 +75,13 @@ def _python(text: str) -> tuple[int, int]:
             used.update(range(token.start[0], token.end[0] + 1))
     lines = text.splitlines()
     return _lengths([lines[number - 1] for number in used - documented]), len(documented)
+
+
+def is_docstring(node: ast.AST) -> TypeGuard[ast.Expr]:
+    """Whether a statement is a text alone: a docstring, or a comment of a field or constant."""
+    return (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and type(node.value.value) is str
+    )
 
 
 def _lengths(lines: list[str]) -> int:

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from lines import is_docstring
+
 ROOT = Path(__file__).resolve().parents[1]
 PASSED = ROOT / ".ci" / "served.sha256"
 SERVERS = {"sglang": "TestSglang", "vllm": "TestVllm"}
@@ -65,16 +67,8 @@ def _content(file: Path) -> bytes:
     module = ast.parse(file.read_text())
     for node in ast.walk(module):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            node.body = [each for each in node.body if not _is_text(each)]
+            node.body = [statement for statement in node.body if not is_docstring(statement)]
     return ast.dump(module).encode()
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 if __name__ == "__main__":

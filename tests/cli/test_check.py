@@ -281,6 +281,7 @@ MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TRAIN = f"path={MODEL.parent}/train.jsonl"
 TORCH = f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"
 HELD = "evaluation={dataset: {use: jsonl, path: held.jsonl}, sampling: {temperature: 0}}"
+SAME_ROWS = "evaluation.dataset.path=rows.jsonl"
 ANSWER, STOP = "evaluation.sampling.max_tokens", "sampling.stop_token_ids=[3]"
 PAIRS = f"dataset.path={MODEL.parent}/pairs.jsonl", "algorithm=dpo", "queue.batch_size=8"
 OWN = {
@@ -334,7 +335,6 @@ ODD = {
     'sampling.stop=["\\\\n"]': r"warning sampling.stop: has '\\n', a backslash and a letter",
     "sampling.temperature=5": "warning sampling.temperature: is 5",
     "queue.min_members=99": "warning queue.min_members: is 99, but a group has",
-    "queue.batch_size=8": "",
     "rollout.concurrency=1": "warning rollout.concurrency: is 1",
     "workflow.timeout_s=0.001": "warning workflow.timeout_s: is 0.001: nothing ends in so short",
     "algorithm.eps_clip=5": "warning algorithm.eps_clip: is 5",
@@ -352,18 +352,14 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
 @pytest.mark.parametrize(
     ("overrides", "messages"),
     [
-        ((*TORCH, *ODD), [*filter(None, ODD.values())]),
+        ((*TORCH, "queue.batch_size=8", *ODD), [*ODD.values()]),
         (("sampling.stop=['']",), ["error override sampling.stop.0: expected str of length >= 1"]),
         ((REWARD("Scorer"),), ["'Scorer' is a class; expected a function"]),
         ((REWARD("PI"),), ["'PI' is a value; expected a function"]),
         (
             (
-                *(
-                    *TORCH,
-                    HELD,
-                    "sampling.stop_token_ids=[99999]",
-                    "evaluation.sampling.logit_bias={99999: 5}",
-                ),
+                *(*TORCH, HELD, "sampling.stop_token_ids=[99999]"),
+                "evaluation.sampling.logit_bias={99999: 5}",
                 *("inference.context_length=100000", "inference.canary.tokens=600"),
                 *("training.warmup_steps=1000", "evaluation.rows=99", "evaluation.samples=8"),
                 "variants={a: {}, b: {sampling: {stop_token_ids: [99998]}}}",
@@ -388,13 +384,7 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ["error inference.context_length: is at most 4096 by default"],
         ),
         (
-            (
-                *TORCH,
-                HELD,
-                "inference.context_length=64",
-                f"{ANSWER}=64",
-                "evaluation.dataset.path=rows.jsonl",
-            ),
+            (*TORCH, HELD, SAME_ROWS, "inference.context_length=64", f"{ANSWER}=64"),
             [
                 "error evaluation.sampling.max_tokens: is 64, but inference.context_length",
                 "4 of 4 held-out rows are also rows of `dataset`",
@@ -409,12 +399,8 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         (
             (
                 *(*TORCH, "training.lr=1e-5", "training.lora.rank=4", f"dataset.{TRAIN}"),
-                *(
-                    "sampling={max_tokens: 1, ignore_eos: true}",
-                    HELD,
-                    f"evaluation.dataset.{TRAIN}",
-                    f"{ANSWER}=1",
-                ),
+                "sampling={max_tokens: 1, ignore_eos: true}",
+                *(HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"),
             ),
             [
                 "warning training.lr: is 1e-05, and adapters need about ten times the rate",

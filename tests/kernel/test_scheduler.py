@@ -543,6 +543,16 @@ TestScheduler.settings = settings(
 # --------------------------------------------------------------------------------- rules by example
 
 
+def test_admission_fills_the_queue_and_follows_retirement() -> None:
+    scheduler = started(steps=10, batch_size=2, max_staleness=1)
+    tickets = issued(scheduler)
+    assert [ticket.id for ticket in tickets] == [0, 1, 2, 3]  # (η + 1) · B
+    scheduler.group_done(done(tickets[0], 0))
+    assert scheduler.commands() == []  # finished is not retired
+    scheduler.group_failed(failed(tickets[1], filtered=True))
+    assert [ticket.id for ticket in issued(scheduler)] == [4]  # what is left out gives its slot back
+
+
 def test_a_batch_waits_for_the_earliest_deadline_when_others_would_miss_theirs() -> None:
     scheduler = started(steps=9, max_staleness=1)
     slow, quick = issued(scheduler)  # both due by version 1

@@ -303,6 +303,15 @@ def test_a_wrong_section_is_refused(tmp_path: Path, keys: dict[str, Any], messag
         composed(tmp_path, **keys)
 
 
+def test_a_machine_without_a_sandbox_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with pytest.raises(RewardError, match="No permissions to create new namespace"):
+        SandboxRunner("bubblewrap", 1)
+
+
 def test_a_module_that_cannot_be_imported_is_named() -> None:
     with pytest.raises(RewardError, match="No module named 'nowhere'"):
         SandboxRunner("bubblewrap", 1, ("nowhere",))

@@ -11,6 +11,7 @@ import pytest
 
 from fixture_types import Start
 from stretto.bus.messages.events import BatchStarted, Event, RunOwned
+from stretto.records.run_folder import RunFolder
 from worlds import in_both_worlds, module_in_both_worlds
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -156,6 +157,12 @@ def test_other_values_begin_with_the_newest_checkpoint_whatever_is_killed(start:
         if "9999" in (folder / "mock.json").read_text():  # damaged above, and later than what was resumed
             shutil.rmtree(folder)
     run.assert_audit_is_clean()
+    [first, *_] = [
+        event.tickets for event in events if isinstance(event, BatchStarted) and event.version == 4
+    ]
+    in_force = RunFolder(run.folder).history.batches.values()
+    for ticket in first:  # of the batch that was replaced
+        assert sum(ticket in batch.tickets for batch in in_force) <= 1, ticket
     lines = run.metrics()
     assert [line["step"] for line in lines] == list(range(1, 26))
     assert all(line["staleness_max"] <= 1 for line in lines[4:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import numpy as np
@@ -63,13 +63,16 @@ def context(model: Path, folder: Path) -> Context:
     return Context(run=folder.name, name="test", seed=1, model=str(model), folder=str(folder))
 
 
-async def test_logprobs_are_those_of_each_tokens_own_version(tiny_models: Models, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_swap", ["recompute", "keep_cache"])
+async def test_logprobs_are_those_of_each_tokens_own_version(
+    tiny_models: Models, tmp_path: Path, on_swap: Literal["recompute", "keep_cache"]
+) -> None:
     """Three swaps, each with 8 x 8 samples in flight, against the training engine's forward."""
     model = tiny_models("qwen2")
     trainer = HFTraining(TorchTrainingConfig(lr=3e-3, warmup_steps=0), context(model, tmp_path))
     trainer.load(None)
     publisher, subscriber = transport_ends(tmp_path)
-    config = TorchInferenceConfig(on_swap="recompute", slots=64, context_length=128)
+    config = TorchInferenceConfig(on_swap=on_swap, slots=64, context_length=128)
     engine = TorchInferenceEngine(config, context(model, tmp_path))
     collected, saved, prompts = Collected(), dict[int, Path](), dict[str, np.ndarray[Any, Any]]()
     random = np.random.default_rng(0)
@@ -117,7 +120,10 @@ async def test_logprobs_are_those_of_each_tokens_own_version(tiny_models: Models
             own = row.numpy()[-len(whose) :][whose == version]
             reported = collected.column(key, "logprobs")[whose == version]
             worst = max(worst, float(np.abs(own - reported).max(initial=0)))
-    assert worst <= 1e-4
+    if on_swap == "recompute":
+        assert worst <= 1e-4
+    else:
+        assert 1e-4 < worst < 10  # going on over an old cache is something else, and it can be measured
 
 
 # -------------------------------------------------------------------------------- bit for bit

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -222,6 +223,23 @@ async def test_nothing_that_a_child_started_outlives_it(tmp_path: Path, end: str
             guard.children()[0].kill()
         if end != "closed":
             await until(lambda: not sleepers(mark))
+    await until(lambda: not sleepers(mark))
+
+
+WORKER = """
+import subprocess, sys, time
+from stretto.user_code.guard import guarded
+subprocess.Popen(guarded(["sh", "-c", "setsid sleep {mark} & sleep {mark}"]))
+time.sleep(1000)
+"""
+
+
+async def test_nothing_outlives_a_worker_that_is_killed() -> None:
+    mark = f"1000.{os.getpid()}4"
+    worker = subprocess.Popen([sys.executable, "-c", WORKER.format(mark=mark)])
+    await until(lambda: len(sleepers(mark)) == 2)
+    worker.kill()
+    worker.wait()
     await until(lambda: not sleepers(mark))
 
 

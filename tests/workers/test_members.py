@@ -299,6 +299,7 @@ def raised_from(error: Exception, cause: Exception | None = None) -> Exception:
     [
         (KeyError("x"), "environment"),
         (FileNotFoundError("x"), "environment"),
+        (ConnectionResetError("x"), "infrastructure"),
         (TimeoutError(), "infrastructure"),
         (OSError(28, "no space"), "infrastructure"),
         (Status(503), "infrastructure"),

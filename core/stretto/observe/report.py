@@ -285,7 +285,8 @@ class Report:
         """Record the first of successive steps in which all gradients of some model were not finite."""
         is_first, self._skipped = bool(skipped) and not self._skipped, bool(skipped)
         if is_first:
-            step, models = self.last["step"], " and ".join(key[:-1] or "the lead model" for key in skipped)
+            step = self.last["step"]
+            models = " and ".join(prefix.removesuffix("/") or "the lead model" for prefix in skipped)
             log.warning("gradient is not finite: the step changes nothing", step=step, model=models)
             self._facts.problems.append(
                 f"step {step}: the gradient of {models} was not finite, and changed nothing"
