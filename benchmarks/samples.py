@@ -99,7 +99,7 @@ def batch(rng: np.random.Generator, vocabulary: list[str]) -> Table:
     messages = (each for ticket in range(GROUPS_A_BATCH) for each in group(ticket, rng, vocabulary))
     for sequence, message in enumerate(messages, 1):
         joiner.add(sequence, message)
-    return joiner.take()["train"]
+    return joiner.pop_rows()["train"]
 
 
 def moved(table: Table, number: int) -> Table:

@@ -68,7 +68,7 @@ def place(
     for job, spot in running.values():
         for room in rooms:
             if room.node.name == spot.node:
-                room.take(job, spot.gpus)
+                room.occupy(job, spot.gpus)
     spots: dict[str, Spot] = {}
     for unit in _units(jobs):
         fitting = [room for room in rooms if room.fits(unit)]
@@ -106,7 +106,7 @@ class _Room:
             gpus, resources = trial.choose(job), job.resources
             if len(gpus) < resources.gpus or trial.memory_gb < (resources.memory_gb or 0):
                 return False
-            trial.take(job, gpus)
+            trial.occupy(job, gpus)
         return True
 
     def choose(self, job: Job) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ class _Room:
         fitting = [gpu for gpu in self.gpus if self.gpus[gpu] >= share - 1e-9]
         return tuple(sorted(fitting, key=lambda gpu: -self.gpus[gpu])[: job.resources.gpus])
 
-    def take(self, job: Job, gpus: Sequence[str]) -> None:
+    def occupy(self, job: Job, gpus: Sequence[str]) -> None:
         for gpu in gpus:
             self.gpus[gpu] -= job.resources.share
         self.cores -= job.resources.threads
@@ -125,7 +125,7 @@ class _Room:
 
     def add(self, job: Job) -> Spot:
         gpus = self.choose(job)
-        self.take(job, gpus)
+        self.occupy(job, gpus)
         return Spot(self.node.name, gpus)
 
     def preference(self, job: Job) -> tuple[float, ...]:

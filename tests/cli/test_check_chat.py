@@ -16,7 +16,7 @@ from kernel_setup import write_run
 from stretto.algorithm import Encoded
 from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError
-from stretto.rl.supervised import fitted
+from stretto.rl.supervised import cut_to_fit
 
 ASK = {"role": "user", "content": "ok?"}
 
@@ -178,11 +178,11 @@ def test_prompts_without_a_token_and_a_tokenizer_that_does_not_fit_are_refused(t
 
 def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     rows, row = DatasetConfig(use="jsonl"), Encoded([1, 2, 3, 4], [False, False, True, True])
-    assert fitted(row, rows, 4) == row
+    assert cut_to_fit(row, rows, 4) == row
     too_long = r"4 tokens, and the model has 3 positions; dataset\.max_tokens cuts"
     with pytest.raises(ConfigError, match=too_long):
-        fitted(row, rows, 3)
-    cut = fitted(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
+        cut_to_fit(row, rows, 3)
+    cut = cut_to_fit(row, DatasetConfig(use="jsonl", max_tokens=3), 3)
     assert cut == Encoded([1, 2, 3], [False, False, True])
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
-        fitted(row, DatasetConfig(use="jsonl", max_tokens=2), 3)
+        cut_to_fit(row, DatasetConfig(use="jsonl", max_tokens=2), 3)

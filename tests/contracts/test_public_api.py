@@ -1,4 +1,4 @@
-"""The public API is the one that `public_api.txt` lists, and what leaves it names its replacement."""
+"""The public API is the one that `public_api.txt` lists."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 import stretto
 from public_api import CORE, public_api, public_modules
-from stretto.api import API_VERSION, mismatch, replaced_by
+from stretto.api import API_VERSION, mismatch
 
 GOLDEN = Path(__file__).with_name("public_api.txt")
 
@@ -39,26 +39,6 @@ def test_the_list_shows_a_change_of_a_signature(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(Path, "read_text", read_changed)
     assert "def nearest(w: str" in public_api()
     assert public_api() != read(GOLDEN)
-
-
-def test_a_deprecated_name_warns_where_it_is_used_and_names_its_replacement() -> None:
-    @replaced_by("stretto.run", since="1.1")
-    def train(steps: int) -> int:
-        return steps
-
-    @replaced_by("stretto.RunHandle", since="1.1")
-    class Handle:
-        pass
-
-    with pytest.warns(
-        DeprecationWarning, match=r"train is deprecated since API 1\.1; use stretto\.run"
-    ) as told:
-        assert train(3) == 3
-    assert told[0].filename == __file__
-    with pytest.warns(
-        DeprecationWarning, match=r"Handle is deprecated since API 1\.1; use stretto\.RunHandle"
-    ):
-        Handle()
 
 
 def test_an_api_version_is_compared_with_that_of_this_stretto() -> None:

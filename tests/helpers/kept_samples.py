@@ -47,5 +47,5 @@ class Kept:
         self.add(trained([f"{step}/1/0", f"{step}/1/1"], version=step - 1))
 
     def flush(self) -> None:
-        for purpose, table in self.joiner.take().items():
+        for purpose, table in self.joiner.pop_rows().items():
             self.segments.write(purpose, table)

@@ -24,10 +24,10 @@ def test_a_deadline_queue_keeps_order_and_a_bounded_heap() -> None:
     assert queue.in_order() == expected
     assert len(queue._heap) <= 2 * len(queue) + 65  # pyright: ignore[reportPrivateUsage]
     assert queue.first() == expected[0]
-    assert queue.take(50) == expected[:50]
+    assert queue.pop(50) == expected[:50]
     assert queue.in_order() == expected[50:]
     with pytest.raises(IndexError):
-        queue.take(len(queue) + 1)
+        queue.pop(len(queue) + 1)
 
 
 def test_holders_know_who_has_a_ticket_last() -> None:

@@ -206,7 +206,7 @@ class History:
 class Trainers:
     """Trainers whose digests depend on the version alone."""
 
-    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def until_done(self, work: Callable[[], Awaitable[T]]) -> T:
         return await work()
 
     async def load(

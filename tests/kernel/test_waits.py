@@ -63,7 +63,7 @@ A, B = "inference-0", "inference-1"
         ),
         pytest.param(
             [A],
-            [(0.5, "take"), (0.5, "away", A, EVALUATION), (10.0, "begin"), (10.0, "lacks", GROUPS), (12.0,)],
+            [(0.5, "end"), (0.5, "away", A, EVALUATION), (10.0, "begin"), (10.0, "lacks", GROUPS), (12.0,)],
             ((EVALUATION, 2.0),),
             id="what happens while a step trains is no wait",
         ),
@@ -83,4 +83,4 @@ def test_training_waits_for(
             taken = getattr(watched, call[0])(*call[1:])
             assert taken in (None, ((Cause("overhead"), 0.5),))
     assert watched.cause == waits[-1][0]
-    assert watched.take() == waits
+    assert watched.end() == waits

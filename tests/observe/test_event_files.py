@@ -109,7 +109,7 @@ async def test_what_a_former_kernel_did_not_write_and_a_full_disk_held_up_is_wri
     async with open_bus("kernel") as bus, anyio.create_task_group() as tasks:
         await store(await own_journal(bus, names, "0"), 1, 2)  # and it was killed
         writer, events = await own_journal(bus, names, "0"), EventLog(tmp_path, facts)
-        writer.on_stored = lambda sequence, message, _: events.take(sequence, message)
+        writer.on_stored = lambda sequence, message, _: events.append(sequence, message)
         await store(writer, 3)
         tasks.start_soon(events.keep, bus, names)
         await until(lambda: versions(tmp_path) == [1, 2, 3])
@@ -135,11 +135,11 @@ async def test_a_message_that_is_read_back_before_its_acknowledgement_is_written
         acknowledged: list[tuple[int, EventBatch]] = []
         writer.on_stored = lambda sequence, message, _: acknowledged.append((sequence, message))
         await store(writer, 1, 2)
-        events.take(*acknowledged[0])
+        events.append(*acknowledged[0])
         await events.complete(bus, names, facts.ending)  # reads both
-        events.take(*acknowledged[1])
+        events.append(*acknowledged[1])
         await store(writer, 3)
-        events.take(*acknowledged[2])
+        events.append(*acknowledged[2])
         events.close()
     assert versions(tmp_path) == [1, 2, 3]
 
@@ -175,7 +175,7 @@ async def test_a_disk_that_stays_full_is_a_problem_of_the_summary(
     facts = make_setup(tmp_path, steps=1).facts
     async with open_bus("kernel") as bus:
         writer, events = await own_journal(bus, names, "0"), EventLog(tmp_path, facts)
-        writer.on_stored = lambda sequence, message, _: events.take(sequence, message)
+        writer.on_stored = lambda sequence, message, _: events.append(sequence, message)
         await store(writer, 1)
         with capture_logs(), no_file_larger_than(10):
             await events.complete(bus, names, facts.ending)
@@ -249,10 +249,10 @@ def test_figures_follow_from_the_files(start: Start, tmp_path: Path) -> None:
     report = Report(setup, Adviser(setup.composed.document))
     events = events_of(run.folder)
     for time, event in events:
-        report.take(time, event)
+        report.add(time, event)
     assert lines_of(again) == lines_of(run.folder)
     time, newest = next(each for each in reversed(events) if isinstance(each[1], StepMeasured))
-    report.take(time, msgspec.structs.replace(newest, skipped=("", "critic/")))
+    report.add(time, msgspec.structs.replace(newest, skipped=("", "critic/")))
     said = "step 6: the gradient of the lead model and critic was not finite, and changed nothing"
     assert setup.facts.problems == [said]
 

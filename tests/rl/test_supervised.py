@@ -14,7 +14,7 @@ from stretto.algorithm import Encoded
 from stretto.dataset import Message
 from stretto.errors import ConfigError
 from stretto.models.tokenizer import ByteTokenizer
-from stretto.rl.supervised import given_tokens, prompt_and_answer
+from stretto.rl.supervised import prompt_and_answer, tokens_of_row
 from stretto.tokenizer import Tokenizer
 
 ASK = {"role": "user", "content": "1+1?"}
@@ -150,9 +150,9 @@ def test_reasoning_may_leave_the_history_of_the_prompt(tmp_path: Path) -> None:
 def test_given_tokens_are_taken_if_they_are_those_of_the_model() -> None:
     tokenizer = ByteTokenizer()
     row = {"id": 7, "prompt": "ab", "completion": "cd", "tokens": [*b"ab cd"], "loss_mask": [1, 0, 0, 1, 1]}
-    encoded = given_tokens(row, "completion", tokenizer)
+    encoded = tokens_of_row(row, "completion", tokenizer)
     assert encoded == (list(b"ab cd"), [False, False, False, True, True])
-    assert given_tokens({**row, "loss_mask": None}, "completion", tokenizer) is None
+    assert tokens_of_row({**row, "loss_mask": None}, "completion", tokenizer) is None
     for change, message in (
         ({"tokens": [1, 2, 3, 4, 5]}, "is not the text of the column 'completion' in this model's tokens"),
         ({"loss_mask": [1]}, "expected a list of token ids"),
@@ -160,4 +160,4 @@ def test_given_tokens_are_taken_if_they_are_those_of_the_model() -> None:
         ({"tokens": "ab cd"}, "expected a list of token ids"),
     ):
         with pytest.raises(ConfigError, match=f"column 'tokens' of row 7: .*{message}"):
-            given_tokens(row | change, "completion", tokenizer)
+            tokens_of_row(row | change, "completion", tokenizer)

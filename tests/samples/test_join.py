@@ -21,7 +21,7 @@ class Log:
         """Add messages, and return the rows that are complete now."""
         for message in messages:
             self.joiner.add(self.joiner.following, message)
-        rows = [row for table in self.joiner.take().values() for row in table.to_pylist()]
+        rows = [row for table in self.joiner.pop_rows().values() for row in table.to_pylist()]
         return [(row["id"], row["outcome"], row["step"], row["reason"]) for row in rows]
 
     def group(self, ticket: int, attempt: int = 1, purpose: Any = "train", version: int = 0) -> list[Row]:

@@ -118,7 +118,6 @@ class MessageCall:
         self._text_open = False
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return a `message`."""
         [reply] = replies
         text = [{"type": "text", "text": reply.text, "citations": None}] if reply.text else []
         content = [*text, *map(_tool_use, reply.message.get("tool_calls", []))]
@@ -161,7 +160,6 @@ class MessageCall:
         yield _event("message_stop")
 
     def failed(self, error: ApiError) -> Event:
-        """Return an `error` event."""
         return "error", anthropic_error(error)
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:

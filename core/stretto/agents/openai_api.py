@@ -182,7 +182,6 @@ class ChatCall:
         self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return a `chat.completion`."""
         choices: list[dict[str, Any]] = []
         for index, reply in enumerate(replies):
             calls = _tool_calls(reply)
@@ -220,7 +219,6 @@ class ChatCall:
             yield "", {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def failed(self, error: ApiError) -> Event:
-        """Return the error as a chunk."""
         return "", {"error": openai_error(error)}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -275,7 +273,6 @@ class CompletionCall:
         self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return a `text_completion`."""
         choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
         return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
 
@@ -298,7 +295,6 @@ class CompletionCall:
             yield "", {**self._head(), "choices": [], "usage": _usage(replies, self._ask.n)}
 
     def failed(self, error: ApiError) -> Event:
-        """Return the error as a chunk."""
         return "", {"error": openai_error(error)}
 
     def _head(self) -> dict[str, Any]:
@@ -365,7 +361,6 @@ class ResponseCall:
         self._begun = False
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
-        """Return a `response`."""
         [reply] = replies
         self._earlier[self._id] = [*self._messages, reply.message]
         truncated = reply.answer.finish == "length" and "tool_calls" not in reply.message
@@ -427,7 +422,6 @@ class ResponseCall:
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> Event:
-        """Return an `error` event."""
         data = openai_error(error)
         return self._event("error", code=data["code"], message=data["message"], param=data["param"])
 

@@ -174,7 +174,6 @@ class Assembly:
         return max(_ROWS_PER_GROUP, rows / (groups * _IN_TIME)) if groups else _ROWS_PER_GROUP
 
     def resources_of(self, worker: str) -> Resources:
-        """Return the resources of a worker's process."""
         role = worker.partition("-")[0]
         if role != "trainer":
             return self.composed.section(role)

@@ -214,7 +214,7 @@ class NatsServer:
     folder: Path
     command: list[str]
     process: subprocess.Popen[bytes] | FormerProcess
-    as_before: bool = False
+    is_former: bool = False
     """Whether a former kernel started the server, so that workers of that kernel are connected to it."""
 
     @classmethod
@@ -241,7 +241,7 @@ class NatsServer:
             if place and is_same and await _server_name(place.near, place.port) == run:
                 url, _ = _urls(place, config)
                 log.info("nats-server lives on", url=url)
-                return cls(url, folder, command, former, as_before=True)
+                return cls(url, folder, command, former, is_former=True)
             await _end_former(former, folder / "guard.pid")
         place = _with_port(listening(config))
         _write_new_files(folder, run, config, logs, place)

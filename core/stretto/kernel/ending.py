@@ -36,7 +36,6 @@ class Ending:
         """Whether another kernel owns the run now. This kernel then changes no file of the run any more."""
 
     def end(self, status: State, reason: str) -> None:
-        """End the run at once."""
         if self.status == "running":
             self.status, self.reason = status, reason
         self.over.set()

@@ -58,6 +58,7 @@ from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.tickets import TicketQueue
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.steps import Steps
+from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
@@ -129,7 +130,7 @@ class Kernel:
         if continues:
             await fleet.adopt(setup.workers, self._tasks)  # before workers hear of this kernel
             self._admission.on_trainer_lost = lambda worker, how: None  # new trainers replace them
-        adopts, adopts_trainers = bool(fleet.adoption.absent), fleet.adoption.has_trainers
+        workers_live, trainers_live = bool(fleet.adoption.absent), fleet.adoption.has_trainers
         self._tasks.start_soon(self._beacons)
         self._tasks.start_soon(fleet.watch)
         self._tasks.start_soon(watch_bus, setup, self._bus, self._ending)
@@ -144,7 +145,7 @@ class Kernel:
                 await fleet.adoption.until_others_left(self._ending.over, fleet.reconnect_s)
             await fleet.launch(setup.workers, self._tasks)
             self._facts.note = ""
-            self._tasks.start_soon(self._begin, adopts, adopts_trainers)
+            self._tasks.start_soon(self._begin, workers_live, trainers_live)
             await self._ending.over.wait()
         finally:
             with anyio.CancelScope(shield=True):
@@ -164,31 +165,51 @@ class Kernel:
         await bus.subscribe(names.tickets_started, TicketsStarted, self._take_starts)
         await bus.subscribe(names.progress, Progress, self._hear)
 
-    async def _begin(self, adopts: bool, adopts_trainers: bool) -> None:
-        """Load or recover weights and scheduler, wait for the workers, and start to issue tickets."""
-        resumption = self._resumption
-        living: Living | None = None
-        recovered: Recovered | None = None
-        if resumption is not None:
-            if adopts_trainers:
-                living = await self._living_trainers(resumption)
-            self._replace_lost_trainers()
-        nonces = await self._admission.until_trainers_ready()
-        self._trainers.nonces = nonces
-        lead_worker = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
-        if resumption is not None:
-            recovered = await resumption.repeat(living)
-            if adopts:
-                since, version = resumption.stored.journal.heard_at, self._scheduler.version
-                self._journal.hear(Replaced(since, "kernel", "killed", version, recovered.repeated))
-            notes = tuple(self._steps.current(note) for note in recovered.notes)
+    async def _begin(self, workers_live: bool, trainers_live: bool) -> None:
+        """Load or recover the weights, own the run, wait for the workers, and start to issue tickets.
+
+        `workers_live`, `trainers_live`: whether processes of a former kernel go on in this one."""
+        if self._resumption is None:
+            recovered, notes = None, await self._load()
         else:
-            notes = await self._trainers.load(None, 0)
+            recovered, notes = await self._recover(self._resumption, workers_live, trainers_live)
         if self._ending.over.is_set():
             return
-        if recovered is None:
-            self._replace_lost_trainers()
+        self._own(recovered, notes)
+        self._facts.note = ""
+        await self._admission.until_all_callable()
+        await self._samples.until_followed()
+        if not self._ending.over.is_set():
+            await self._start_schedule(recovered)
+
+    async def _load(self) -> tuple[WeightsNote, ...]:
+        """Load the initial models. A trainer that is lost before this is done ends the run."""
+        await self._meet_trainers()
+        notes = await self._trainers.load(None, 0)
+        self._enable_replacement()
+        return notes
+
+    async def _recover(
+        self, resumption: Resumption, workers_live: bool, trainers_live: bool
+    ) -> tuple[Recovered, tuple[WeightsNote, ...]]:
+        """Bring trainers and scheduler to where the stored events end."""
+        living = await self._living_trainers(resumption) if trainers_live else None
+        self._enable_replacement()
+        await self._meet_trainers()
+        recovered = await resumption.repeat(living)
+        if workers_live:
+            since, version = resumption.stored.journal.heard_at, self._scheduler.version
+            self._journal.hear(Replaced(since, "kernel", "killed", version, recovered.repeated))
+        return recovered, tuple(self._steps.current(note) for note in recovered.notes)
+
+    async def _meet_trainers(self) -> None:
+        """Wait until all trainers have joined: calls go to these, and engines fetch weights from the lead."""
+        nonces = self._trainers.nonces = await self._admission.until_trainers_ready()
+        lead_worker = self._trainers.placement.lead.workers[0]
+        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
+
+    def _own(self, recovered: Recovered | None, notes: tuple[WeightsNote, ...]) -> None:
+        """Announce the weights, and let the scheduler take in events from now on."""
         self._steps.begin(notes[-1])
         self._engines.remember(notes)
         self._engines.announce(notes[-1])
@@ -198,11 +219,9 @@ class Kernel:
         for sequence, outcome in recovered.later if recovered else ():
             self._tickets.take_in(sequence, outcome, self._take_in)
         self._tasks.start_soon(self._engines.look_after_lending)
-        self._facts.note = ""
-        await self._admission.until_all_callable()
-        await self._samples.until_followed()
-        if self._ending.over.is_set():
-            return
+
+    async def _start_schedule(self, recovered: Recovered | None) -> None:
+        """Send routes, follow the outcomes, and issue tickets, except those that workers hold already."""
         # Only now: workers of a former kernel would stop calling engines that do not serve this kernel yet.
         self._tasks.start_soon(self._routes.send_changes)
         self._tasks.start_soon(self._routes.refresh)
@@ -232,7 +251,7 @@ class Kernel:
         await self._fleet.end_all("trainer")
         return None
 
-    def _replace_lost_trainers(self) -> None:
+    def _enable_replacement(self) -> None:
         """From now on, replace lost trainers instead of ending the run."""
         self._admission.on_trainer_lost = self._replacement.lost
         self._tasks.start_soon(self._replacement.run)
@@ -349,7 +368,7 @@ class Kernel:
             case Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
-                self._tasks.start_soon(self._steps.take, command)
+                self._tasks.start_soon(self._steps.train, command)
             case Retire(purpose, ticket, _, account, reason):
                 if purpose == "train":
                     self._samples.retire(ticket, account, reason)

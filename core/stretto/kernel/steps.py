@@ -68,11 +68,11 @@ class Steps:
         """Wait until no batch is in training and the newest version is announced."""
         while self._scheduler.training:
             await self._ended.wait()
-        await self._engines.announced(self.reached)
+        await self._engines.until_announced(self.reached)
 
-    async def take(self, start: StartBatch) -> None:
+    async def train(self, start: StartBatch) -> None:
         """Train a batch. Publish its weights during the next step, unless samples for that step need them."""
-        waits = self._setup.waits.take()
+        waits = self._setup.waits.end()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
         must_save = bool(config.checkpoint.every) and version % config.checkpoint.every == 0
@@ -80,11 +80,11 @@ class Steps:
         # Rows of a dataset have no version: the next step does not wait for the weights of this step.
         publishes_later = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
 
-        async def train() -> tuple[StepResult, float, WeightsNote | None]:
-            result, busy_s = await self._train(start)
+        async def run_step() -> tuple[StepResult, float, WeightsNote | None]:
+            result, busy_s = await self._run_calls(start)
             return result, busy_s, None if publishes_later else await self._trainers.published(version)
 
-        result, busy_s, note = await self._trainers.attempt(train)
+        result, busy_s, note = await self._trainers.until_done(run_step)
         self._record(start)
         self._setup.fleet.lasts("trainer")
         if note is not None:
@@ -131,7 +131,7 @@ class Steps:
             del self.rows[version]
             self.digests.pop(version, None)
 
-    async def _train(self, start: StartBatch) -> tuple[StepResult, float]:
+    async def _run_calls(self, start: StartBatch) -> tuple[StepResult, float]:
         """Run a step; end it after the previous version is announced. Return also the engines' busy time."""
         rows, ahead = refs_of(start.groups), refs_of(self._scheduler.tickets.done_groups)
         needed = self._scheduler.evaluation.needed_versions
@@ -141,7 +141,7 @@ class Steps:
             busy_times.append(await self._engines.busy_s())
 
         result = await self._trainers.step(self._journal.incarnation, start.version, rows, ahead)
-        await self._engines.announced(start.version)
+        await self._engines.until_announced(start.version)
         async with one_job() as tasks:
             tasks.start_soon(ask_engines)
             await self._trainers.end(start.version, needed)
@@ -154,6 +154,6 @@ class Steps:
         await self._journal.flush()
 
     async def _publish_beside(self, version: int) -> None:
-        note = await self._trainers.attempt(partial(self._trainers.published, version))
+        note = await self._trainers.until_done(partial(self._trainers.published, version))
         await self._note(note)
         self._engines.announce(self.current(note))

@@ -52,7 +52,7 @@ class Waits:
         """Start to measure waits: a step has ended, or the run issues its first tickets."""
         self._began = self._clock()
 
-    def take(self) -> tuple[tuple[Cause, float], ...]:
+    def end(self) -> tuple[tuple[Cause, float], ...]:
         """Return the causes of waits since `begin`, in order, with seconds. Called when a step begins."""
         parts: list[tuple[Cause, float]] = []
         moment, now, state = self._began, self._clock(), self._taken

@@ -33,7 +33,10 @@ _DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECA
 
 _ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
 _THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
+_ASKED: Message = {"role": "user", "content": _ASK}
 _RESULT = {"role": "tool", "tool_call_id": "call00001"}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
+_A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
 _TEXT = frozenset({"text"})
 
 
@@ -181,112 +184,19 @@ def form_of(
         special: pattern that finds special tokens in a text.
         in_parts: whether contents must be lists of parts, because some parts are images.
     """
-
-    contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
-
-    def probe(messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False) -> str | None:
-        try:
-            return render([_wrapped(message, contents) for message in messages], tools, opens)
-        except ConfigError:
-            return None
-
-    def find_forms(message: Message, before: Sequence[Message] = (), after: Sequence[Message] = ()) -> None:
-        def writes(content: Any, *words: str) -> bool:
-            text = probe([*before, {**message, "content": content}, *after]) or ""
-            return all(word in text.lower() for word in words) and not _DATA.search(text)
-
-        one, two = _in_parts(_RULE), _in_parts(_RULE, _MORE)
-        found = {"text"} if writes(_RULE, _RULE) else set[str]()
-        if in_parts:
-            found = {"parts", "images"} if writes(one, _RULE) else found
-        elif writes(two, _RULE, _MORE) if found else writes(one, _RULE):  # some write only the first part
-            found.add("parts")
-        thought = {"type": "thinking", "thinking": _RULE}
-        if message["role"] == "assistant" and "parts" in found and writes([thought, *two[1:]], _RULE, _MORE):
-            found.add("thinking")
-        if found:
-            contents[message["role"]] = frozenset(found)
-
-    ask, reply, more = _user(_ASK), _assistant(_REPLY), _user(_MORE)
-    find_forms(ask)
-    find_forms({"role": "system"}, after=[ask])
-    find_forms(reply, before=[ask])
-    asked_text, prompt = probe([ask]) or "", probe([ask], opens=True) or ""
-    last_text, inner_text = probe([ask, reply]) or "", probe([ask, reply, more]) or ""
-
-    def token_at(text: str) -> str:
-        return max(filter(text.lstrip().startswith, added), key=len, default="")
-
-    def last_of(text: str) -> str:
-        return max(
-            filter(text.__contains__, added), key=lambda each: (text.rfind(each), len(each)), default=""
-        )
-
-    def end_in(text: str) -> tuple[str, str]:
-        """Return the text before a turn's end token, and the token: the first at which engines stop; without
-        one, the first special token; without any, two empty texts."""
-        place, fallback = 0, ("", "")
-        while token := token_at(text[place:]):
-            start = text.index(token, place)
-            if added[token] in own_ends | model_ends:
-                return text[:start], token
-            if not fallback[1]:
-                fallback = text[:start], token
-            place = start + len(token)
-        return fallback
-
-    inner_tail, inner_end = end_in(inner_text.partition(_REPLY)[2])
-    before, found_end, final = last_text.partition(f"{_REPLY}{inner_tail}{inner_end}")
-    final = final.lstrip()
-    is_end = added.get(inner_end) in own_ends | model_ends
-    # Engines stop before `final`, or it also follows the user's turn: then it is no part of an answer's end.
-    if inner_end and final and (is_end or (asked_text.endswith(final) and not prompt.startswith(asked_text))):
-        last_text, asked_text = before + found_end, asked_text.removesuffix(final)
-    else:
-        final = ""
-    tail, last_end = end_in(last_text.partition(_REPLY)[2])
-    if (
-        inner_end
-        and not last_end
-        and inner_end == last_of(asked_text.partition(_ASK)[0])
-        and added[inner_end] not in own_ends | model_ends
-    ):
-        inner_end = ""  # this token begins the user's turn, and engines do not stop at it
-    written = [last_end, inner_end]
-    last_end = last_end or inner_end
-    closing = last_end or next((text_of(each) for each in own_ends), "")
-    forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
-    calls = [  # some templates show calls only in messages without content
-        (form, content)
-        for content in ("", None)
-        for form, arguments in forms.items()
-        if _shows(probe([ask, _calling(arguments, content)]))
-    ]
-    form, call_content = calls[0] if calls else ("mapping", "")
-    argument_form = "mapping or text" if form == "mapping" and ("text", call_content) in calls else form
-    calling = _calling(forms[form], call_content)
-    call_text = (probe([ask, calling]) or "").removesuffix(final).rstrip()
-    find_forms({**_RESULT, "name": _TOOL}, before=[ask, calling])
-    if not any("text" in each for role, each in contents.items() if role):
-        contents[""] = contents.get("user", contents[""])
-    replied = probe([ask, calling, {**_RESULT, "content": _MORE}]) or ""
-    next_role = token_at(replied[len(call_text) :]) if call_text and replied.startswith(call_text) else ""
-    found = {added[token] for token in written if token}
-    lead = last_text[len(prompt) :].partition(_REPLY)[0] if prompt and last_text.startswith(prompt) else ""
-    doubled = probe([ask, _assistant(f"{lead}{_REPLY}"), more]) if lead.strip() else None
-    if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled:
-        lead = ""  # the template does not repeat it when a content begins with it
-    doubled = probe([ask, _assistant(f"{_REPLY}{tail}")]) if tail.strip() else None
-    if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled:
-        tail = ""
-    end_ids = frozenset(found | own_ends | model_ends)
+    probe = _Probe(render, added, own_ends | model_ends, in_parts)
+    turns = _turns(probe)
+    calls = _calls(probe, turns.final)
+    lead, tail = _repeated(probe, turns)
+    last_end = turns.last_end or turns.inner_end
+    end_ids = own_ends | model_ends | {added[each] for each in (last_end, turns.inner_end) if each}
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
-    ends_call = next(filter(call_text.endswith, ends), "") or (next_role if next_role in ends else "")
-    system_text = probe([{"role": "system", "content": _RULE}, ask])
-    thought = probe([ask, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), more])
-    tool = {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}}
-    # A template may write the user's words differently when it opens an answer.
-    header = prompt.removeprefix(asked_text) if prompt.startswith(asked_text) else prompt.rpartition(_ASK)[2]
+    closing = last_end or next((text_of(each) for each in own_ends), "")
+    call_end = next(filter(calls.text.endswith, ends), "") or (
+        calls.next_role if calls.next_role in ends else ""
+    )
+    system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
+    thought = probe.text([_ASKED, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), _user(_MORE)])
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
@@ -295,23 +205,194 @@ def form_of(
         ends=ends,
         closing=closing,
         writes_end=bool(last_end),
-        call_closing=ends_call or closing,
-        opened=_opened(prompt, [last_text, inner_text]),
-        header=header,
-        opening=(header or asked_text.partition(_ASK)[2]).lstrip(),
-        final=final,
+        call_closing=call_end or closing,
+        opened=_opened(turns.prompt, [turns.last, turns.inner]),
+        header=turns.header,
+        opening=(turns.header or turns.asked.partition(_ASK)[2]).lstrip(),
+        final=turns.final,
         lead=lead,
         tail=tail,
         plain_lead=special.sub("", lead) if special else lead,
         plain_tail=special.sub("", tail) if special else tail,
-        arguments=cast("_Arguments", argument_form),
-        call_content=call_content,
-        content=contents,
-        shows_tools=_TOOL in (probe([ask], [{"type": "function", "function": tool}]) or ""),
-        shows_calls=bool(calls),
+        arguments=calls.arguments,
+        call_content=calls.content,
+        content=probe.contents,
+        shows_tools=_TOOL in (probe.text([_ASKED], [_A_TOOL]) or ""),
+        shows_calls=calls.shown,
         system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
         drops_reasoning=_THOUGHT not in (thought or ""),
     )
+
+
+class _Probe:
+    """Renders short chats, and finds added tokens in their texts."""
+
+    def __init__(
+        self, render: _Render, added: Mapping[str, int], engine_ends: frozenset[int], in_parts: bool
+    ) -> None:
+        self._render, self._added, self._engine_ends = render, added, engine_ends
+        self._in_parts = in_parts
+        self.contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
+        """`ChatForm.content`, as far as it is known."""
+
+    def text(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False
+    ) -> str | None:
+        """Return what the template writes; None for messages that it refuses."""
+        try:
+            return self._render([_wrapped(message, self.contents) for message in messages], tools, opens)
+        except ConfigError:
+            return None
+
+    def find_contents(
+        self, message: Message, before: Sequence[Message] = (), after: Sequence[Message] = ()
+    ) -> None:
+        """Find the forms of a content that the template writes for the role of this message."""
+
+        def writes(content: Any, *words: str) -> bool:
+            text = self.text([*before, {**message, "content": content}, *after]) or ""
+            return all(word in text.lower() for word in words) and not _DATA.search(text)
+
+        one, two = _in_parts(_RULE), _in_parts(_RULE, _MORE)
+        found = {"text"} if writes(_RULE, _RULE) else set[str]()
+        if self._in_parts:
+            found = {"parts", "images"} if writes(one, _RULE) else found
+        elif writes(two, _RULE, _MORE) if found else writes(one, _RULE):  # some write only the first part
+            found.add("parts")
+        thought = {"type": "thinking", "thinking": _RULE}
+        if message["role"] == "assistant" and "parts" in found and writes([thought, *two[1:]], _RULE, _MORE):
+            found.add("thinking")
+        if found:
+            self.contents[message["role"]] = frozenset(found)
+
+    def token_at(self, text: str) -> str:
+        """Return the added token at the start of a text, after white space; empty if there is none."""
+        return max(filter(text.lstrip().startswith, self._added), key=len, default="")
+
+    def last_token(self, text: str) -> str:
+        """Return the last added token in a text; empty if there is none."""
+        inside = filter(text.__contains__, self._added)
+        return max(inside, key=lambda each: (text.rfind(each), len(each)), default="")
+
+    def stops(self, token: str) -> bool:
+        """Return whether engines stop at a token by themselves."""
+        return self._added.get(token) in self._engine_ends
+
+    def end_in(self, text: str) -> tuple[str, str]:
+        """Return the text before a turn's end token, and the token: the first at which engines stop; without
+        one, the first special token; without any, two empty texts."""
+        place, fallback = 0, ("", "")
+        while token := self.token_at(text[place:]):
+            start = text.index(token, place)
+            if self.stops(token):
+                return text[:start], token
+            if not fallback[1]:
+                fallback = text[:start], token
+            place = start + len(token)
+        return fallback
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """What the template writes around a question and an answer."""
+
+    asked: str
+    """A chat with a question, without `final`."""
+    prompt: str
+    """The same when it opens an answer."""
+    last: str
+    """A chat that ends with an answer, without `final`."""
+    inner: str
+    """A chat with a second question after the answer."""
+    final: str
+    """`ChatForm.final`."""
+    tail: str
+    """The text between the last answer and its end token."""
+    last_end: str
+    inner_end: str
+    """The end tokens of the last answer and of an earlier one; empty if there is none."""
+
+    @property
+    def header(self) -> str:
+        """`ChatForm.header`."""
+        if self.prompt.startswith(self.asked):
+            return self.prompt.removeprefix(self.asked)
+        # A template may write the user's words differently when it opens an answer.
+        return self.prompt.rpartition(_ASK)[2]
+
+
+def _turns(probe: _Probe) -> _Turns:
+    """Find how answers begin and end, after the forms of the contents of users, systems and assistants."""
+    reply, more = _assistant(_REPLY), _user(_MORE)
+    probe.find_contents(_ASKED)
+    probe.find_contents({"role": "system"}, after=[_ASKED])
+    probe.find_contents(reply, before=[_ASKED])
+    asked, prompt = probe.text([_ASKED]) or "", probe.text([_ASKED], opens=True) or ""
+    last, inner = probe.text([_ASKED, reply]) or "", probe.text([_ASKED, reply, more]) or ""
+    inner_tail, inner_end = probe.end_in(inner.partition(_REPLY)[2])
+    before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
+    final = final.lstrip()
+    follows_users = asked.endswith(final) and not prompt.startswith(asked)
+    # Engines stop before `final`, or it also follows the user's turn: then it is no part of an answer's end.
+    if inner_end and final and (probe.stops(inner_end) or follows_users):
+        last, asked = before + found_end, asked.removesuffix(final)
+    else:
+        final = ""
+    tail, last_end = probe.end_in(last.partition(_REPLY)[2])
+    begins_users = inner_end and inner_end == probe.last_token(asked.partition(_ASK)[0])
+    if begins_users and not last_end and not probe.stops(inner_end):
+        inner_end = ""  # this token begins the user's turn, and engines do not stop at it
+    return _Turns(asked, prompt, last, inner, final, tail, last_end, inner_end)
+
+
+@dataclass(frozen=True)
+class _Calls:
+    """How the template writes an answer with a tool call."""
+
+    shown: bool
+    arguments: _Arguments
+    content: str | None
+    """`ChatForm.call_content`."""
+    text: str
+    """A chat that ends with the call."""
+    next_role: str
+    """The token that begins the turn of the tool's result."""
+
+
+def _calls(probe: _Probe, final: str) -> _Calls:
+    """Find how calls are written, after the form of the content of a tool's result."""
+    forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
+    shown = [  # some templates show calls only in messages without content
+        (form, content)
+        for content in ("", None)
+        for form, arguments in forms.items()
+        if _shows(probe.text([_ASKED, _calling(arguments, content)]))
+    ]
+    form, content = shown[0] if shown else ("mapping", "")
+    arguments = "mapping or text" if form == "mapping" and ("text", content) in shown else form
+    calling = _calling(forms[form], content)
+    text = (probe.text([_ASKED, calling]) or "").removesuffix(final).rstrip()
+    probe.find_contents({**_RESULT, "name": _TOOL}, before=[_ASKED, calling])
+    contents = probe.contents
+    if not any("text" in each for role, each in contents.items() if role):
+        contents[""] = contents.get("user", contents[""])
+    replied = probe.text([_ASKED, calling, {**_RESULT, "content": _MORE}]) or ""
+    next_role = probe.token_at(replied[len(text) :]) if text and replied.startswith(text) else ""
+    return _Calls(bool(shown), cast("_Arguments", arguments), content, text, next_role)
+
+
+def _repeated(probe: _Probe, turns: _Turns) -> tuple[str, str]:
+    """Return `ChatForm.lead` and `tail`: empty if the template does not repeat them when the content of a
+    message begins or ends with them, as then they may be part of a content."""
+    prompt, last, tail = turns.prompt, turns.last, turns.tail
+    lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
+    if lead.strip():
+        doubled = probe.text([_ASKED, _assistant(f"{lead}{_REPLY}"), _user(_MORE)])
+        lead = "" if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled else lead
+    if tail.strip():
+        doubled = probe.text([_ASKED, _assistant(f"{_REPLY}{tail}")])
+        tail = "" if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled else tail
+    return lead, tail
 
 
 def _in_parts(*texts: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from stretto.tokenizer import Tokenizer
 
-__all__ = ["ColumnsConfig", "as_meant", "both_tools", "name_of_tool", "prompt_ids", "tools_of"]
+__all__ = ["ColumnsConfig", "both_tools", "name_of_tool", "prompt_ids", "tools_of", "with_own_turns"]
 
 
 class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,7 +124,7 @@ def both_tools(
     return [*of_row, *of_run]
 
 
-def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
+def with_own_turns(messages: Any, tokenizer: Tokenizer) -> Any:
     """Mark a row's messages as `OwnTurn` if `dataset.special_tokens` is `tokens`; return a text unchanged."""
     if not isinstance(messages, list) or tokenizer.rows is None or tokenizer.rows.special_tokens != "tokens":
         return messages
@@ -133,4 +133,4 @@ def as_meant(messages: Any, tokenizer: Tokenizer) -> Any:
 
 def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses them."""
-    return tokenizer.encode_prompt(as_meant(row["prompt"], tokenizer), tools=tools_of(row))
+    return tokenizer.encode_prompt(with_own_turns(row["prompt"], tokenizer), tools=tools_of(row))

@@ -62,7 +62,7 @@ class EventLog:
         self._reading = anyio.Lock()
         self._complaint = ""
 
-    def take(self, sequence: int, message: EventBatch) -> None:
+    def append(self, sequence: int, message: EventBatch) -> None:
         """Add a message of the kernel, which the server has stored."""
         self._epoch, self._newest = message.lease_epoch, sequence
         if not self._is_behind and sequence > (self._last or 0):  # else the stream had it

@@ -51,9 +51,9 @@ class Observers:
             tasks.cancel_scope.cancel()
 
     def _take(self, sequence: int, message: EventBatch, events: Sequence[Event]) -> None:
-        self._events.take(sequence, message)
+        self._events.append(sequence, message)
         for time, event in zip(message.times, events, strict=True):
-            self.report.take(time, event)
+            self.report.add(time, event)
             if isinstance(event, KernelBegan):
                 self._began.set()
                 if self._setup.replays is None:

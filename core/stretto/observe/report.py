@@ -105,7 +105,7 @@ class Report:
                 self.adviser.evaluated(evaluation)
             self._continue_to(setup.resumed[1].version)
 
-    def take(self, time: float, event: Event) -> None:
+    def add(self, time: float, event: Event) -> None:
         """Update the figures by an event of the kernel."""
         match event:
             case KernelBegan(_, _, wall_s):

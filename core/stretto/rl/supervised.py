@@ -11,7 +11,7 @@ from stretto.algorithm import AlgorithmConfig, Encoded
 from stretto.component import Problem
 from stretto.errors import ConfigError, column_error, nearest
 from stretto.models.chats import encode_chat
-from stretto.models.prompts import as_meant, tools_of
+from stretto.models.prompts import tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from stretto.dataset import DatasetConfig, Row
     from stretto.tokenizer import Tokenizer
 
-__all__ = ["PairConfig", "check_pair", "check_temperature", "fitted", "given_tokens", "prompt_and_answer"]
+__all__ = [
+    "PairConfig",
+    "check_pair",
+    "check_temperature",
+    "cut_to_fit",
+    "prompt_and_answer",
+    "tokens_of_row",
+]
 
 
 class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,7 +72,7 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     else:
         turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
         _refuse_special_tokens(row, column, turns, tokenizer)
-        prompt, turns = as_meant(prompt, tokenizer), as_meant(turns, tokenizer)
+        prompt, turns = with_own_turns(prompt, tokenizer), with_own_turns(turns, tokenizer)
         if any(_is_image(part) for turn in turns for part in turn.get("content") or ()):
             raise column_error(row, column, "has an image; only the prompt may have images")
         try:
@@ -81,7 +88,7 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     return Encoded(tokens, [False, *mask[1:]])
 
 
-def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
+def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
     """Return the sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it is longer than the
     model's `positions` (None: not known), or if the cut leaves no token to train on."""
     tokens, mask = encoded
@@ -98,7 +105,7 @@ def fitted(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Enco
     return Encoded(tokens, mask)
 
 
-def given_tokens(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
+def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
     """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if the row lacks one.
     Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`."""
     tokens, mask = row.get("tokens"), row.get("loss_mask")

@@ -280,7 +280,7 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
             yield
             tasks.cancel_scope.cancel()
     finally:
-        if setup.facts.begun or (server is not None and not server.as_before):
+        if setup.facts.begun or (server is not None and not server.is_former):
             with anyio.CancelScope(shield=True):
                 if server is not None:
                     await server.stop()

@@ -140,7 +140,6 @@ class SimulatedProcess:
             self.resume()
 
     def resume(self) -> None:
-        """Resume the process."""
         self.stopped_until = 0.0
         self.loop.note("resume", self.name)
         for thread in self.threads:
@@ -240,7 +239,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # ------------------------------------------------------------------------------- asyncio's interface
 
     def time(self) -> float:
-        """Return the virtual time, in seconds."""
         return self._now
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:

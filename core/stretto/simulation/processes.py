@@ -92,7 +92,6 @@ class SimulatedHandle:
         self.name = process.name
 
     async def wait(self) -> int:
-        """Wait for the exit status."""
         while self._process.status is None:
             await asyncio.wait([self._process.ended])
         return self._process.status
@@ -123,7 +122,6 @@ class SimulatedLauncher:
         return iter(())
 
     async def launch(self, jobs: Sequence[Job]) -> list[SimulatedHandle]:
-        """Start the jobs."""
         await anyio.sleep(0.01)
         machine = self.machine
         files = [Path(job.command[-1]) for job in jobs]
@@ -132,7 +130,6 @@ class SimulatedLauncher:
         return handles
 
     def record(self, worker: str) -> str:
-        """Return the place of a worker."""
         return self._places[worker]
 
     async def adopt(self, job: Job, record: str) -> SimulatedHandle | None:

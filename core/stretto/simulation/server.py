@@ -205,7 +205,6 @@ class SimulatedServer:
     # ------------------------------------------------------------------------------- connections
 
     def accept(self, transport: SimulatedTransport, process: SimulatedProcess | None) -> SimulatedConnection:
-        """Return a new connection."""
         connection = SimulatedConnection(self, transport, process)
         self._connections[connection.number] = connection
         info = {
@@ -274,7 +273,6 @@ class SimulatedServer:
             self._exact.setdefault(subject, {})[key] = connection, sid, group
 
     def unsubscribe(self, connection: SimulatedConnection, sid: bytes) -> None:
-        """End a subscription."""
         subject, _ = connection.subscriptions.pop(sid, ("", ""))
         key = connection.number, sid
         if self._patterns.pop(key, None) is not None:

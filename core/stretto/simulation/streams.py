@@ -25,7 +25,6 @@ class StreamRefusal(Exception):
         self.code, self.err_code, self.text = code, err_code, text
 
     def answer(self) -> dict[str, Any]:
-        """Return the error as an answer of the API."""
         return {"error": {"code": self.code, "err_code": self.err_code, "description": self.text}}
 
 
@@ -66,7 +65,6 @@ class Stream:
         self._ids: dict[str, tuple[float, int]] = {}
 
     def stores(self, subject: str) -> bool:
-        """Return whether a subject belongs to this stream."""
         return self._subjects.fullmatch(subject) is not None
 
     def store(self, subject: str, head: bytes, data: bytes) -> dict[str, Any]:
@@ -133,7 +131,6 @@ class Stream:
         return len(sequences)
 
     def state(self, *, details: bool) -> dict[str, Any]:
-        """Return the stream's state, as the API reports it."""
         first = min(self.messages, default=self.last + 1 if self.last else 0)
         deleted = [each for each in range(max(1, first), self.last + 1) if each not in self.messages]
         return {

@@ -88,7 +88,6 @@ class SimulatedTransport(Transport):
         return await self._reader.read(buffer_size)
 
     async def readline(self) -> bytes:
-        """Return the next line."""
         assert self._reader is not None
         return await self._reader.readline()
 
@@ -115,7 +114,6 @@ class SimulatedTransport(Transport):
         self._end()
 
     def receive(self, data: bytes) -> None:
-        """Receive bytes from the server."""
         if self._connection is not None and self._reader is not None:
             self._reader.feed_data(data)
 

@@ -57,7 +57,6 @@ class SampleFault(msgspec.Struct, frozen=True):
         return cls(printable(text), kind_of(error), site)
 
     def raised(self) -> StrettoError:
-        """Return the fault as an exception."""
         if self.kind == "policy":
             return PolicyError(self.error)
         return RewardError(self.error, kind=self.kind, site=self.site)

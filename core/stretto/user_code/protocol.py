@@ -104,7 +104,6 @@ def serve(
 
 
 def framed(number: int, data: bytes) -> bytes:
-    """Return bytes as a frame."""
     _check_size(len(data))
     return HEAD.pack(len(data), number) + data
 

@@ -76,7 +76,6 @@ class Scorer:
             )
 
     def answer(self, data: bytes) -> ScoringResult:
-        """Score one group."""
         task = msgspec.msgpack.decode(data, type=Task)
         row = decode_row(task.row)
         each = msgspec.msgpack.decode(task.columns, type=dict[str, list[Any]])  # column -> its values

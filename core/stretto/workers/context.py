@@ -91,7 +91,6 @@ class WorkerContext:
         return self.names.worker(self.role, self.worker, self.nonce, verb)
 
     def on_beacon(self, listener: Callable[[Beacon], None]) -> None:
-        """Call `listener` with every beacon."""
         self._beacon_listeners.append(listener)
 
     def on_routes(self, listener: Callable[[Routes], None]) -> None:

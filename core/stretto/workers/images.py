@@ -89,7 +89,6 @@ class TicketImages:
         return ids
 
     def add(self, files: Sequence[bytes]) -> list[str]:
-        """Add images to the ticket, and return their names."""
         images = [ImageFile(file) for file in files]
         for image in images:
             if len(image.file) > MAX_FILE_BYTES:
@@ -116,11 +115,9 @@ class TicketImages:
         return ids
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the ticket has an image of this name."""
         return name in self._files
 
     def files(self, names: Sequence[str]) -> list[bytes]:
-        """Return the files of images that the ticket has."""
         if unknown := [name for name in names if name not in self._files]:
             raise RequestError(f"this ticket has no image {unknown[0]!r}")
         return [self._files[name] for name in names]

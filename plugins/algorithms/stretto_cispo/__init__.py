@@ -51,7 +51,6 @@ class CISPO(GroupRelative[CISPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[CISPOConfig]]:
-    """The algorithm `cispo`."""
     yield Component(
         "cispo",
         CISPO,

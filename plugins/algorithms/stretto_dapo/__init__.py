@@ -98,7 +98,6 @@ def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
-    """The algorithm `dapo`."""
     yield Component(
         "dapo",
         DAPO,

@@ -110,7 +110,6 @@ def check(config: DistillConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DistillConfig]]:
-    """The algorithm `distill`."""
     yield Component(
         "distill",
         Distill,

@@ -125,7 +125,6 @@ def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[DPOConfig]]:
-    """The algorithm `dpo`."""
     yield Component(
         "dpo",
         DPO,

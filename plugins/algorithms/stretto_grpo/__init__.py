@@ -85,7 +85,6 @@ class GRPO(PolicyGradient[GRPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[GRPOConfig]]:
-    """The algorithm `grpo`."""
     yield Component(
         "grpo",
         GRPO,

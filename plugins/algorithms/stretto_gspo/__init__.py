@@ -60,7 +60,6 @@ class GSPO(GroupRelative[GSPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[GSPOConfig]]:
-    """The algorithm `gspo`."""
     yield Component(
         "gspo",
         GSPO,

@@ -73,7 +73,6 @@ class M2PO(GroupRelative[M2POConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[M2POConfig]]:
-    """The algorithm `m2po`."""
     yield Component(
         "m2po",
         M2PO,

@@ -203,7 +203,6 @@ class PPO(PolicyGradient[PPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[PPOConfig]]:
-    """The algorithm `ppo`."""
     yield Component(
         "ppo",
         PPO,

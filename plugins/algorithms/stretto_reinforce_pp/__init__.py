@@ -78,7 +78,6 @@ def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
-    """The algorithm `reinforce_pp`."""
     yield Component(
         "reinforce_pp",
         ReinforcePP,

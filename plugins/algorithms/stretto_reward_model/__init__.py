@@ -96,7 +96,6 @@ def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
-    """The algorithm `reward_model`."""
     yield Component(
         "reward_model",
         RewardModel,

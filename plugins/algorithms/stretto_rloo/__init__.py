@@ -49,7 +49,6 @@ class RLOO(PolicyGradient[RLOOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[RLOOConfig]]:
-    """The algorithm `rloo`."""
     yield Component(
         "rloo",
         RLOO,

@@ -58,7 +58,6 @@ class SAPO(GroupRelative[SAPOConfig]):
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[SAPOConfig]]:
-    """The algorithm `sapo`."""
     yield Component(
         "sapo",
         SAPO,

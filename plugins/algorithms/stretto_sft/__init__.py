@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
 from stretto.algorithm import Call, Encoded, Group, Loss, Model, Reduction, read, train
-from stretto.rl.supervised import check_temperature, given_tokens, prompt_and_answer
+from stretto.rl.supervised import check_temperature, prompt_and_answer, tokens_of_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +65,7 @@ class SFT:
         """Encode the prompt and the answer; only the answer is trained on."""
         del index
         column = self.config.completion_column
-        return given_tokens(row, column, tokenizer) or prompt_and_answer(row, column, tokenizer)
+        return tokens_of_row(row, column, tokenizer) or prompt_and_answer(row, column, tokenizer)
 
     def loss(self, logprobs: Tensor, batch: Batch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return -log pi, (T,), and statistics."""
@@ -74,14 +74,12 @@ class SFT:
 
 
 def check(config: SFTConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the temperature is 1."""
     del config
     yield from check_temperature(run)
 
 
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[SFTConfig]]:
-    """The algorithm `sft`."""
     yield Component(
         "sft",
         SFT,

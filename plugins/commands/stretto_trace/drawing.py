@@ -149,14 +149,14 @@ class _Drawing:
             assert attempt.step is not None
             start = self._end(attempt.ended)
             end = max(start, attempt.step.began)
-            track, facts = lanes.take(start, end), {"step": attempt.step.version}
+            track, facts = lanes.free_track(start, end), {"step": attempt.step.version}
             flows = [self._flows[id(attempt)]]
             trace.span(track, start, end, attempt.name, "waiting", facts, flows=flows)
         lanes = SpanTracks(trace, "tickets that nobody took", run)
         for attempt in sorted(history.attempts, key=lambda each: each.start):
             if not attempt.worker:
                 end = self._end(attempt.ended)
-                track = lanes.take(attempt.start, end)
+                track = lanes.free_track(attempt.start, end)
                 trace.span(track, attempt.start, end, attempt.name, "ticket", self._facts(attempt))
 
     def _draw_calls(self) -> None:
@@ -211,7 +211,7 @@ class _Drawing:
             of_purpose = [attempt for attempt in attempts if attempt.purpose == purpose]
             for attempt in sorted(of_purpose, key=lambda each: each.start):
                 end = self._end(attempt.ended)
-                track = lanes.take(attempt.start, end)
+                track = lanes.free_track(attempt.start, end)
                 flows = [self._flows[id(attempt)]] if attempt.step is not None else []
                 facts = self._facts(attempt)
                 category = "ticket" if purpose == "train" else "evaluation ticket"

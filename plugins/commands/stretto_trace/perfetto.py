@@ -113,7 +113,7 @@ class SpanTracks:
         self._parent = parent
         self._free: list[tuple[float, int]] = []
 
-    def take(self, start: float, end: float) -> int:
+    def free_track(self, start: float, end: float) -> int:
         """Return a track that is free during this time. Call this in the order of `start`."""
         if self._free and self._free[0][0] <= start:
             _, track = heapq.heappop(self._free)

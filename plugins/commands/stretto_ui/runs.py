@@ -51,7 +51,6 @@ class ListedRun:
             yield self._record
 
     def row(self) -> dict[str, Any]:
-        """Return the run's row in the list of runs."""
         stamp = [(state.st_ino, state.st_size, state.st_mtime_ns) for state in _states(self.folder)]
         if stamp != self._row_stamp or self._row["state"] == "running":
             was_open = self._record is not None

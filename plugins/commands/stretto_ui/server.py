@@ -55,7 +55,6 @@ class Page:
         self._runs = runs
 
     def index(self, query: Query) -> Any:
-        """Return the list of runs."""
         shown: list[ListedRun] = []
         rows: list[dict[str, Any]] = []
         problems: list[str] = []
@@ -74,7 +73,6 @@ class Page:
         }
 
     def figures(self, query: Query) -> Any:
-        """Return how views show each figure."""
         return {
             key: {
                 **msgspec.structs.asdict(figure),
@@ -154,7 +152,6 @@ class Page:
         return run.samples.points(query)
 
     def group(self, run: ListedRun, query: Query) -> Any:
-        """Return all samples of a ticket."""
         return run.samples.group(query)
 
     def tokens(self, run: ListedRun, query: Query) -> Any:

@@ -24,6 +24,5 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def print_table(table: Table) -> None:
-    """Print a table."""
     width = None if sys.stdout.isatty() else 160
     Console(width=width, markup=False, emoji=False, highlight=False).print(table)

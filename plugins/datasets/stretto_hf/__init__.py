@@ -141,7 +141,6 @@ def _digestible(value: Any) -> Any:
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[HFConfig]]:
-    """The dataset `hf`."""
     yield Component(
         "hf",
         HFDataset,

@@ -131,5 +131,4 @@ def _is_finite(value: Any) -> bool:
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[JsonLinesConfig]]:
-    """The dataset `jsonl`."""
     yield Component("jsonl", JsonLines, JsonLinesConfig, "a local file with one JSON object per line")

@@ -109,7 +109,6 @@ class MixConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError("pools: two of them have the same max")
 
     def weight(self, name: str) -> float | Mapping[int, float]:
-        """Return the weight of a part, or its schedule."""
         return self.weights.get(name, 1.0)
 
 
@@ -145,7 +144,6 @@ class Mix:
         return self._place(index)[0]
 
     def curriculum(self, seed: int) -> MixCurriculum:
-        """Return the curriculum that the section describes."""
         config = self._config
         ranges = {
             name: range(*bounds) for name, bounds in zip(self._names, pairwise(self._starts), strict=True)
@@ -185,7 +183,6 @@ def check(config: MixConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[MixConfig]]:
-    """The dataset `mix`."""
     yield Component(
         "mix", Mix, MixConfig, "several datasets: weights, schedules, difficulty pools and gates", check=check
     )

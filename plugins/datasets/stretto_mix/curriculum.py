@@ -108,7 +108,6 @@ class MixCurriculum:
     # ------------------------------------------------------------------------------- the contract
 
     def choose(self, ticket: int, version: int) -> int:
-        """Return the row for a new ticket."""
         shares = self._shares(version)
         name = max(
             (each for each in shares if shares[each]), key=lambda each: self._credits[each] + shares[each]

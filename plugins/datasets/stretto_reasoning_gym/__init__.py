@@ -106,7 +106,6 @@ class ReasoningGymReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown
 
 
 def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., dict[str, float]]:
-    """Return the scoring function."""
     del context
     from reasoning_gym.factory import create_dataset
     from reasoning_gym.utils import extract_answer
@@ -143,7 +142,6 @@ def make_reward(config: ReasoningGymReward, context: Context) -> Callable[..., d
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[ReasoningGymConfig]]:
-    """The dataset `reasoning_gym`."""
     yield Component(
         "reasoning_gym",
         ReasoningGym,
@@ -155,7 +153,6 @@ def stretto_dataset() -> Iterator[Component[ReasoningGymConfig]]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[ReasoningGymReward]]:
-    """The reward `reasoning_gym`."""
     yield Component(
         "reasoning_gym",
         make_reward,

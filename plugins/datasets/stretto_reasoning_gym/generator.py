@@ -77,7 +77,6 @@ class Generator:
         self._end()
 
     def entry(self, index: int) -> Entry:
-        """Return the row at an index."""
         with self._asking:
             if self._process is None:
                 self._start()

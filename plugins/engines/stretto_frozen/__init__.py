@@ -37,7 +37,6 @@ def check(config: FrozenConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_training() -> Iterator[Component[FrozenConfig]]:
-    """The training engine `frozen`."""
     yield Component(
         "frozen",
         "stretto_frozen.training:FrozenTraining",

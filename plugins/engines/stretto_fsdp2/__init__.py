@@ -106,7 +106,6 @@ def _check(config: Fsdp2TrainingConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_training() -> Iterable[Component[Fsdp2TrainingConfig]]:
-    """The training engine `fsdp2`."""
     yield Component(
         name="fsdp2",
         factory=_make,

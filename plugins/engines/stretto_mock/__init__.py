@@ -71,7 +71,6 @@ def check_inference(config: MockInferenceConfig, run: RunConfig) -> Iterator[Pro
 
 @hookimpl
 def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
-    """The training engine `mock`."""
     yield Component(
         "mock",
         "stretto_mock.training:MockTraining",
@@ -85,7 +84,6 @@ def stretto_training() -> Iterator[Component[MockTrainingConfig]]:
 
 @hookimpl
 def stretto_inference() -> Iterator[Component[MockInferenceConfig]]:
-    """The inference engine `mock`."""
     yield Component(
         "mock",
         "stretto_mock.inference:MockInference",

@@ -64,7 +64,6 @@ def _check(config: PipelineTrainingConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_training() -> Iterable[Component[PipelineTrainingConfig]]:
-    """The training engine `pipeline`."""
     yield Component(
         name="pipeline",
         factory=_make,

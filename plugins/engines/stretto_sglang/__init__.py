@@ -71,7 +71,6 @@ def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_inference() -> Iterable[Component[SglangConfig]]:
-    """The inference engine `sglang`."""
     yield Component(
         name="sglang",
         factory="stretto_sglang.engine:SglangEngine",

@@ -129,7 +129,6 @@ def _bytes_of_a_token(config: TorchInferenceConfig, model: str | None) -> int:
 
 @hookimpl
 def stretto_inference() -> Iterable[Component[TorchInferenceConfig]]:
-    """The inference engine `torch`."""
     yield Component(
         name="torch",
         factory="stretto_torch.inference:TorchInferenceEngine",
@@ -157,7 +156,6 @@ def _check_training(config: TorchTrainingConfig, run: RunConfig) -> Iterable[Pro
 
 @hookimpl
 def stretto_training() -> Iterable[Component[TorchTrainingConfig]]:
-    """The training engine `torch`."""
     yield Component(
         name="torch",
         factory="stretto.training.engine:HFTraining",

@@ -53,7 +53,7 @@ class FastDecoder:
         self._heads = Heads(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
 
         weights = _DecoderWeights(model.state_dict(), self._heads.dim, config.rms_norm_eps, onednn=onednn)
-        self._embedding = weights.take("model.embed_tokens.weight")
+        self._embedding = weights.require("model.embed_tokens.weight")
         self._layers = [_layer(weights, f"model.layers.{i}") for i in range(config.num_hidden_layers)]
         self._norm = weights.norm("model.norm")
         self._head = weights.linear("lm_head", tied_to=self._embedding)
@@ -186,7 +186,7 @@ class _DecoderWeights:
             self._targets[name] = Target(part, self._order(name, len(part)), factor)
         return stacked
 
-    def take(self, *names: str) -> Tensor:
+    def require(self, *names: str) -> Tensor:
         """Like `find`, for tensors that the decoder needs; raise `UnsuitableError` if one is missing."""
         stacked = self.find(*names)
         if stacked is None:
@@ -195,7 +195,7 @@ class _DecoderWeights:
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
         weights = [f"{name}.weight" for name in names]
-        weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.take(*weights)
+        weight = tied_to if tied_to is not None and self._tied.issuperset(weights) else self.require(*weights)
         bias = self.find(*(f"{name}.bias" for name in names))
         self._products.append(Linear(weight, bias, onednn=self._onednn))
         return self._products[-1]

@@ -57,7 +57,6 @@ class Prefixes:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all texts."""
         self._by_key.clear()
         self._running.clear()
         self._seen.clear()

@@ -88,5 +88,4 @@ def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
 
 
 def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the hash of each tensor, by name."""
     return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}

@@ -72,7 +72,6 @@ def _check(config: VllmConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_inference() -> Iterable[Component[VllmConfig]]:
-    """The inference engine `vllm`."""
     yield Component(
         name="vllm",
         factory="stretto_vllm.engine:VllmEngine",

@@ -182,5 +182,4 @@ def _this_machine() -> Node:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[LauncherConfig]]:
-    """The launcher `local`."""
     yield Component("local", LocalLauncher, LauncherConfig, "processes on this machine")

@@ -96,7 +96,6 @@ def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[RayConfig]]:
-    """The launcher `ray`."""
     yield Component(
         "ray",
         "stretto_ray.launcher:RayLauncher",

@@ -57,7 +57,6 @@ class RayHandle:
 
     @property
     def worker(self) -> str:
-        """The id of the worker."""
         return self._job.worker
 
     @property

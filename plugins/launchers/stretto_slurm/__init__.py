@@ -101,7 +101,6 @@ def check(config: SlurmConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_launcher() -> Iterator[Component[SlurmConfig]]:
-    """The launcher `slurm`."""
     yield Component(
         "slurm",
         "stretto_slurm.slurm:SlurmLauncher",

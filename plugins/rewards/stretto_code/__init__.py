@@ -137,7 +137,6 @@ def check_row(config: CodeConfig, row: Mapping[str, Any]) -> str:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[CodeConfig]]:
-    """The component of this package."""
     yield Component(
         "code",
         make,

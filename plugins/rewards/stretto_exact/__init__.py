@@ -19,7 +19,6 @@ class ExactConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def make(config: ExactConfig, context: Context) -> Callable[..., dict[str, float]]:
-    """Return the scoring function."""
     del context
 
     def exact(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
@@ -48,7 +47,6 @@ def _expected(value: Any) -> set[str]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[ExactConfig]]:
-    """The component of this package."""
     yield Component(
         "exact", make, ExactConfig, "1 if the answer equals the row's expected text", check_row=check_row
     )

@@ -38,7 +38,6 @@ class FormatConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def make(config: FormatConfig, context: Context) -> Callable[..., float]:
-    """Return the scoring function."""
     del context
     pattern = re.compile(config.pattern, re.DOTALL)
     blocks = r"\s*".join(rf"<{tag}>.*</{tag}>" for tag in config.tags)
@@ -58,7 +57,6 @@ def make(config: FormatConfig, context: Context) -> Callable[..., float]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[FormatConfig]]:
-    """The component of this package."""
     yield Component(
         "format", make, FormatConfig, "1 if the answer has the expected tags, or matches a pattern"
     )

@@ -28,7 +28,6 @@ def make(config: FunctionConfig, context: Context) -> Callable[..., Any]:
 
 
 def check(config: FunctionConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check that the function exists."""
     del run
     if fault := fault_of_importable(config.function):
         yield Problem("reward.function", fault)
@@ -36,5 +35,4 @@ def check(config: FunctionConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[FunctionConfig]]:
-    """The component of this package."""
     yield Component("function", make, FunctionConfig, "a Python function of your own", check)

@@ -119,7 +119,6 @@ def check(config: JudgeConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[JudgeConfig]]:
-    """The component of this package."""
     yield Component(
         "judge", make, JudgeConfig, "the score that another model gives, over OpenAI's API", check
     )

@@ -32,7 +32,6 @@ class LengthConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def make(config: LengthConfig, context: Context) -> Callable[..., float]:
-    """Return the scoring function."""
     del context
 
     def penalty(prompt: Any, completion: str, completion_tokens: int) -> float:
@@ -56,7 +55,6 @@ def check(config: LengthConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[LengthConfig]]:
-    """The component of this package."""
     yield Component(
         "length", make, LengthConfig, "a penalty for answers near a limit of tokens (DAPO)", check
     )

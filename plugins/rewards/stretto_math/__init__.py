@@ -35,7 +35,6 @@ _COMMON_LATEX = (
 
 
 def make(config: MathConfig, context: Context) -> Callable[..., dict[str, float]]:
-    """Return the scoring function."""
     del context
     import logging
 
@@ -82,7 +81,6 @@ def _fault(config: MathConfig, expected: str, error: ValueError) -> str:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[MathConfig]]:
-    """The component of this package."""
     yield Component(
         "math",
         make,

@@ -91,7 +91,6 @@ def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[ModelRewardConfig]]:
-    """The component of this package."""
     yield Component(
         "model",
         make,

@@ -60,7 +60,6 @@ def check_row(config: RegexConfig, row: Mapping[str, Any]) -> str:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[RegexConfig]]:
-    """The component of this package."""
     yield Component(
         "regex",
         make,

@@ -118,5 +118,4 @@ def check(config: SumConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[SumConfig]]:
-    """The component of this package."""
     yield Component("sum", make, SumConfig, "the weighted sum of several rewards, each of them logged", check)

@@ -36,7 +36,6 @@ def _check(config: MlflowConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[MlflowConfig]]:
-    """The tracker `mlflow`."""
     yield Component(
         "mlflow",
         "stretto_mlflow.mlflow_run:MlflowTracker",

@@ -15,7 +15,6 @@ __all__: list[str] = []
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[TrackerConfig]]:
-    """The tracker `tensorboard`."""
     yield Component(
         "tensorboard",
         "stretto_tensorboard.events:TensorBoardTracker",

@@ -21,7 +21,6 @@ class TrackioConfig(TrackerConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[TrackioConfig]]:
-    """The tracker `trackio`."""
     yield Component(
         "trackio",
         "stretto_trackio.trackio_run:TrackioTracker",

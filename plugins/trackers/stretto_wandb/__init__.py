@@ -47,7 +47,6 @@ def _check(config: WandbConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_tracker() -> Iterator[Component[WandbConfig]]:
-    """The tracker `wandb`."""
     yield Component(
         "wandb",
         "stretto_wandb.wandb_run:WandbTracker",

@@ -72,5 +72,4 @@ class BusTransport:
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[BusTransportConfig]]:
-    """The weight transport `bus`."""
     yield Component("bus", BusTransport, BusTransportConfig, "piece by piece over the bus, no shared folder")

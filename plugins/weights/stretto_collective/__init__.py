@@ -79,7 +79,6 @@ def check(config: CollectiveConfig, run: RunConfig) -> Iterable[Problem]:
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[CollectiveConfig]]:
-    """The weight transport `collective`."""
     yield Component(
         "collective",
         CollectiveTransport,

@@ -129,7 +129,6 @@ class _FileSource:
 
 @hookimpl
 def stretto_weights() -> Iterator[Component[FileTransportConfig]]:
-    """The weight transport `file`."""
     yield Component(
         "file", FileTransport, FileTransportConfig, "safetensors in shared memory or a shared folder"
     )

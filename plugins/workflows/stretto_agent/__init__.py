@@ -139,7 +139,6 @@ def _hides_tools(model: str) -> bool:
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[AgentConfig]]:
-    """The component of this package."""
     yield Component(
         "agent",
         "stretto_agent.workflow:AgentWorkflow",

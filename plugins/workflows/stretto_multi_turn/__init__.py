@@ -106,7 +106,6 @@ def check_row(config: MultiTurnConfig, row: Mapping[str, Any]) -> str:
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[MultiTurnConfig]]:
-    """The component of this package."""
     yield Component(
         "multi_turn",
         MultiTurn,

@@ -55,7 +55,6 @@ def check(config: OnlineConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[OnlineConfig]]:
-    """The component of this package."""
     yield Component(
         "online",
         "stretto_online.workflow:OnlineWorkflow",

@@ -27,7 +27,6 @@ class SingleTurn:
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[WorkflowConfig]]:
-    """The component of this package."""
     yield Component(
         "single_turn",
         SingleTurn,

@@ -147,7 +147,6 @@ def check(config: ToolUseConfig, run: RunConfig) -> Iterator[Problem]:
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[ToolUseConfig]]:
-    """The component of this package."""
     yield Component(
         "tool_use",
         ToolUse,

@@ -168,13 +168,11 @@ def make_reward(config: VerifiersReward, context: Context) -> Callable[..., dict
 
 @hookimpl
 def stretto_dataset() -> Iterator[Component[VerifiersConfig]]:
-    """The dataset of this package."""
     yield Component("verifiers", Verifiers, VerifiersConfig, "the tasks of an environment of `verifiers`")
 
 
 @hookimpl
 def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
-    """The workflow of this package."""
     yield Component(
         "verifiers",
         "stretto_verifiers.workflow:VerifiersWorkflow",
@@ -187,5 +185,4 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
 
 @hookimpl
 def stretto_reward() -> Iterator[Component[VerifiersReward]]:
-    """The reward of this package."""
     yield Component("verifiers", make_reward, VerifiersReward, "the environment's own reward")

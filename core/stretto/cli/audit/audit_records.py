@@ -73,7 +73,7 @@ class JournalRecord:
                 self.draw_faults += [f"ticket {ticket} has two draws in the journal" for ticket in repeated]
             case _:
                 pass
-        history.take(time, event)
+        history.add(time, event)
 
 
 def read_journal(folder: Path) -> JournalRecord:
@@ -207,12 +207,10 @@ class CheckpointRecord:
 
     @property
     def version(self) -> int:
-        """Training version."""
         return self.state["version"]
 
     @property
     def incarnation(self) -> int:
-        """Incarnation of the weights."""
         return self.state["incarnation"]
 
 

@@ -156,7 +156,6 @@ class WeightSums:
     """For each sequence the logarithm of the product of its weights."""
 
     def add(self, weights: NDArray[np.float32]) -> None:
-        """Add the weights of one trajectory."""
         values = np.maximum(weights.astype(np.float64), _LEAST_WEIGHT)
         logs = np.log(values)
         self.tokens += len(values)

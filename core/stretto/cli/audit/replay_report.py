@@ -85,7 +85,6 @@ class ReplayReport(msgspec.Struct, frozen=True, kw_only=True):
     """What the comparison cannot show. Empty for a replay without overrides."""
 
     def write(self, folder: Path) -> None:
-        """Write the report into the replay's folder."""
         (folder / REPLAY).write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 
 

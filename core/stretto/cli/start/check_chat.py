@@ -17,7 +17,7 @@ from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.chats import hidden_tools, is_data, is_shown
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import as_meant, both_tools, tools_of
+from stretto.models.prompts import both_tools, tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[st
     prompt = row["prompt"]
     if tools and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    return as_meant(prompt, tokenizer), both_tools(tools_of(row), tools)
+    return with_own_turns(prompt, tokenizer), both_tools(tools_of(row), tools)
 
 
 def _oddities(

@@ -27,7 +27,7 @@ from stretto.models.images import has_images
 from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
-from stretto.rl.supervised import fitted
+from stretto.rl.supervised import cut_to_fit
 from stretto.tokenizer import Tokenizer
 from stretto.training.config import ModelTrainingConfig
 
@@ -219,7 +219,7 @@ def _encoding_problems(assembly: Assembly, encode: Encode, rows: ReadRows) -> It
     def fault_in(row: Row) -> str:
         try:
             for index in range(assembly.graph.source.samples):
-                fitted(encode(row, index, tokenizer), assembly.config.dataset, positions)
+                cut_to_fit(encode(row, index, tokenizer), assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""

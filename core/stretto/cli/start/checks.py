@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -42,7 +42,9 @@ from stretto.user_code.plain_data import encode_row
 from stretto.user_code.sandbox import sandbox_problems
 
 if TYPE_CHECKING:
-    from stretto.user_code.reward import Task
+    from stretto.user_code.reward import ScoringResult, Task
+
+T = TypeVar("T")
 
 _warning = partial(Problem, severity="warning")
 
@@ -114,26 +116,14 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
         yield from _plugin_problems(assembly, "model", model_problems(assembly))
         yield from _batch_problems(assembly)
-        if config.steps == 0 and config.evaluation is None:
-            yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
         if assembly.graph.samples and config.steps:
             yield from _sampling_problems(config)
+        yield from _value_problems(config)
         yield from _odd_values(config)
-        if config.checkpoint.store and (fault := missing_file_system(config.checkpoint.store)):
-            yield Problem("checkpoint.store", fault, "environment")
         yield from _thread_problems(assembly)
         yield from _gpu_problems(assembly)
         yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
         yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
-        if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
-            yield Problem(
-                "metrics.address",
-                f"is {config.metrics.address!r}: other machines could read the figures without login or TLS; "
-                "set `metrics.insecure: true` if they may, or listen on loopback",
-            )
-        if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
-            needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
-            yield Problem("metrics", needed, "environment")
         for trial in (server, rewards, rows, made, tools):
             yield from trial.result()
     yield from _variant_problems(assembly, read)
@@ -264,18 +254,9 @@ def _reward_problems(
         return
     if "reward" in failed_sections:
         return
-    from stretto.user_code.reward import try_to_score
-
-    tasks, document = _scoring_tasks(assembly, read), msgspec.to_builtins(config)
+    tasks = _scoring_tasks(assembly, read)
     try:
-        error, scored = try_to_score(document, assembly.trial_context, [*tasks.values()], _TRY_S)
-        results = dict(zip(tasks, scored, strict=False))  # empty if the reward cannot be made
-        for _ in range(config.workflow.member_retries):  # retry as often as the run would
-            failed_tasks = {key: tasks[key] for key, each in results.items() if each.fault}
-            if not failed_tasks:
-                break
-            _, scored = try_to_score(document, assembly.trial_context, [*failed_tasks.values()], _TRY_S)
-            results |= zip(failed_tasks, scored, strict=False)
+        error, results = _trial_scores(assembly, tasks)
     except TimeoutError:
         action = "making it and scoring the first row" if tasks else "making it"
         yield _warning("reward", f"not verified: {action} took longer than {_TRY_S:.0f} s; {_NOT_TRIED}")
@@ -302,6 +283,22 @@ def _reward_problems(
                 f"{label} cannot score row {form.index + 1} of `{path}`, and {form.count:,} of "
                 f"{read[path].read:,} rows have these columns; their tickets would fail: {fault}",
             )
+
+
+def _trial_scores(assembly: Assembly, tasks: Mapping[T, Task]) -> tuple[str, dict[T, ScoringResult]]:
+    """Score tasks as often as the run would. Return the results, and why the reward cannot be made, if so."""
+    from stretto.user_code.reward import try_to_score
+
+    document, results = msgspec.to_builtins(assembly.config), dict[T, "ScoringResult"]()
+    for attempt in range(1 + assembly.config.workflow.member_retries):
+        remaining = {key: task for key, task in tasks.items() if key not in results or results[key].fault}
+        if attempt and not remaining:
+            break
+        error, scored = try_to_score(document, assembly.trial_context, [*remaining.values()], _TRY_S)
+        if error:
+            return error, {}
+        results |= zip(remaining, scored, strict=True)
+    return "", results
 
 
 def _scoring_tasks(
@@ -552,6 +549,22 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
     if not own.isdisjoint({"workflow", "reward"}):
         yield from _reward_problems(run, read, failed_sections)
     yield from _row_problems(run, failed_sections, own & {"reward", "workflow"})
+
+
+def _value_problems(config: RunConfig) -> Iterator[Problem]:
+    if config.steps == 0 and config.evaluation is None:
+        yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
+    if config.checkpoint.store and (fault := missing_file_system(config.checkpoint.store)):
+        yield Problem("checkpoint.store", fault, "environment")
+    if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
+        yield Problem(
+            "metrics.address",
+            f"is {config.metrics.address!r}: other machines could read the figures without login or TLS; "
+            "set `metrics.insecure: true` if they may, or listen on loopback",
+        )
+    if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:
+        needed = "needs prometheus-client: pip install 'stretto[prometheus]'"
+        yield Problem("metrics", needed, "environment")
 
 
 def _odd_values(config: RunConfig) -> Iterator[Problem]:

@@ -73,7 +73,7 @@ class Engines:
         self._announced.set()
         self._announced = anyio.Event()
 
-    async def announced(self, version: int) -> WeightsNote:
+    async def until_announced(self, version: int) -> WeightsNote:
         """Wait until a version, the newest or the next one, is announced, and return its note."""
         while self.note is None or self.note.version < version:
             await self._announced.wait()
@@ -147,7 +147,7 @@ class Engines:
         """Swap one worker to its target weights until the worker is gone. Outdated versions are skipped."""
         failures = 0
         served: tuple[int, str, bool] | None = None
-        if member.again:  # the worker's time for a former kernel does not count
+        if member.is_former:  # the worker's time for a former kernel does not count
             self._busy[member.nonce] = member.busy_s
         self._look_at_lending_in_use()
         while self._is_present(member):

@@ -106,9 +106,9 @@ class Trainers:
 
     # ------------------------------------------------------------------------------------- losses
 
-    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def until_done(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work with the trainers; if one is lost, do the work again with the new trainers."""
-        return await self.until_not_lost(partial(self.once, work))
+        return await self.until_not_lost(partial(self.attempt, work))
 
     async def until_not_lost(self, work: Callable[[], Awaitable[T]]) -> T:
         """Call `work`, and again with new trainers whenever it raises `TrainersLost`."""
@@ -117,7 +117,7 @@ class Trainers:
             with suppress(TrainersLost):
                 return await work()
 
-    async def once(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def attempt(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do work with the present trainers. Raise `TrainersLost` if one is lost."""
         if self._present.is_set():
             with anyio.CancelScope() as scope:

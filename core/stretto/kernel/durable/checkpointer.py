@@ -144,11 +144,11 @@ class Checkpointer:
         async def ask_trainers() -> None:
             await self._trainers.save(draft, state.version, tuple(needed.version for needed in state.needed))
             copied.set()
-            draft.digest = (note or await self._engines.announced(state.version)).digest
+            draft.digest = (note or await self._engines.until_announced(state.version)).digest
             await self._trainers.saved(draft, state.version)
 
         async with writing(self._root, name, state, self._store) as draft:
-            await self._trainers.once(ask_trainers)
+            await self._trainers.attempt(ask_trainers)
         self._saved, self._newest = (state.version, state.incarnation), name
         self._setup.facts.checkpoints.append(name)
         log.info("checkpoint", folder=name)

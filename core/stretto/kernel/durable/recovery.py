@@ -205,11 +205,10 @@ async def read_store(
     snapshot = scheduler.snapshot() if is_new else state.snapshot
     groups = [ticket.done for ticket in snapshot.open if ticket.done]
     groups += [each for _, each in outcomes if isinstance(each, GroupDone) and each.purpose == "train"]
-    gone: set[int] = set()
-    if samples:
-        needed = {sequence for group in groups for sequence in _messages_of(group)}
+    lost = set[Name]()
+    if samples and (needed := {sequence for group in groups for sequence in _messages_of(group)}):
         gone = needed if short else await _gone(bus, names, extent, needed)
-    lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
+        lost = {_name(group) for group in groups if not gone.isdisjoint(_messages_of(group))}
     snapshot = _without(snapshot, lost)
     usable = {sequence: each for sequence, each in outcomes if _name(each) not in lost}
     if not (fits := values == state.values):
@@ -217,9 +216,8 @@ async def read_store(
     scheduler.restore(snapshot, journal.draws)
     fold = _fold(scheduler, journal.heard if fits else (), usable, state)
     end = fold.version
-    newest = max(reached, *journal.digests, end)
-    is_cut = newest > end or end in journal.started or fold.is_left  # the events do not lead to all steps
-    lost_steps = newest - end if is_cut else 0
+    lost_steps = max(reached, *journal.digests, end) - end
+    is_cut = lost_steps or end in journal.started or fold.is_left  # the events do not lead to all steps
     begins_again = not fits and 0 in journal.started  # the journal is whole: there was no checkpoint yet
     if lost_steps and folder is None and not end and not begins_again:
         raise ConfigError(
@@ -283,7 +281,7 @@ class Repetition:
             self._notes = [*self._living.notes]
             return
         load = partial(self._trainers.load, folder, state.version, state.needed)
-        self._notes = [*await self._trainers.attempt(load)]
+        self._notes = [*await self._trainers.until_done(load)]
         if folder is not None and self._notes[-1].digest != state.digest:
             raise RunError(
                 f"the weights loaded from {folder} differ from those that were saved there; "
@@ -294,36 +292,47 @@ class Repetition:
         """Take in the events and train the batches that they start, also the incomplete batch unless it
         expires. If a repeated step has another digest than recorded, a new incarnation begins: samples of
         the previous weights expire, and later events are not taken in."""
-        scheduler, stored = self._scheduler, self._stored
         start: StartBatch | None = None
-        for event, outcome in stored.fold.events:
+        for event, outcome in self._stored.fold.events:
             if start is not None and isinstance(event, StepTrained):
-                is_done = self._living is not None and start.version < self._living.version
-                step = None if is_done else await self._train(start)
-                event = msgspec.structs.replace(event, hold=event.hold or self._differs)
-                start = _batch_in(self._take_in_step(start, step, event))
-                if step is not None:
-                    await self._writer.flush()
+                start = await self._repeat(start, event)
             else:
                 start = _batch_in(self._take_in(event, outcome)) or start
             if self._differs:
-                break
-        else:
-            self._writer.events_after = stored.fold.position
-            # Trainers that are ahead have no note of this version, only of those that evaluations need.
-            newest = self._notes[-1] if self._living is not None and self._notes else None
-            if newest is not None and newest.version == scheduler.version > self._state.version:
-                self._compare(newest)
-                await self._writer.flush()
-            if expires_batch and scheduler.training:
-                self.has_expired, expired = True, BatchExpired(scheduler.version)
-                self._writer.hear(expired)
-                commands = self._take_in(expired)
-                self._record(commands)
-                start = _batch_in(commands)
-            if start is not None and scheduler.training:
-                await self._train_next(start)
+                return self._recovered()
+        self._writer.events_after = self._stored.fold.position
+        await self._compare_living()
+        if expires_batch and self._scheduler.training:
+            start = self._expire_batch()
+        if start is not None and self._scheduler.training:
+            await self._train_next(start)
         return self._recovered()
+
+    async def _repeat(self, start: StartBatch, event: StepTrained) -> StartBatch | None:
+        """Train a batch again, unless living trainers have its step. Return the batch that follows."""
+        is_done = self._living is not None and start.version < self._living.version
+        step = None if is_done else await self._train(start)
+        event = msgspec.structs.replace(event, hold=event.hold or self._differs)
+        following = _batch_in(self._take_in_step(start, step, event))
+        if step is not None:
+            await self._writer.flush()
+        return following
+
+    async def _compare_living(self) -> None:
+        """Compare the weights of living trainers with the recorded digest of the last version."""
+        # Trainers that are ahead have no note of this version, only of those that evaluations need.
+        newest = self._notes[-1] if self._living is not None and self._notes else None
+        if newest is not None and newest.version == self._scheduler.version > self._state.version:
+            self._compare(newest)
+            await self._writer.flush()
+
+    def _expire_batch(self) -> StartBatch | None:
+        """Expire the batch under way. Return the batch that takes its place, if one is complete."""
+        self.has_expired, expired = True, BatchExpired(self._scheduler.version)
+        self._writer.hear(expired)
+        commands = self._take_in(expired)
+        self._record(commands)
+        return _batch_in(commands)
 
     async def replay(self, replay: Replay) -> Recovered:
         """Train the batches of a replay."""
@@ -366,7 +375,7 @@ class Repetition:
             await self._trainers.end(start.version, self._scheduler.evaluation.needed_versions)
             return step, await self._trainers.published(step.version)
 
-        step, note = await self._trainers.attempt(train)
+        step, note = await self._trainers.until_done(train)
         self._notes.append(note)
         self._trained += 1
         self._compare(note)

@@ -50,7 +50,6 @@ class Candidates:
         self._rollouts[rollout], self._known = None, None
 
     def remove_rollout(self, rollout: str) -> None:
-        """Remove a rollout worker that is gone."""
         self._rollouts.pop(rollout, None)
         self._known = None
 

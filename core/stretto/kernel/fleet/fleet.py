@@ -71,7 +71,7 @@ class FleetMember:
     """Seconds for which its event loop has stood still."""
     wait: Wait | None = None
     """Its oldest request without an answer."""
-    again: bool = False
+    is_former: bool = False
     """Whether it worked for a former kernel."""
     held: tuple[TicketStarted, ...] = ()
     """The attempts on which it worked when it joined."""
@@ -372,7 +372,7 @@ class Fleet:
             now = clock.now()
             self.members[message.worker] = FleetMember(
                 *(message.worker, message.role, message.nonce, message.place, now),
-                again=message.again,
+                is_former=message.again,
                 held=message.held,
             )
             self.starting[message.worker] = "loading"
@@ -383,7 +383,7 @@ class Fleet:
         if member is None or member.nonce != message.nonce:
             self.adoption.stranger_heard = clock.now()
             return False
-        if member.again and not member.has_beaten:  # its figures for the former kernel do not count
+        if member.is_former and not member.has_beaten:  # its figures for the former kernel do not count
             self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) - message.busy_s
             self._ended_tokens -= message.load.generated_tokens if message.load else 0
             self._ended_refused -= message.refused

@@ -68,11 +68,9 @@ class ForkedProcess:
             os.kill(self.pid, signal)
 
     def terminate(self) -> None:
-        """Send SIGTERM."""
         self.send_signal(Signals.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
         self.send_signal(Signals.SIGKILL)
 
     def _end(self) -> None:
@@ -149,7 +147,6 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._server.pid
 
     async def fork(

@@ -60,7 +60,7 @@ class Draws:
         self.cursor = 0
         """Number of rows drawn in the order of the epochs."""
         self._order: tuple[int, list[int]] = (-1, [])
-        self.again: deque[tuple[int, int]] = deque()
+        self.repeats: deque[tuple[int, int]] = deque()
         """(row, number of drops) of the rows to draw again."""
         self._recorded: dict[int, RecordedDraw] = {}
         """Draws of tickets that a previous kernel may have issued."""
@@ -79,13 +79,13 @@ class Draws:
         if recorded is not None:
             # A run that has lost steps may be at an earlier version now.
             version, row = min(recorded.version, version), recorded.row % self._rows
-            drops = next((row_drops for again_row, row_drops in self.again if again_row == row), 0)
-            if (row, drops) in self.again:
-                self.again.remove((row, drops))
+            drops = next((row_drops for again_row, row_drops in self.repeats if again_row == row), 0)
+            if (row, drops) in self.repeats:
+                self.repeats.remove((row, drops))
             elif self._curriculum is not None:
                 self._tell_ends(version)
-        elif self.again:
-            row, drops = self.again.popleft()
+        elif self.repeats:
+            row, drops = self.repeats.popleft()
         else:
             row = self._next_in_epoch() if self._curriculum is None else self._choose(ticket, version)
         if self._curriculum is not None:
@@ -133,7 +133,7 @@ class Draws:
     ) -> None:
         """Replace the state. `recorded` are the draws of tickets that were issued after this state."""
         self.cursor = cursor
-        self.again = deque((row % self._rows, drops) for row, drops in again)  # the dataset may be shorter
+        self.repeats = deque((row % self._rows, drops) for row, drops in again)  # the dataset may be shorter
         self._recorded = dict(recorded)
         self._unrecorded = []
         if self._curriculum is not None and state is not None:

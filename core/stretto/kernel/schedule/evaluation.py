@@ -30,7 +30,6 @@ class Round(msgspec.Struct):
     failed: int = 0
 
     def result(self) -> Evaluation:
-        """Return the evaluation's result."""
         rewards = [reward for _, reward, _ in self.scores]
         accuracies = [accuracy for *_, accuracy in self.scores if accuracy is not None]
         all_have_accuracy = len(accuracies) == len(rewards)
@@ -117,7 +116,6 @@ class EvaluationRounds:
         return (*([self._round.version] if self._round else []), *self._due)
 
     def snapshot(self) -> EvaluationState:
-        """Return the state, for `restore`."""
         under_way = self._round
         return EvaluationState(
             results=list(self.results),
@@ -142,7 +140,6 @@ class EvaluationRounds:
         return bool(every) and version % every == 0 and version < self._settings.steps
 
     def is_complete(self, version: int) -> bool:
-        """Return whether this version has a result."""
         return any(evaluation.version == version for evaluation in self.results)
 
     def must_hold_back(self, version: int) -> bool:

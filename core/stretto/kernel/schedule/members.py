@@ -31,7 +31,6 @@ class MemberLedger(msgspec.Struct):
     """Samples that failed, and all samples of a failed attempt."""
 
     def count_missing(self, samples: int) -> None:
-        """Count samples that failed."""
         self.sampled += samples
         self.missing += samples
 

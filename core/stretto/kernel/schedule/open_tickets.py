@@ -36,7 +36,6 @@ class DeadlineQueue:
         return ticket in self._deadlines
 
     def put(self, ticket: int, deadline: int) -> None:
-        """Add a ticket, or change its deadline."""
         if self._deadlines.get(ticket) == deadline:
             return
         self.discard(ticket)
@@ -45,7 +44,6 @@ class DeadlineQueue:
         heapq.heappush(self._heap, (deadline, ticket))
 
     def discard(self, ticket: int) -> None:
-        """Remove a ticket if the queue has it."""
         deadline = self._deadlines.pop(ticket, None)
         if deadline is None:
             return
@@ -57,12 +55,11 @@ class DeadlineQueue:
             self._heap = self._sorted()  # a sorted list is a heap
 
     def first(self) -> int:
-        """Return the first ticket."""
         while self._deadlines.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][1]
 
-    def take(self, count: int) -> list[int]:
+    def pop(self, count: int) -> list[int]:
         """Remove the first `count` tickets and return them in order."""
         taken: list[int] = []
         for _ in range(count):
@@ -147,7 +144,6 @@ def rewards_of(group: GroupDone) -> tuple[float, ...]:
 
 
 def samples_of(group: GroupDone) -> int:
-    """Return the number of samples of a group."""
     return sum(not member.part for member in group.members)
 
 
@@ -236,7 +232,6 @@ class OpenTickets:
         return ""
 
     def remove(self, id: int) -> None:
-        """Remove a ticket."""
         del self.open[id]
         self._holders.discard(id)
 

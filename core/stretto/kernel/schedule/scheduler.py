@@ -231,7 +231,7 @@ class Scheduler:
             cursor=self.draws.cursor,
             open=[msgspec.structs.replace(ticket) for ticket in self.tickets.open.values()],
             batch=sorted(self.tickets.batch),
-            again=list(self.draws.again),
+            again=list(self.draws.repeats),
             held=self._held,
             closing=self._closing,
             waits_for=self.waits_for,
@@ -541,7 +541,7 @@ class Scheduler:
                 if ticket.done is None and ticket.worker:
                     self._commands.append(Withdraw("train", ticket.id, ticket.attempt))
                 self._retire(ticket, "expired", reason)
-                self.draws.again.append((ticket.row, ticket.drops))
+                self.draws.repeats.append((ticket.row, ticket.drops))
 
     def _reissue(self, ticket: OpenTicket, reason: str) -> bool:
         """Issue the next attempt of a ticket, or retire the ticket. Return whether it was issued."""
@@ -593,11 +593,11 @@ class Scheduler:
                 self._commands.append(Withdraw("train", late.id, late.attempt))
             self._retire(late, "expired", f"due at version {self.version} and unfinished")
             if late.drops + 1 < self.settings.max_attempts:
-                self.draws.again.append((late.row, late.drops + 1))  # for a new ticket with this row
+                self.draws.repeats.append((late.row, late.drops + 1))  # for a new ticket with this row
         if self.evaluation.must_hold_back(self.version + 1):
             self.waits_for = Cause("evaluation", needed[0])
             return
-        self._commands.append(self._train(self.tickets.finished.take(self.settings.batch_size)))
+        self._commands.append(self._train(self.tickets.finished.pop(self.settings.batch_size)))
 
     def _train(self, ids: Iterable[int]) -> StartBatch:
         tickets = self.tickets.train(ids)

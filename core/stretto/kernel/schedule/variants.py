@@ -42,11 +42,9 @@ class VariantAccounts:
         self.accounts |= {name: _copy(account) for name, account in accounts.items() if name in self.accounts}
 
     def snapshot(self) -> dict[str, VariantAccount]:
-        """Return the accounts for `restore`."""
         return {name: _copy(account) for name, account in self.accounts.items()}
 
     def of(self, ticket: int) -> str:
-        """Return the variant of a training ticket."""
         return variant_of(self._seed, ticket, self.weights) if self.weights else ""
 
     def count(self, ticket: int, account: Account) -> None:

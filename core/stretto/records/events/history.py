@@ -234,10 +234,10 @@ class RunHistory:
         """Return the history of (time, event) pairs in order."""
         history = cls()
         for time, event in events:
-            history.take(time, event)
+            history.add(time, event)
         return history
 
-    def take(self, time: float, event: Event) -> None:
+    def add(self, time: float, event: Event) -> None:
         """Add the next event to the history."""
         self.began = time if self.began is None else self.began
         previous_time, self.ended = self.ended, time

@@ -126,7 +126,7 @@ class Joiner:
             case _:
                 pass
 
-    def take(self) -> dict[Purpose, Table]:
+    def pop_rows(self) -> dict[Purpose, Table]:
         """Return the complete rows, and forget them. Also forget attempts that will not be finished."""
         now = time.monotonic()
         for attempt, waiting in list(self._unfinished.items()):

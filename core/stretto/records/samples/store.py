@@ -115,7 +115,7 @@ class SampleStore:
         fitting, rewards = np.fromiter(rows, np.int64), index.values("reward")
         fitting = fitting[~np.isnan(rewards[fitting])]
         shown = fitting[:: max(1, -(-len(fitting) // most))]
-        points = self._segments.take(index.parts[shown], index.offsets[shown], ("id", "reward", "sampled"))
+        points = self._segments.rows_at(index.parts[shown], index.offsets[shown], ("id", "reward", "sampled"))
         return [(point["id"], point["reward"], point["sampled"]) for point in points], len(fitting)
 
     def tickets(
@@ -164,7 +164,7 @@ class SampleStore:
         self, index: _Index, found: NDArray[np.int64], *, texts: bool, tokens: bool
     ) -> list[dict[str, Any]]:
         names = [*CHEAP_COLUMNS, *(TEXT_COLUMNS if texts else ()), *(TOKEN_COLUMNS if tokens else ())]
-        rows = self._segments.take(index.parts[found], index.offsets[found], names)
+        rows = self._segments.rows_at(index.parts[found], index.offsets[found], names)
         for row in rows:
             for name in _JSON & row.keys():
                 row[name] = msgspec.json.decode(row[name]) if row[name] else None
@@ -252,7 +252,7 @@ class _SegmentReader:
         name, group = self._parts[part]
         return self._open[name].read_row_group(group, list(columns))
 
-    def take(
+    def rows_at(
         self, parts: NDArray[np.int64], offsets: NDArray[np.int64], columns: Sequence[str]
     ) -> list[dict[str, Any]]:
         """Return row `offsets[i]` of part `parts[i]` for each i. Each part, a row group, is read once."""

@@ -259,7 +259,7 @@ class _SampleWriter:
     async def _flush(self) -> None:
         """Write and confirm the complete rows. Retry while the disk is full: the log keeps the rows."""
         if not self._unwritten:
-            self._position, self._unwritten = self._joiner.position, self._joiner.take()
+            self._position, self._unwritten = self._joiner.position, self._joiner.pop_rows()
             self._taken.set()
             self._taken = anyio.Event()
         has_logged = False

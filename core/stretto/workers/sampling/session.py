@@ -141,7 +141,6 @@ class RolloutSession:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
         return self._services.tokenizer
 
     async def generate(
@@ -271,7 +270,6 @@ class RolloutSession:
         return await self._services.verifiers.tools()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:
-        """Call a tool."""
         with self.tool_clock:
             return await self._services.verifiers.call(name, arguments, images=self.images is not None)
 

@@ -28,7 +28,7 @@ from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.machine import clock
-from stretto.models.prompts import as_meant
+from stretto.models.prompts import with_own_turns
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.records.samples.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
@@ -136,7 +136,7 @@ class TicketRunner:
         row = attempt.row = self._datasets[ticket.purpose][ticket.row]
         if fault := fault_of(row["prompt"]):
             raise ConfigError(f"row {ticket.row}: prompt: {fault}")
-        row = attempt.row = {**row, "prompt": as_meant(row["prompt"], self._services.tokenizer)}
+        row = attempt.row = {**row, "prompt": with_own_turns(row["prompt"], self._services.tokenizer)}
         attempt.session.see(row)
         section = config.dataset
         if ticket.purpose == "eval" and config.evaluation is not None:

@@ -72,7 +72,6 @@ class VerifierClient:
         return self._schemas
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, images: bool = False) -> ToolAnswer:
-        """Call a tool, and return its answer."""
         await self.tools()
         message = RunTool(name, json.dumps(arguments).encode(), self._variant, images)
         return (await self._ask("tool", message, ToolDone)).answer

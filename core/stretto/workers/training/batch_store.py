@@ -24,7 +24,7 @@ from stretto.models.files import fetch_config, positions_of
 from stretto.models.images import ImageFile, decode, images_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
-from stretto.rl.supervised import fitted
+from stretto.rl.supervised import cut_to_fit
 from stretto.tokenizer import Tokenizer
 from stretto.workers.context import WorkerContext
 
@@ -151,7 +151,6 @@ class BatchStore:
 
     @property
     def groups(self) -> list[int]:
-        """Group of every row of the batch."""
         return [ref.group for ref in self._refs]
 
     @property
@@ -359,7 +358,7 @@ class BatchStore:
                 row = self._dataset[ref.sequence]
                 tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
                 encoded = self._source.encode(row, ref.index, tokenizer)
-                tokens, mask = fitted(encoded, self._context.composed.config.dataset, self._positions)
+                tokens, mask = cut_to_fit(encoded, self._context.composed.config.dataset, self._positions)
             columns: _Row = {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
             self._source_columns[number] = columns
 

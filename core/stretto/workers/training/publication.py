@@ -68,7 +68,7 @@ class Publication:
             for version in versions:
                 await self._writer.run(self._publisher.copy, version, _folder_of(version, folder))
 
-    async def again(self, earlier: Iterable[WeightsNote], folder: str) -> tuple[WeightsNote, ...]:
+    async def publish_again(self, earlier: Iterable[WeightsNote], folder: str) -> tuple[WeightsNote, ...]:
         """Publish the versions that a checkpoint keeps for evaluations, and return their new notes."""
         notes: list[WeightsNote] = []
         if (publisher := self._publisher) is not None:

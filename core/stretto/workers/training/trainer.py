@@ -97,6 +97,24 @@ class TrainerWorker:
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Make the engines, then serve requests of the kernel."""
+        self._expect_folder()
+        wire = BusWire(self._context)
+        await self._join_group()
+        await self._make_engines(wire)
+        try:
+            await wire.open()
+            await self._rows.open()
+            await self._serve_requests()
+            async with anyio.create_task_group() as self._tasks:
+                self._tasks.start_soon(self._recorder.run)
+                ready()
+        finally:
+            for engine in self._engines.values():
+                engine.stop()
+            if self._publication is not None:
+                self._publication.close()
+
+    def _expect_folder(self) -> None:
         context = self._context
         if not context.component_context.folder and context.composed.config.checkpoint.store is None:
             raise ConfigError(
@@ -105,6 +123,10 @@ class TrainerWorker:
                 "disk that the machines of the trainers and the kernel share",
                 path="out",
             )
+
+    async def _join_group(self) -> None:
+        """Find this rank's place, and the processes of all ranks, for which the kernel waits."""
+        context = self._context
         self._algorithm, self._graph = context.assembly.algorithm, context.assembly.graph
         self._calls = {call.name: call for call in self._graph.calls}
         self._placement = context.assembly.placement
@@ -118,39 +140,34 @@ class TrainerWorker:
         self._nonces: Mapping[str, str] = ranks.nonces
         self._rows = BatchStore(context, self._placement, self._nonces)
         self._rendezvous = await self._meeting_place()
+
+    async def _make_engines(self, wire: BusWire) -> None:
+        """Make the engines of the group's models and, in the lead model's group, what publishes it."""
+        context, config = self._context, self._context.composed.config
         for model in self._group.models:
             self._engines[model] = await self._thread.run(self._make_engine, model)
-        config, wire = context.composed.config, BusWire(context)
-        sampling = self._graph.samples or config.evaluation is not None
         if self._leads:
+            sampling = self._graph.samples or config.evaluation is not None
             probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
             publisher = self._make_publisher(wire, sampling=sampling) if self._rank == 0 else None
             writer = ComputeThread(context.process.executor("publish"))
             self._publication = Publication(
                 self._engines[self._graph.lead], probe, publisher, self._thread, writer
             )
-        try:
-            await wire.open()
-            await self._rows.open()
-            await self._serve("load", messages.LoadCheckpoint, messages.Loaded, self._load)
-            await self._serve("call", messages.RunCall, messages.CallDone, self._call)
-            await self._serve("end", messages.EndStep, messages.StepEnded, self._end_step)
-            await self._serve("save", messages.Save, messages.Copied, self._save)
-            await self._serve("saved", messages.AskSaved, messages.Saved, self._send_saved, _join_saved)
-            await context.bus.subscribe(context.subject("prefetch"), messages.Prefetch, self._prefetch)
-            if self._rank == 0:
-                await context.bus.serve(context.subject("state"), messages.AskState, self._send_state)
-            if self._leads and self._rank == 0:
-                await context.bus.serve(context.subject("published"), messages.AskPublished, self._send_note)
-                await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
-            async with anyio.create_task_group() as self._tasks:
-                self._tasks.start_soon(self._recorder.run)
-                ready()
-        finally:
-            for engine in self._engines.values():
-                engine.stop()
-            if self._publication is not None:
-                self._publication.close()
+
+    async def _serve_requests(self) -> None:
+        context = self._context
+        await self._serve("load", messages.LoadCheckpoint, messages.Loaded, self._load)
+        await self._serve("call", messages.RunCall, messages.CallDone, self._call)
+        await self._serve("end", messages.EndStep, messages.StepEnded, self._end_step)
+        await self._serve("save", messages.Save, messages.Copied, self._save)
+        await self._serve("saved", messages.AskSaved, messages.Saved, self._send_saved, _join_saved)
+        await context.bus.subscribe(context.subject("prefetch"), messages.Prefetch, self._prefetch)
+        if self._rank == 0:
+            await context.bus.serve(context.subject("state"), messages.AskState, self._send_state)
+        if self._leads and self._rank == 0:
+            await context.bus.serve(context.subject("published"), messages.AskPublished, self._send_note)
+            await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
         """Add `busy_s`: seconds spent in calls."""
@@ -268,7 +285,7 @@ class TrainerWorker:
             self._version, self._shared_rows = message.version, {}
             if self._publication is None:
                 return messages.Loaded(None, ())
-            needed = await self._publication.again(message.needed, folder)
+            needed = await self._publication.publish_again(message.needed, folder)
         self._needed = {note.version: note for note in needed}
         versions = [note.version for note in needed]
         self._note = self._publication.begin(self._version, versions, loaded=True)
