@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -19,6 +20,7 @@ from stretto.cli.main import app
 from stretto.errors import ConfigError
 from stretto.records.charts import panels_of, smooth, thin_points
 from stretto.records.comparison import caution, compare_runs
+from stretto.records.intervals import Moments, difference_of
 from stretto.records.run_folder import RunFolder
 from stretto.records.status import STATUS
 from stretto_views.plot import draw_text, wanted_panels
@@ -158,13 +160,32 @@ def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
 def test_a_difference_is_paired_by_row_where_the_rows_are_the_same(tmp_path: Path) -> None:
     first = RunFolder(keep_run(tmp_path / "one", steps=10))
     second = RunFolder(keep_run(tmp_path / "two", steps=10, shift=0.5))
-    [paired] = compare_runs([first, second]).paired
+    score, reward = compare_runs([first, second]).between
     # Of 8 rows, the second run has rows 4 and 6 right in addition.
     differences = [0, 0, 0, 0, 1, 0, 1, 0]
-    assert (paired.version, paired.rows, paired.difference.mean) == (10, 8, 0.25)
-    assert paired.difference.ci95 == pytest.approx(1.959964 * stdev(differences) / 8**0.5)
-    (second.folder / "fingerprints.json").write_text('{"evaluation.dataset": "another"}')
-    assert compare_runs([first, second]).paired == []
+    assert (score.of, score.difference.mean) == ("8 rows that both answered at version 10", 0.25)
+    assert score.difference.ci95 == pytest.approx(1.959964 * stdev(differences) / 8**0.5)
+    rewards = [[value for _, value in run.series("reward")] for run in (second, first)]
+    expected = difference_of(*map(Moments.of, rewards))
+    assert (reward.figure, reward.difference) == ("reward", expected)
+    assert reward.of == "means of the last 10 and 10 steps"
+
+
+def test_a_difference_without_common_rows_has_the_interval_of_both_scores(tmp_path: Path) -> None:
+    runs = [
+        RunFolder(keep_run(tmp_path / name, steps=10, shift=at)) for name, at in (("one", 0), ("two", 0.5))
+    ]
+    (runs[1].folder / "fingerprints.json").write_text('{"evaluation.dataset": "another"}')
+    comparison = compare_runs(runs)
+    one, two = (figures.last.score for figures in comparison.runs if figures.last is not None)
+    score = comparison.between[0]
+    assert score.of == "versions 10 and 10, not paired"
+    assert score.difference.mean == two.mean - one.mean
+    assert score.difference.ci95 == pytest.approx(math.hypot(one.ci95 or 0, two.ci95 or 0))
+    config = json.loads((runs[1].folder / "config.yaml").read_text())
+    config |= {"reward": {"use": "math"}, "evaluation": {"rows": 64}}
+    (runs[1].folder / "config.yaml").write_text(json.dumps(config))
+    assert compare_runs([RunFolder(run.folder) for run in runs]).between == []  # other measures
 
 
 def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
@@ -173,14 +194,14 @@ def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
         keep_run(tmp_path / f"reward-{number}", steps=10, seed=number, lr=1.0, shift=0.5, rewards=True)
     ours, theirs = ([RunFolder(tmp_path / f"{of}-{n}") for n in (1, 2)] for of in ("accuracy", "reward"))
     mixed = compare_runs([*ours, *theirs])
-    assert (mixed.measure, mixed.paired) == ("held-out score", [])
+    assert (mixed.measure, {each.figure for each in mixed.between}) == ("held-out score", {"reward"})
     assert [(group.score, group.difference) for group in mixed.groups] == [(None, None)] * 2
     assert "others only a held-out reward: no difference is taken" in mixed.caution
     measures = [run.last and run.last.measure for run in mixed.runs]
     assert measures == ["held-out accuracy"] * 2 + ["held-out reward"] * 2
     for runs, measure in ((ours, "held-out accuracy"), (theirs, "held-out reward")):
         comparable = compare_runs(runs)
-        assert (comparable.measure, comparable.caution, len(comparable.paired)) == (measure, "", 1)
+        assert (comparable.measure, comparable.caution, len(comparable.groups)) == (measure, "", 1)
         shown = CliRunner().invoke(app, ["compare", *(str(run.folder) for run in runs)]).output
         assert f"best {measure}" in shown
         assert {panel.curves[0].measure for panel in panels_of(runs, ["reward"])} == {measure}

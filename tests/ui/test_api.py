@@ -122,7 +122,7 @@ async def test_a_comparison_is_that_of_the_command(tmp_path: Path) -> None:
         ids = {run["path"]: run["id"] for run in (await ask(""))["runs"]}
         answer = await ask("/../compare", runs=f"{ids['one']},{ids['two']}")
         assert answer == msgspec.json.decode(msgspec.json.encode(compare_runs(runs)))
-        assert [each["run"] for each in answer["paired"]] == ["two"]
+        assert [each["run"] for each in answer["between"]] == ["two", "two"]
         assert answer["differences"] == {}
         refused = await ask("/../compare", runs=f"{ids['one']},none", status=400)
         assert "no run 'none'" in refused["error"]

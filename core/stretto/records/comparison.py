@@ -2,12 +2,14 @@
 
 Runs that differ only in their seed are a group. A score's interval is computed over rows if all answers
 are kept, otherwise over single answers as if independent. If two runs kept answers to the same rows, the
-difference of their last common evaluation is paired by row.
+difference of their last common evaluation is paired by row; else it is that of their last evaluations.
+The interval of rewards is over steps, as if independent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -52,6 +54,8 @@ _MEASURES = (
 """Prefixes of the keys that define what a score measures."""
 _LIMITS = frozenset({"reward.timeout_s", "reward.answer_cpu_s", "reward.answer_memory_mb"})
 """Keys with such a prefix that change no score by themselves."""
+_OF_REWARDS = ("reward.", "workflow.", "dataset.", "variants.")
+"""Prefixes of the keys that define what a reward in training measures."""
 MIXED = "held-out score"
 """The label of scores if some runs have an accuracy and others only a reward."""
 _APART = _NO_DIFFERENCE | {"seed"}  # keys whose values may differ within a group of seeds
@@ -96,13 +100,14 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tickets filtered, expired or failed."""
 
 
-class Paired(msgspec.Struct, frozen=True, kw_only=True):
-    """The difference `run` − `minus` in one evaluation, over the rows that both runs have answered."""
+class Difference(msgspec.Struct, frozen=True, kw_only=True):
+    """The difference of a figure between two runs, `run` − `minus`."""
 
     run: str
     minus: str
-    version: int
-    rows: int
+    figure: str
+    of: str
+    """The compared values, in words."""
     difference: Estimate
 
 
@@ -136,7 +141,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """(version, score in each run)."""
     caution: str
     """Why the scores are not the same measure; empty if they are."""
-    paired: list[Paired]
+    between: list[Difference]
+    """Of each run and the first one, unless they are in two `groups`, which have a difference."""
     groups: list[SeedGroup]
     """Groups of at least two runs."""
 
@@ -162,6 +168,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     measures = {run.last.measure for run in figures if run.last is not None}
     measure = MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
     comparable = measure != MIXED
+    groups = _groups(runs, figures, comparable=comparable)
     return Comparison(
         runs=figures,
         differences=differences([run.values() for run in runs]),
@@ -169,8 +176,8 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
         caution=caution([run.values() for run in evaluated], comparable=comparable),
         curves={key: curve for key in MAIN_FIGURES if (curve := _curve(runs, key))},
         scores=_scores(runs),
-        paired=list(_paired(runs, figures)) if comparable else [],
-        groups=_groups(runs, figures, comparable=comparable),
+        between=[*_between(runs, figures, groups, comparable=comparable)],
+        groups=groups,
     )
 
 
@@ -202,7 +209,11 @@ def run_figures(run: RunFolder, label: str) -> RunFigures:
 
 
 def _recent(run: RunFolder, key: str) -> float | None:
-    return recent([value for _, value in run.series(key)])
+    return recent(_recent_values(run, key))
+
+
+def _recent_values(run: RunFolder, key: str) -> list[float]:
+    return [value for _, value in run.series(key)][-RECENT_STEPS:]
 
 
 def _evaluated(run: RunFolder, line: Mapping[str, Any]) -> Evaluated:
@@ -268,25 +279,57 @@ def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
     return [(version, [scores.get(version) for scores in series]) for version in versions]
 
 
-def _paired(runs: Sequence[RunFolder], figures: Sequence[RunFigures]) -> Iterable[Paired]:
-    first, *others = runs
-    fingerprint, versions = _fingerprint(first), {version for version, _ in first.series(first.held_out)}
-    for number, run in enumerate(others, 1):
-        common = [version for version, _ in run.series(run.held_out) if version in versions]
-        if not common or fingerprint is None or _fingerprint(run) != fingerprint:
+def _between(
+    runs: Sequence[RunFolder],
+    figures: Sequence[RunFigures],
+    groups: Sequence[SeedGroup],
+    *,
+    comparable: bool,
+) -> Iterable[Difference]:
+    """Yield the differences of each run and the first one: of their held-out scores and of their rewards."""
+    first, first_figures = runs[0], figures[0]
+    for run, its_figures in zip(runs[1:], figures[1:], strict=True):
+        label, minus = its_figures.label, first_figures.label
+        if len({number for number, group in enumerate(groups) if {label, minus} & {*group.runs}}) > 1:
             continue
-        first_scores, run_scores = (
-            row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (first, run)
-        )
-        difference = estimate_difference(first_scores, run_scores)
-        if difference is not None:
-            yield Paired(
-                run=figures[number].label,
-                minus=figures[0].label,
-                version=common[-1],
-                rows=len(first_scores.keys() & run_scores.keys()),
-                difference=difference,
-            )
+        values = [first.values(), run.values()]
+        last, first_last = its_figures.last, first_figures.last
+        if comparable and last is not None and first_last is not None:
+            found = _paired(run, first)
+            if found is None and not caution(values, comparable=True):
+                found = _unpaired(last, first_last)
+            if found is not None:
+                of, difference = found
+                yield Difference(run=label, minus=minus, figure=last.measure, of=of, difference=difference)
+        keys = differences(values)
+        rewards, first_rewards = (Moments.of(_recent_values(each, "reward")) for each in (run, first))
+        if rewards.count and first_rewards.count and not any(key.startswith(_OF_REWARDS) for key in keys):
+            of = f"means of the last {rewards.count} and {first_rewards.count} steps"
+            difference = difference_of(rewards, first_rewards)
+            yield Difference(run=label, minus=minus, figure="reward", of=of, difference=difference)
+
+
+def _unpaired(last: Evaluated, first_last: Evaluated) -> tuple[str, Estimate]:
+    intervals = last.score.ci95, first_last.score.ci95
+    ci95 = None if None in intervals else math.hypot(*(each or 0.0 for each in intervals))
+    of = f"versions {last.version} and {first_last.version}, not paired"
+    return of, Estimate(last.score.mean - first_last.score.mean, ci95)
+
+
+def _paired(run: RunFolder, first: RunFolder) -> tuple[str, Estimate] | None:
+    """Return the difference over the rows that both runs have answered in their last common evaluation."""
+    fingerprint, versions = _fingerprint(first), {version for version, _ in first.series(first.held_out)}
+    common = [version for version, _ in run.series(run.held_out) if version in versions]
+    if not common or fingerprint is None or _fingerprint(run) != fingerprint:
+        return None
+    scores, first_scores = (
+        row_scores(read_answers(each.samples, common[-1]), _measure(each)) for each in (run, first)
+    )
+    difference = estimate_difference(first_scores, scores)
+    if difference is None:
+        return None
+    rows = len(first_scores.keys() & scores.keys())
+    return f"{rows} rows that both answered at version {common[-1]}", difference
 
 
 def _fingerprint(run: RunFolder) -> str | None:

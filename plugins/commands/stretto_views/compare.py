@@ -21,11 +21,11 @@ def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:
         for key, values in comparison.differences.items():
             add_row(table, key, *("-" if value is None else value for value in values))
         tables.append(("values that differ", table))
-    if comparison.paired:
-        table = figure_table("run", "minus", "version", "rows", "difference, paired by row")
-        for pair in comparison.paired:
-            add_row(table, pair.run, pair.minus, str(pair.version), str(pair.rows), _signed(pair.difference))
-        tables.append((f"differences of {comparison.measure}", table))
+    if comparison.between:
+        table = figure_table("run", "minus", "figure", "difference", "of")
+        for each in comparison.between:
+            add_row(table, each.run, each.minus, each.figure, _signed(each.difference), each.of)
+        tables.append(("differences", table))
     tables += [_seeds_table(group, comparison) for group in comparison.groups]
     tables.append(("figures (of steps: means of the last 10)", _figures_table(comparison)))
     for key, curve in comparison.curves.items():

@@ -30,14 +30,14 @@ export async function compareView(query) {
     fill(differing, keys.length ? table("differing", keys.map(([key, values]) => [key, (index) => values[index] ?? "–"])) : h("p", { class: "muted" }, "No value of the run files, besides name and out."));
     const said = [
       ...comparison.groups.filter((group) => group.difference).map((group) => `${measure}, ${namesOf(group)} minus ${namesOf(comparison.groups[0])}: ${signedEstimate(group.difference)}, ${group.paired ? `paired by ${group.paired} seeds` : "seeds not paired"}`),
-      ...comparison.paired.map((each) => `${measure}, ${each.run} minus ${each.minus}: ${signedEstimate(each.difference)}, over ${each.rows} rows that both answered at version ${each.version}`),
+      ...comparison.between.map((each) => `${each.figure}, ${each.run} minus ${each.minus}: ${signedEstimate(each.difference)}, of ${each.of}`),
       ...comparison.groups.map((group) => `${namesOf(group)}: ${measure} ${scoreText(group.score)}, standard deviation ${scoreText(group.score_sd)}`),
     ];
-    fill(differences, comparison.caution && h("p", { class: "note" }, `Caution: ${printable(comparison.caution)}.`), said.length ? said.map((each) => h("p", {}, printable(each))) : h("p", { class: "muted" }, "These runs have answered no rows in common, and no two differ only in their seed."));
+    fill(differences, comparison.caution && h("p", { class: "note" }, `Caution: ${printable(comparison.caution)}.`), said.length ? said.map((each) => h("p", {}, printable(each))) : h("p", { class: "muted" }, "These runs have no figure in common."));
     fill(figures, table("figures", [
       ["state", of((run) => run.state)], ["steps", (index) => `${number(all[index].step)} of ${number(all[index].total)}`], ["duration", of((run) => duration(run.wall_s))],
       column("reward", (run) => run.reward), [measure, of((run) => evaluated(run.last))], [`best ${measure}`, of((run) => evaluated(run.best))],
-      column("staleness", (run) => run.staleness), column("step_tokens_per_s", (run) => run.tokens_per_s),
+      column("staleness", (run) => run.staleness), column("step_tokens_per_s", (run) => run.tokens_per_s), ["verdict", of((run) => run.verdict || "–")],
     ]));
   }
 
