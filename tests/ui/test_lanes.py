@@ -120,7 +120,7 @@ def test_of_very_many_tickets_the_lane_counts_those_in_flight(tmp_path: Path) ->
     lane = _lane(_lanes(tmp_path, 5.0, 25.0, width=10), "rollout-0")
 
     assert lane.spans == []
-    assert lane.flight == pytest.approx([200] * 10, abs=1)
+    assert lane.values == pytest.approx([200] * 10, abs=1)
 
 
 def test_spans_below_a_pixel_become_one_that_counts_them(tmp_path: Path) -> None:
@@ -161,3 +161,39 @@ def test_a_wait_that_began_before_the_window_is_in_it(tmp_path: Path) -> None:
 
     parts = {part: seconds for part, _, seconds in _lanes(tmp_path, 20.0, 30.0).parts}
     assert parts == {"wait/groups_s": 5.0, "train_s": 5.0}
+
+
+def test_narrow_steps_are_a_stack_of_the_parts_of_their_time(tmp_path: Path) -> None:
+    waited = Cause("groups"), 0.25
+    steps = [
+        (place, step_measured(int(place), place - 0.75, (int(place),), (waited,)))
+        for place in map(float, range(1, 101))
+    ]
+    _write(tmp_path, [BEGAN, *steps])
+
+    lane = _lane(_lanes(tmp_path, 0.0, 100.0, width=299), "steps")
+
+    assert lane.spans == []
+    assert len(lane.times["train_s"]) == 99
+    assert lane.times["train_s"] == pytest.approx([0.75] * 99, abs=0.02)
+    assert lane.times["wait/groups_s"] == pytest.approx([0.25] * 99, abs=0.02)
+    assert _lane(_lanes(tmp_path, 0.0, 100.0, width=300), "steps").kind == "steps"
+
+
+def test_shares_have_lanes_with_the_figure_of_the_step_at_each_moment(tmp_path: Path) -> None:
+    _write(
+        tmp_path,
+        [
+            BEGAN,
+            (10.0, step_measured(1, 5.0, (0,))),
+            (30.0, step_measured(2, 25.0, (1,))),
+            (40.0, RunEnded("completed", "")),
+        ],
+    )
+    lines = [{"step": 1, "time": 10.0, "slots_used": 0.5}, {"step": 2, "time": 30.0, "slots_used": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    found = _lanes(tmp_path, 0.0, 40.0, width=4)
+
+    assert _lane(found, "slots_used").values == [0.5, 0.25, 0.25, 0.0]
+    assert [lane.name for lane in found.lanes if lane.kind == "share"] == ["slots_used"]

@@ -316,6 +316,25 @@ def test_runs_that_differ_in_their_seed_are_one_row(page: Page, tmp_path: Path) 
         assert pinned[0].get_attribute("title") == "Pin"
 
 
+def test_the_runs_of_a_sweep_stand_together_below_its_name(page: Page, tmp_path: Path) -> None:
+    for number, place in enumerate(["sweep-one/a", "alone", "sweep-one/b"]):
+        make_run(tmp_path / place, name=place[-1], seed=1, lr=1e-4 * (1 + number), **SMALL)
+    with other_runs(page, tmp_path) as swept:
+        swept.until(lambda: swept.all("#runs tr.folder"))
+        names = [row[1].partition(" ")[0] for row in swept.cells("#runs")]
+        assert sorted(names[names.index("sweep-one") :][:3]) == ["a", "b", "sweep-one"]
+        swept.one("[aria-label='Select all in sweep-one']").click()
+        swept.until(lambda: swept.text("#compare") == "Compare 2")
+        with sized(page, 390, 844):
+            assert swept.text("#runs tr.folder") == "sweep-one 2 runs"
+            assert _unreadable(swept) == []
+        swept.open("run/none/overview")
+        assert "there is no such run" in swept.text("[role=alert]")
+        complaints(swept.driver)  # the browser notes that the answer was 404
+        swept.driver.find_element(By.LINK_TEXT, "All runs").click()
+        swept.one("#runs tr.folder")
+
+
 def test_seeds_are_compared_as_a_mean_with_its_band(page: Page, tmp_path: Path) -> None:
     runs = [
         RunFolder(make_run(tmp_path / f"r{n}", name=f"r{n}", seed=seed, lr=lr, **SMALL))
@@ -527,11 +546,16 @@ def test_a_run_that_failed_names_the_command_to_go_on(page: Page, tmp_path: Path
     folder = make_run(tmp_path / "it's bad", name="bad", steps=3)
     summary = json.loads((folder / "summary.json").read_text())
     (folder / "summary.json").write_text(json.dumps(summary | {"status": "failed", "reason": "no room"}))
+    (folder / "logs").mkdir()
+    events = [{"event": "step", "level": "info"}, {"event": "the disk is full", "level": "error"}]
+    (folder / "logs" / "kernel.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     with other_runs(page, folder) as bad:
         bad.open(f"run/{bad.run('bad')}/overview")
         command = bad.text("#go-on")
         assert shlex.split(command) == ["stretto", "resume", str(folder)]
         assert bad.text(".note.bad") == "no room"
+        assert bad.text("#tail") == "[error    ] the disk is full"
+        assert _unreadable(bad) == []
         bad.one("#go-on").click()
         assert page.js("return getSelection().toString()") == command
 

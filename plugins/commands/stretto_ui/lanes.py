@@ -1,20 +1,22 @@
 """The timeline of a run in a window, as lanes of spans that fit the pixels of a screen.
 
-Spans of one kind that are narrower than a pixel are joined to one span with their number and total time. So
-a whole long run takes about the same time to send and to draw as one of its steps.
+Spans of one kind that are narrower than a pixel are joined to one span with their number and total time, and
+steps narrower than 3 pixels to a stack of the parts of their time. So a whole long run takes about the same
+time to send and to draw as one of its steps.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
-from stretto.records.charts import part_texts
-from stretto.records.run_folder import Attempt, RunFolder, RunHistory, StepSpan
+from stretto.records.charts import STEP_PARTS, part_texts
+from stretto.records.run_folder import Attempt, RunFolder, RunHistory, StepSpan, is_figure
 
 _MARGIN_S = 60.0
 """Seconds to read around the window, or its length if that is longer: spans are written at their end."""
@@ -23,9 +25,10 @@ _MOST_ROWS = 24
 _MOST_TICKETS = 1500
 """Maximum tickets in a window to draw one by one. Above it, lanes show the number in flight."""
 _STEPS_SHOWN = 12  # in the default window
+_LEAST_PIXELS = 3  # of a step that is drawn by itself, and of a column of narrower steps
+_SHARES = ("slots_used", "kv_used", "verifiers_used", "cores_idle")  # figures of steps with a lane
 
-
-LaneKind = Literal["steps", "evaluations", "calls", "swaps", "tickets", "flight"]
+LaneKind = Literal["steps", "times", "evaluations", "calls", "swaps", "tickets", "flight", "share"]
 
 
 class LaneSpan(msgspec.Struct, omit_defaults=True):
@@ -55,8 +58,11 @@ class Lane(msgspec.Struct):
     kind: LaneKind
     spans: list[LaneSpan]
     rows: int = 1
-    flight: list[float] = []
-    """Tickets in flight at equal distances over the window, for a lane of kind `flight`."""
+    values: list[float] = []
+    """At equal distances over the window: tickets in flight for a lane of kind `flight`, the figure `name` of
+    the steps for one of kind `share`."""
+    times: dict[str, list[float]] = {}
+    """Key of `STEP_PARTS` -> its share of the time at equal distances, for a lane of kind `times`."""
 
 
 class Mark(msgspec.Struct):
@@ -94,7 +100,13 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     history = RunHistory.of(run.events(since=start - margin, until=end + margin))
     pixel = (end - start) / max(1, width)
     steps = _within(_steps(history.steps), start, end)
-    all_lanes = [Lane("steps", "steps", _merge(steps, pixel))]
+    is_narrow = (end - start) < _LEAST_PIXELS * pixel * sum(span.kind == "step" for span in steps)
+    all_lanes = [
+        Lane("steps", "times", [], times=_times(steps, start, end, width // _LEAST_PIXELS))
+        if is_narrow
+        else Lane("steps", "steps", _merge(steps, pixel)),
+        *_shares(run.steps, start, end, width),
+    ]
     for (kind, name), spans in _spans(history).items():
         all_lanes.append(Lane(name, kind, _merge(_within(spans, start, end), pixel)))
     open_until = ended if end + margin >= ended else None
@@ -112,6 +124,27 @@ def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
         text = f"step {step.version}: {len(step.figures.tickets)} tickets"
         spans.append(LaneSpan(step.began, step.ended, "step", text, "train_s"))
     return spans
+
+
+def _times(steps: Iterable[LaneSpan], start: float, end: float, count: int) -> dict[str, list[float]]:
+    """Return part -> its share of the time in each of `count` columns of equal width."""
+    column_s = (end - start) / count
+    times = {part: [0.0] * count for part in STEP_PARTS}
+    for span in steps:
+        left, right = ((moment - start) / column_s for moment in (max(start, span.start), min(end, span.end)))
+        for column in range(int(left), min(count, math.ceil(right))):
+            times[span.part][column] += min(right, column + 1) - max(left, column)
+    return {part: shares for part, shares in times.items() if any(shares)}
+
+
+def _shares(lines: Sequence[Mapping[str, Any]], start: float, end: float, width: int) -> Iterator[Lane]:
+    """Yield a lane for each figure that says how much of something is used; it is 0 after the last step."""
+    moments = _moments(start, end, width)
+    for key in _SHARES:
+        known = [(float(line["time"]), float(line[key])) for line in lines if is_figure(line.get(key))]
+        if known:
+            ends, values = [time for time, _ in known], [*(value for _, value in known), 0.0]
+            yield Lane(key, "share", [], values=[values[bisect_left(ends, moment)] for moment in moments])
 
 
 def _totals(steps: Iterable[LaneSpan], start: float, end: float) -> list[tuple[str, float]]:
@@ -152,7 +185,7 @@ def _tickets(
             named[attempt.worker].append(span)
     if sum(map(len, named.values())) > _MOST_TICKETS:
         return [
-            Lane(name, "flight", [], flight=_flight(named[name], start, end, width)) for name in sorted(named)
+            Lane(name, "flight", [], values=_flight(named[name], start, end, width)) for name in sorted(named)
         ]
     result: list[Lane] = []
     for name in sorted(named):
@@ -196,9 +229,13 @@ def _pack(spans: Sequence[LaneSpan]) -> int:
 
 def _flight(spans: Sequence[LaneSpan], start: float, end: float, width: int) -> list[float]:
     starts, ends = sorted(span.start for span in spans), sorted(span.end for span in spans)
-    pixel = (end - start) / width
-    moments = [start + (column + 0.5) * pixel for column in range(width)]
+    moments = _moments(start, end, width)
     return [float(bisect_right(starts, moment) - bisect_right(ends, moment)) for moment in moments]
+
+
+def _moments(start: float, end: float, width: int) -> list[float]:
+    pixel = (end - start) / width
+    return [start + (column + 0.5) * pixel for column in range(width)]
 
 
 def _within(spans: Iterable[LaneSpan], start: float, end: float) -> list[LaneSpan]:

@@ -202,4 +202,5 @@ def _apart(
     process = run_detached([*arguments, *(["--supervise"] if supervise else [])], folder)
     where = shlex.quote(str(folder))
     typer.echo(f"the run in {folder} trains (pid {process}); follow it: stretto watch {where}")
-    typer.echo(f"its log: stretto logs -f {where}; to end it: stretto stop {where}")
+    typer.echo(f"in a browser: stretto ui {where}; its log: stretto logs -f {where}")
+    typer.echo(f"to end it: stretto stop {where}")

@@ -37,7 +37,7 @@ async function open() {
     fill(path, (view.path ?? []).map((each) => [h("span", { class: "faint" }, "/"), h("span", {}, each)]));
     said("");
   } catch (error) {
-    if (mine === turn) fill(main, h("p", { class: "note bad", role: "alert" }, error.message));
+    if (mine === turn) fill(main, h("p", { class: "note bad", role: "alert" }, error.message), !saved && h("p", {}, h("a", { href: "#/" }, "All runs")));
     if (!error.message) throw error;
   }
 }

@@ -19,7 +19,7 @@ export async function logsTab({ id, facts, query }) {
     names.value = answer.name;
     fill(count, answer.lines.length === answer.most ? `the newest ${answer.most} lines` : `${answer.lines.length} lines`);
     fill(lines, answer.lines.map((line) => h("div", { class: KINDS.find(([, pattern]) => pattern.test(line))?.[0] ?? "" }, printable(line))));
-    if (!answer.lines.length) fill(lines, h("p", { class: "empty" }, answer.names.length ? "No line fits." : "This run has no logs."));
+    if (!answer.lines.length) fill(lines, h("p", { class: "empty" }, answer.names.length ? "No line fits." : "This run has no logs: its folder was copied without `logs`, or the run has not begun."));
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }
 

@@ -1,4 +1,5 @@
-// The list of all runs: sortable, filtered by text, several selected to compare. Runs that differ only in their seed are one row, which opens.
+// The list of all runs: sortable, filtered by text, several selected to compare. Runs that differ only in their seed are one row, which opens;
+// the rows of a folder, such as a sweep, stand together below its name.
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get, saved } from "./api.js";
 import { spark } from "./charts.js";
@@ -65,6 +66,14 @@ export async function runsView(query) {
     return sorted(rows).flatMap((row) => [row, ...(opened.has(row.id) && row.members ? sorted([...row.members]) : [])]);
   }
 
+  /** The rows with those of a folder together, below a row of its own; as they are if all are in one folder. */
+  function inFolders(rows) {
+    const folders = new Map();
+    for (const row of rows) folders.set(folderOf(row), [...(folders.get(folderOf(row)) ?? []), row]);
+    if (folders.size < 2) return rows;
+    return [...folders].flatMap(([folder, members]) => (folder && members.length > 1 ? [{ folder, members }, ...members] : members));
+  }
+
   const pins = (row) => (row.members ?? [row]).some((run) => pinned.has(run.id));
 
   function draw() {
@@ -83,13 +92,20 @@ export async function runsView(query) {
     fill(head, h("th"), columns(shown, measureOf(answer.runs)).map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", title: label ? key : null, "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
       label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; draw(); } }, label))));
     const rows = rowsOf(runs), scores = rows.map((row) => row.score).filter((value) => value !== null);
-    fill(body, rows.map((row) => line(row, shown, scores.length > 1 && !answer.caution ? Math.max(...scores) : null)));
+    fill(body, inFolders(rows).map((row) => row.folder ? heading(row, columns(shown, "").length) : line(row, shown, scores.length > 1 && !answer.caution ? Math.max(...scores) : null)));
     if (!runs.length) fill(body, h("tr", {}, h("td", { colspan: columns(shown, "").length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : nothing())));
     if (focused) body.querySelector(`[data-id="${focused}"]`)?.focus();
   }
 
   const nothing = () => withCode(answer.folder === null ? "No run is below `runs` here, and none of yours lives on this machine. `stretto run FILE` starts one; `stretto ui FOLDER` shows others."
     : "No run in this folder yet. `stretto quickstart` makes an example and runs it.");
+
+  function heading({ folder, members }, width) {
+    const ids = [...new Set(members.flatMap((row) => (row.members ?? [row]).map((run) => run.id)))];
+    return h("tr", { class: "folder" },
+      h("td", {}, h("input", { type: "checkbox", class: "asks", checked: ids.every((id) => chosen.has(id)), "aria-label": `Select all in ${folder}`, onchange: (event) => choose(ids, event.target.checked) })),
+      h("td", { colspan: width, class: "name" }, printable(folder), h("span", { class: "muted" }, ` ${number(ids.length)} runs`)));
+  }
 
   function line(row, keys, highest) {
     const ids = (row.members ?? [row]).map((run) => run.id), open = () => (row.members ? unfold(row.id) : (location.hash = `#/run/${row.id}/overview`));
@@ -155,6 +171,9 @@ function grouped(members) {
     best: of("best").length ? Math.max(...of("best")) : null, wall_s: mean(of("wall_s")), changed: Math.max(...of("changed")),
   };
 }
+
+/** The folder of a run, or of several that differ only in their seed. */
+const folderOf = (row) => (row.members ?? [row])[0].path.split("/").slice(0, -1).join("/");
 
 /** What a column shows of a row: one of its values by a dotted key, or one of its figures. */
 const valueOf = (row, key) => (key in row.values ? row.values[key] : row[key]);

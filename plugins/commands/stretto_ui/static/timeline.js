@@ -1,7 +1,7 @@
 // Generation and training over time, on a canvas: lanes of spans, what waited for what, zoom and movement.
 import { colour, debounce, duration, fill, h, number, printable } from "./dom.js";
 import { get, saved } from "./api.js";
-import { hueOf, timeBar } from "./figures.js";
+import { figure, figureText, hueOf, timeBar } from "./figures.js";
 
 const LABEL = 132, ROW = 18, THIN = 5, GAP = 9, AXIS = 22, FLIGHT = 46;
 /** What a span shows -> the part of a step's time whose colour it has: training itself, or a wait for it. */
@@ -69,7 +69,7 @@ export async function timelineTab({ id, facts }) {
 
   function zoom(factor, at = (start + end) / 2) { go(at - (at - start) * factor, at + (end - at) * factor); }
 
-  function heights() { return data.lanes.map((lane) => (lane.kind === "flight" ? FLIGHT : lane.kind === "tickets" ? Math.max(ROW, lane.rows * THIN) : ROW)); }
+  function heights() { return data.lanes.map((lane) => (lane.kind === "flight" || lane.kind === "times" ? FLIGHT : lane.kind === "tickets" ? Math.max(ROW, lane.rows * THIN) : ROW)); }
 
   function draw() {
     const width = canvas.clientWidth, left = label(), scale = devicePixelRatio || 1, tall = heights();
@@ -87,14 +87,15 @@ export async function timelineTab({ id, facts }) {
     data.lanes.forEach((lane, index) => {
       pen.fillStyle = colour("muted");
       pen.textBaseline = "top";
-      pen.fillText(shorten(pen, printable(lane.name), left - 10), 0, y + 3);
+      pen.fillText(shorten(pen, lane.kind === "share" ? figure(lane.name).label : printable(lane.name), left - 10), 0, y + 3);
       pen.fillStyle = colour("sunk");
       pen.fillRect(left, y, width - left, tall[index]);
       pen.save();
       pen.beginPath();
       pen.rect(left, y, width - left, tall[index]);
       pen.clip();
-      if (lane.kind === "flight") drawFlight(pen, lane, x, y, tall[index]);
+      if (lane.kind === "flight" || lane.kind === "share") drawValues(pen, lane, x, y, tall[index]);
+      else if (lane.kind === "times") drawTimes(pen, lane, x, y, tall[index]);
       else drawSpans(pen, lane, x, y, tall[index]);
       pen.restore();
       y += tall[index] + GAP;
@@ -152,21 +153,38 @@ export async function timelineTab({ id, facts }) {
     }
   }
 
-  function drawFlight(pen, lane, x, y, tall) {
-    const most = Math.max(1, ...lane.flight), step = (data.end - data.start) / lane.flight.length;
+  /** The tickets in flight, or a share: how much of something is used. */
+  function drawValues(pen, lane, x, y, tall) {
+    const isShare = lane.kind === "share", most = isShare ? 1 : Math.max(1, ...lane.values), step = (data.end - data.start) / lane.values.length;
+    const text = (value) => (isShare ? `${figure(lane.name).label} ${figureText(lane.name, value)}` : `${number(value)} tickets in flight (at most ${number(most)})`);
     pen.fillStyle = colour(`c${hueOfKind("train")}`);
     pen.globalAlpha = 0.6;
     pen.beginPath();
     pen.moveTo(x(data.start), y + tall);
-    lane.flight.forEach((value, place) => {
+    lane.values.forEach((value, place) => {
       const at = data.start + place * step, top = y + tall - (value / most) * (tall - 3);
       pen.lineTo(x(at), top);
       pen.lineTo(x(at + step), top);
-      boxes.push({ left: x(at), right: x(at + step), top: y, bottom: y + tall, lane, span: { start: at, end: at + step, kind: "flight", text: `${number(value)} tickets in flight (at most ${number(most)})` } });
+      boxes.push({ left: x(at), right: x(at + step), top: y, bottom: y + tall, lane, span: { start: at, end: at + step, kind: lane.kind, text: text(value) } });
     });
     pen.lineTo(x(data.end), y + tall);
     pen.fill();
     pen.globalAlpha = 1;
+  }
+
+  /** Steps too narrow to be told apart: the parts of their time over each other. */
+  function drawTimes(pen, lane, x, y, tall) {
+    const parts = Object.entries(lane.times), columns = parts[0]?.[1].length ?? 0, step = (data.end - data.start) / columns;
+    for (let place = 0; place < columns; place += 1) {
+      const at = data.start + place * step, shares = parts.map(([part, values]) => [part, values[place]]).filter(([, share]) => share > 0);
+      let top = y + tall;
+      for (const [part, share] of shares) {
+        pen.fillStyle = colour(`c${hueOf(part)}`);
+        pen.fillRect(x(at), top - share * tall, x(at + step) - x(at) + 0.5, share * tall);
+        top -= share * tall;
+      }
+      boxes.push({ left: x(at), right: x(at + step), top: y, bottom: y + tall, lane, span: { start: at, end: at + step, kind: "times", text: shares.map(([part, share]) => `${figure(part).label} ${(100 * share).toFixed(0)} %`).join("\n") || "no step" } });
+    }
   }
 
   function drawTime() {
