@@ -303,6 +303,32 @@ async def test_logs_are_shown_as_text_and_filtered(tmp_path: Path) -> None:
         assert "has no log of '../x'" in (await ask("one/logs", status=400, name="../x"))["error"]
 
 
+async def test_a_log_is_cut_by_the_attempts_of_a_resumed_run(tmp_path: Path) -> None:
+    logs = make_run(tmp_path / "one", name="one", steps=2) / "logs"
+    logs.mkdir()
+    times = [f"2026-11-30T10:00:0{second}.0Z" for second in range(6)]
+
+    def written(name: str, *lines: tuple[str, int]) -> None:
+        events = [{"folder": "here", "event": text, "timestamp": times[at]} for text, at in lines]
+        (logs / name).write_text("".join(json.dumps(event) + "\n" for event in events))
+
+    written("kernel.jsonl", ("run", 0), ("step", 1), ("run", 3), ("step", 4))
+    written("trainer-0.jsonl", ("one", 2), ("two", 5))
+    async for ask in _asking(tmp_path):
+        assert (await ask("one/logs"))["attempts"] == [times[0], times[3]]
+        seen = {
+            (name, attempt): [
+                line[:22] for line in (await ask("one/logs", name=name, attempt=attempt))["lines"]
+            ]
+            for name in ("kernel", "trainer-0")
+            for attempt in (0, 1, 2, 3)
+        }
+        assert seen["kernel", 1] == times[:2]
+        assert seen["kernel", 2] == times[3:5]
+        assert (seen["trainer-0", 1], seen["trainer-0", 2]) == (times[2:3], times[5:])
+        assert len(seen["kernel", 0]) == len(seen["kernel", 3]) == 4
+
+
 async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad, _ = (make_run(tmp_path / name, name=name, steps=2) for name in ("bad", "good"))
     with (bad / "config.yaml").open("a") as file:

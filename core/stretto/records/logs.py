@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, Any
@@ -16,6 +17,8 @@ from stretto.records.files import open_record
 
 _TEXT = structlog.dev.ConsoleRenderer(colors=False, pad_event_to=0, sort_keys=False)
 _PROBLEMS = ("warning", "error", "critical")
+_TIME = re.compile(r'"timestamp": "([^"]*)"')
+_BEGINS = re.compile(r'^{"folder": .*"event": "run"')
 
 
 def log_files(folder: Path) -> dict[str, Path]:
@@ -43,6 +46,23 @@ def whole_lines(log: IO[str]) -> Iterator[str]:
             log.seek(position)
             return
         yield line
+
+
+def attempts_in(log: Iterable[str]) -> list[str]:
+    """Return the times (ISO 8601, UTC) at which kernels took over the run, from the kernel's log."""
+    begun = (_TIME.search(line) for line in log if _BEGINS.match(line))
+    return [found[1] for found in begun if found]
+
+
+def lines_between(log: Iterable[str], since: str, until: str) -> Iterator[str]:
+    """Yield the lines between two times (ISO 8601, UTC; `until` empty for the end). A line without a time
+    belongs to the line before it."""
+    time = ""
+    for line in log:
+        found = _TIME.search(line)
+        time = found[1] if found else time
+        if since <= time and (not until or time < until):
+            yield line
 
 
 def log_text(line: str, *, problems: bool = False) -> str:

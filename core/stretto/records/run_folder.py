@@ -44,7 +44,7 @@ from stretto.records.events.reader import EventReader, TimedEvent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate
 from stretto.records.living import living
-from stretto.records.logs import log_files, log_text, open_log, whole_lines
+from stretto.records.logs import attempts_in, lines_between, log_files, log_text, open_log, whole_lines
 from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, METRICS, MetricsReader, held_out_key, is_figure
 from stretto.records.origin import RunOrigin, read_origin
 from stretto.records.samples.answers import KeptAnswer, read_answers
@@ -260,17 +260,34 @@ class RunFolder:
         """Return the names of the logs: `kernel`, and the workers."""
         return list(log_files(self.folder))
 
-    def log(self, name: str, newest: int, *, containing: str = "", problems: bool = False) -> list[str]:
+    def attempts(self) -> list[str]:
+        """Return the times (ISO 8601, UTC) at which kernels took over the run, by the kernel's log."""
+        if "kernel" not in self.logs():
+            return []
+        with open_log(self.folder, "kernel") as log:
+            return attempts_in(whole_lines(log))
+
+    def log(
+        self,
+        name: str,
+        newest: int,
+        *,
+        containing: str = "",
+        problems: bool = False,
+        since: str = "",
+        until: str = "",
+    ) -> list[str]:
         """Return the `newest` last lines of a log as text, in order. A traceback belongs to its line.
 
-        `containing` ignores case; `problems` returns only warnings and errors. Raises ConfigError for a name
-        that is not in `logs`.
+        `containing` ignores case; `problems` returns only warnings and errors; `since` and `until` are times
+        as in `attempts`. Raises ConfigError for a name that is not in `logs`.
         """
         wanted = containing.casefold()
         with open_log(self.folder, name) as log:
+            lines = lines_between(whole_lines(log), since, until)
             if not wanted and not problems:  # convert only the returned lines
-                return [log_text(line) for line in deque(whole_lines(log), maxlen=newest)]
-            texts = (log_text(line, problems=problems) for line in whole_lines(log))
+                return [log_text(line) for line in deque(lines, maxlen=newest)]
+            texts = (log_text(line, problems=problems) for line in lines)
             return list(deque((text for text in texts if text and wanted in text.casefold()), maxlen=newest))
 
     def checkpoints(self) -> dict[int, Path]:

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -176,8 +177,17 @@ class Page:
             name = query.get("name") or next(iter(sorted(names, key=lambda each: each != "kernel")), "")
             problems = query.get("problems") == "1"
             text = query.get("text", "")
-            lines = record.log(name, _MOST_LINES, containing=text, problems=problems) if names else []
-            return {"names": names, "name": name, "lines": lines, "most": _MOST_LINES}
+            attempts = record.attempts()
+            number = int(_number(query, "attempt") or 0)
+            since, until = [("", ""), *pairwise([*attempts, ""])][
+                number if 0 < number <= len(attempts) else 0
+            ]
+            lines = (
+                record.log(name, _MOST_LINES, containing=text, problems=problems, since=since, until=until)
+                if names
+                else []
+            )
+            return {"names": names, "name": name, "lines": lines, "most": _MOST_LINES, "attempts": attempts}
 
     @contextmanager
     def _records(self, ids: Sequence[str]) -> Generator[list[RunFolder]]:
