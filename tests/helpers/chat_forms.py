@@ -286,6 +286,23 @@ FORMS: dict[str, Form] = {
         closing="<x>",
         sentence_piece="always",
     ),
+    "closer in words": Form(
+        _turns(
+            "{{ '<r>' + m.role + '\n' + m.content }}"
+            + _AS_JSON
+            + "{{ '</answer>' if m.role == 'assistant' }}{{ '<e>\n' }}",
+            _TOOLS,
+        ),
+        eos="<x>",
+        tail="</answer>",
+    ),
+    "words alone close": Form(
+        _turns("{{ m.role + ': ' + m.content }}" + _AS_JSON + "{{ '\n### End\n' }}", _TOOLS, "assistant: "),
+        eos="<x>",
+        closing="<x>",
+        tail="\n### End",
+        keeps=False,
+    ),
     "tokens that strip": Form(
         _turns("{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS),
         sentence_piece="always",

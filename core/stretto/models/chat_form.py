@@ -231,6 +231,7 @@ class _Probe:
         self, render: _Render, added: Mapping[str, int], engine_ends: frozenset[int], in_parts: bool
     ) -> None:
         self._render, self._added, self._engine_ends = render, added, engine_ends
+        self._visible_tokens = any_of(token for token in added if token.strip())
         self._in_parts = in_parts
         self.contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
         """`ChatForm.content`, as far as it is known."""
@@ -278,17 +279,18 @@ class _Probe:
         """Return whether engines stop at a token by themselves."""
         return self._added.get(token) in self._engine_ends
 
-    def end_in(self, text: str) -> tuple[str, str]:
+    def end_in(self, text: str, shared: int) -> tuple[str, str]:
         """Return the text before a turn's end token, and the token: the first at which engines stop; without
-        one, the first special token; without any, two empty texts."""
+        one, the first special token; without any, two empty texts. Visible text before it, such as
+        `</answer>`, has to be in the `shared` first characters, which follow the content of every turn."""
         place, fallback = 0, ("", "")
-        while token := self.token_at(text[place:]):
-            start = text.index(token, place)
-            if self.stops(token):
-                return text[:start], token
-            if not fallback[1]:
-                fallback = text[:start], token
-            place = start + len(token)
+        for found in self._visible_tokens.finditer(text) if self._visible_tokens else ():
+            if text[place : found.start()].strip() and found.start() > shared:
+                break
+            if self.stops(found[0]):
+                return text[: found.start()], found[0]
+            fallback = fallback if fallback[1] else (text[: found.start()], found[0])
+            place = found.end()
         return fallback
 
 
@@ -329,7 +331,9 @@ def _turns(probe: _Probe) -> _Turns:
     probe.find_contents(reply, before=[_ASKED])
     asked, prompt = probe.text([_ASKED]) or "", probe.text([_ASKED], opens=True) or ""
     last, inner = probe.text([_ASKED, reply]) or "", probe.text([_ASKED, reply, more]) or ""
-    inner_tail, inner_end = probe.end_in(inner.partition(_REPLY)[2])
+    last_rest, inner_rest = last.partition(_REPLY)[2], inner.partition(_REPLY)[2].partition(_MORE)[0]
+    shared = _same(last_rest, inner_rest)
+    inner_tail, inner_end = probe.end_in(inner_rest, shared)
     before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
     final = final.lstrip()
     follows_users = asked.endswith(final) and not prompt.startswith(asked)
@@ -338,7 +342,10 @@ def _turns(probe: _Probe) -> _Turns:
         last, asked = before + found_end, asked.removesuffix(final)
     else:
         final = ""
-    tail, last_end = probe.end_in(last.partition(_REPLY)[2])
+    last_rest = last.partition(_REPLY)[2]
+    tail, last_end = probe.end_in(last_rest, shared)
+    if not last_end and last_rest.strip() and inner_rest.startswith(last_rest):
+        tail = last_rest.rstrip()  # the template closes a turn with visible text alone
     begins_users = inner_end and inner_end == probe.last_token(asked.partition(_ASK)[0])
     if begins_users and not last_end and not probe.stops(inner_end):
         inner_end = ""  # this token begins the user's turn, and engines do not stop at it
