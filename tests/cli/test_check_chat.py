@@ -186,3 +186,27 @@ def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
     assert cut == Encoded([1, 2, 3], [False, False, True])
     with pytest.raises(ConfigError, match="leaves nothing to train on"):
         cut_to_fit(row, DatasetConfig(use="jsonl", max_tokens=2), 3)
+
+
+def test_answers_that_are_trained_otherwise_than_they_are_written_are_named(tmp_path: Path) -> None:
+    changed(tmp_path / "model", "words for headers", of_tokens={}, normalizer={"type": "NFC"})
+    chosen = [{"role": "assistant", "content": "ok 京\r\n"}]
+    said = checked(tmp_path, [ASK], more=["algorithm=dpo"], chosen=chosen, rejected="no")
+    assert "1 of 1 answers have characters that the tokenizer drops or does not know (row 1: column" in said
+    assert "column 'chosen': '京\\r" in said
+    doubled = ["algorithm=sft", "dataset.special_tokens=tokens"]
+    said = checked(tmp_path, [ASK], more=doubled, completion="ok<x>")
+    assert "1 of 1 answers end with the token that ends a turn, and the chat template adds another" in said
+
+
+def test_each_supervised_row_is_encoded_as_the_run_would(tmp_path: Path) -> None:
+    write_model(FORMS["plain lines"], tmp_path / "model")
+    write_run(tmp_path, model="model", queue={"batch_size": 1}, steps=1, out="out")
+    rows = [{"prompt": [ASK], "completion": text} for text in ("1", "<r>2", "3")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = called("check", "run.yaml", "algorithm=sft", cwd=tmp_path)
+    assert (
+        "1 of 3 rows cannot be trained on, and the run would end at the first (checked: all rows)"
+        in done.stderr
+    )
+    assert "row 2: " in done.stderr

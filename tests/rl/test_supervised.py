@@ -153,6 +153,7 @@ def test_given_tokens_are_taken_if_they_are_those_of_the_model() -> None:
     encoded = tokens_of_row(row, "completion", tokenizer)
     assert encoded == (list(b"ab cd"), [False, False, False, True, True])
     assert tokens_of_row({**row, "loss_mask": None}, "completion", tokenizer) is None
+    assert tokens_of_row({**row, "completion": "c \nd"}, "completion", tokenizer) == encoded
     for change, message in (
         ({"tokens": [1, 2, 3, 4, 5]}, "is not the text of the column 'completion' in this model's tokens"),
         ({"loss_mask": [1]}, "expected a list of token ids"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+
+import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.cli.start.row_check import drawn_rows
@@ -74,17 +76,70 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     yield from _end_problems(tokenizer)
     counts, examples, num_read = Counter[str](), dict[str, str](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
+    answers = _answer_columns(assembly) if path == "dataset" else ()
     for index in drawn_rows(len(dataset), _MAX_S):
         row = dataset[index]
         num_read += 1
         if fault_of(row.get("prompt")):
             continue
-        for kind, detail in _oddities(row, tokenizer, size, assembly.tools):
-            counts[kind] += 1
-            examples.setdefault(kind, f"row {index + 1}{detail and f': {detail}'}")
-    for kind, count in counts.items():
-        level = "error" if kind == _OUTSIDE or (kind == _EMPTY and count == len(dataset)) else "warning"
-        yield Problem(path, f"{count:,} of {num_read:,} prompts {kind} ({examples[kind]})", level)
+        found = [("prompts", *each) for each in _oddities(row, tokenizer, size, assembly.tools)]
+        found += [("answers", *each) for each in _odd_answers(row, answers, tokenizer)]
+        for kind, what, detail in found:
+            text = f"{kind} {what}"
+            counts[text] += 1
+            examples.setdefault(text, f"row {index + 1}{detail and f': {detail}'}")
+    for text, count in counts.items():
+        is_error = text.endswith(_OUTSIDE) or (text.endswith(_EMPTY) and count == len(dataset))
+        level = "error" if is_error else "warning"
+        yield Problem(path, f"{count:,} of {num_read:,} {text} ({examples[text]})", level)
+
+
+def _answer_columns(assembly: Assembly) -> Sequence[str]:
+    """Return the columns with answers that are trained: those that the algorithm's section names."""
+    if assembly.graph.source.encode is None:
+        return ()
+    section = msgspec.structs.asdict(assembly.config.algorithm)
+    return [str(value) for key, value in section.items() if key.endswith("_column")]
+
+
+def _odd_answers(
+    row: Mapping[str, Any], columns: Iterable[str], tokenizer: Tokenizer
+) -> Iterator[tuple[str, str]]:
+    """Yield what is trained otherwise than the answers of a supervised row are written."""
+    for column in columns:
+        answer = row.get(column)
+        if fault_of(answer):
+            continue
+        turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+        for turn in cast("list[dict[str, Any]]", turns):
+            for text in _texts_of(turn.get("content")):
+                ids = tokenizer.encode_text(text, whole=True)
+                if lost := _lost(text, tokenizer.decode(ids, special=True)):
+                    yield _LOST, f"column {column!r}: {lost!r}"
+            yield from _double_end(turn, tokenizer)
+
+
+def _double_end(turn: Mapping[str, Any], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
+    """Yield the end token of a turn that the row and the chat template both write."""
+    if turn.get("role") == "assistant" and tokenizer.rows and tokenizer.rows.special_tokens == "tokens":
+        for text in _texts_of(turn.get("content"))[-1:]:
+            if tokenizer.form.is_closed(text):
+                yield (
+                    "end with the token that ends a turn, and the chat template adds another",
+                    repr(text[-40:]),
+                )
+
+
+def _texts_of(content: Any) -> list[str]:
+    """Return the texts of a message's content."""
+    parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
+    return [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+
+
+def _lost(text: str, decoded: str) -> str:
+    """Return the characters of a text that are not in the text of its tokens; at most 20."""
+    known = {"\u2581", " ", *_composed(decoded)}  # U+2581 stands for a space
+    return "".join(dict.fromkeys(symbol for symbol in _composed(text) if symbol not in known))[:20]
 
 
 def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
@@ -102,6 +157,7 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
 
 
 _composed = partial(unicodedata.normalize, "NFC")
+_LOST = "have characters that the tokenizer drops or does not know"
 _EMPTY = "have no token, and are left out"
 _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
 
@@ -134,10 +190,8 @@ def _oddities(
         yield _EMPTY, ""
     if size is not None and len(ids) and int(ids.max()) >= size:
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
-    known = {"\u2581", *_composed(tokenizer.decode(ids, special=True))}  # U+2581 stands for a space
-    unknown = (symbol for symbol in _composed(text) if symbol not in known and not symbol.isspace())
-    if lost := "".join(dict.fromkeys(unknown)):
-        yield "have characters that the tokenizer drops or does not know", repr(lost[:20])
+    if lost := _lost(text, tokenizer.decode(ids, special=True)):
+        yield _LOST, repr(lost)
     if hidden := hidden_tools(tools, text, without_tools):
         yield "have tools that the chat template does not show", ", ".join(hidden)
     if isinstance(prompt, str):
@@ -161,8 +215,7 @@ def _odd_messages(
     packed = "".join(text.split())
     for number, message in enumerate(messages, 1):
         content = message.get("content")
-        parts = cast("list[Any]", content) if isinstance(content, list) else [{"text": content}]
-        texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
+        texts = _texts_of(content)
         words, place = "".join(texts), f"message {number}, role {message.get('role')!r}"
         answers = ["".join(each.rpartition("</think>")[2].split()) for each in texts]
         shown = all(each in packed for each in answers) and not is_data(content, text)
@@ -176,6 +229,7 @@ def _odd_messages(
             and tokenizer.special_in("</think>")
         ):
             yield "have reasoning whose marks are text (dataset.special_tokens): it is not dropped", place
+        yield from _double_end(message, tokenizer)
         if message.get("tool_calls") and not tokenizer.form.shows_calls:
             yield "have tool calls that the chat template does not show", place
         is_unset = tokenizer.rows is not None and tokenizer.rows.special_tokens is None

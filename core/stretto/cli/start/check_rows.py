@@ -114,7 +114,7 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
     elif path == "dataset" and source.encode is not None:
-        yield from _encoding_problems(assembly, source.encode, rows)
+        yield from _encoding_problems(assembly, source.encode, dataset, rows)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
@@ -210,29 +210,35 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
 
 
-def _encoding_problems(assembly: Assembly, encode: Encode, rows: ReadRows) -> Iterator[Problem]:
+def _encoding_problems(
+    assembly: Assembly, encode: Encode, dataset: Dataset, rows: ReadRows
+) -> Iterator[Problem]:
     model = assembly.config.model
     if model is not None and not Path(model).is_dir():
         return
     tokenizer, positions = assembly.tokenizer, positions_of(model)
 
-    def fault_in(row: Row) -> str:
+    def fault_in(index: int) -> str:
         try:
-            for index in range(assembly.graph.source.samples):
-                cut_to_fit(encode(row, index, tokenizer), assembly.config.dataset, positions)
+            row = dataset[index]
+            for sample in range(assembly.graph.source.samples):
+                cut_to_fit(encode(row, sample, tokenizer), assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""
 
-    if fault := fault_in(rows.first):
+    if fault := fault_in(0):
         yield Problem("dataset", f"the first row: {fault}")
         return
-    for form in rows.other_forms():
-        if fault := fault_in(form.row):
-            yield _warning(
-                "dataset",
-                f"row {form.index + 1}: {fault}; {form.count:,} of {rows.read:,} rows have these columns",
-            )
+    read, faults = 0, dict[int, str]()
+    for index in drawn_rows(len(dataset), _MAX_S):
+        read += 1
+        if index not in rows.faults and (fault := fault_in(index)):
+            faults[index] = fault
+    if faults:
+        examples = RowFaults.of(len(dataset), read, faults).count_and_examples
+        text = f"{len(faults):,} of {read:,} rows cannot be trained on, and the run would end at the first"
+        yield _warning("dataset", f"{text} {examples}")
 
 
 def _read_rows(dataset: Dataset) -> ReadRows:
