@@ -103,7 +103,6 @@ class RunSetup:
         return RunOwned(incarnation, self.scheduler.version, self.values, self.layout, attempts_from)
 
     def new_scheduler(self) -> Scheduler:
-        """Return a scheduler of the run in its initial state."""
         return Scheduler(
             _settings(self.assembly, self.datasets),
             self.assembly.algorithm.keep,

@@ -63,7 +63,6 @@ class SimulatedThread:
 
     @property
     def gone(self) -> bool:
-        """Whether the thread's process has ended."""
         return self.process is not None and self.process.status is not None
 
 
@@ -96,7 +95,6 @@ class SimulatedProcess:
         return context
 
     def new_thread(self, name: str) -> SimulatedThread:
-        """Start another thread."""
         thread = SimulatedThread(f"{self.name}/{name}", self)
         self.threads.append(thread)
         return thread
@@ -132,7 +130,6 @@ class SimulatedProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether the process is stopped now."""
         return self.loop.time() < self.stopped_until
 
     def _resume_when_due(self) -> None:

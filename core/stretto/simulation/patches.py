@@ -65,7 +65,6 @@ class World:
         return self.loop.time() + (self._slept_s or 0.0)
 
     def wall(self) -> float:
-        """Return the time of the wall clock."""
         return _EPOCH + self.wall_offset_s + self.now()
 
     def sleep(self, seconds: float) -> None:

@@ -183,7 +183,6 @@ class SimulatedServer:
         SimulatedTransport.server = self
 
     def new_number(self) -> int:
-        """Return a new, unique number."""
         self._numbered += 1
         return self._numbered
 
@@ -220,7 +219,6 @@ class SimulatedServer:
         return connection
 
     def forget(self, connection: SimulatedConnection) -> None:
-        """Remove a connection that has ended."""
         if self._connections.pop(connection.number, None) is not None:
             for sid in [*connection.subscriptions]:
                 self.unsubscribe(connection, sid)

@@ -83,7 +83,6 @@ def _site_of(error: BaseException) -> str:
 
 
 def with_causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, and then the errors that led to it."""
     seen = set[int]()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

@@ -103,7 +103,6 @@ class TicketImages:
         return [image.digest for image in images]
 
     async def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return chat messages as text."""
         return await self._images.work(lambda: self._images.vision.render(messages, tools=tools))
 
     async def encode(self, text: str, names: Sequence[str], *, plain: bool = False) -> NDArray[np.int32]:
@@ -123,7 +122,6 @@ class TicketImages:
         return [self._files[name] for name in names]
 
     def tokens_in(self, ids: NDArray[np.int32]) -> int:
-        """Return the number of image tokens among token ids."""
         return self._images.vision.count(ids)
 
     async def check(self, trajectory: Trajectory) -> None:

@@ -22,7 +22,6 @@ class KernelWatch:
         self.follow(lock)
 
     def follow(self, lock: KernelLock) -> None:
-        """Watch another kernel from now on."""
         self._lock = lock
         self._sees_lock = lock.visible
         self._limit_s = self._grace_s if self._sees_lock else self._outage_s

@@ -75,7 +75,6 @@ class DPO:
         ]
 
     def keep(self, group: Group) -> bool:
-        """Keep every pair."""
         del group
         return True
 

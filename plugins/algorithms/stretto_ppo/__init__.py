@@ -129,7 +129,6 @@ class PPO(PolicyGradient[PPOConfig]):
         ]
 
     def state(self) -> Mapping[str, float]:
-        """Return the controller's state, for a checkpoint."""
         return {"kl_coef": self.kl_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:

@@ -59,7 +59,6 @@ class RewardModel:
         ]
 
     def keep(self, group: Group) -> bool:
-        """Keep every pair."""
         del group
         return True
 

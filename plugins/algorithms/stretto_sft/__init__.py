@@ -57,7 +57,6 @@ class SFT:
         return [read(self.encode), train("actor", Loss(self.loss, self.config.loss_mean), reads=())]
 
     def keep(self, group: Group) -> bool:
-        """Keep every row."""
         del group
         return True
 

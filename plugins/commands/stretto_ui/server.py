@@ -90,7 +90,6 @@ class Page:
             return compare_runs(records)
 
     def overview(self, run: ListedRun, query: Query) -> Any:
-        """Return the first view of a run."""
         with run.read() as record:
             return {"id": run.id, "path": run.path, **overview(record)}
 
@@ -156,7 +155,6 @@ class Page:
         return run.samples.group(query)
 
     def tokens(self, run: ListedRun, query: Query) -> Any:
-        """Return all samples of a ticket, with their tokens."""
         with run.read() as record:
             model = record.config.get("model")
         return run.samples.tokens(query, model)

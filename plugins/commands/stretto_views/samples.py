@@ -78,7 +78,6 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
 
 
 def print_samples(rows: Iterable[Row], console: Console) -> None:
-    """Print rows one below the other."""
     for row in rows:
         head = "  ".join(filter(None, (row["id"], _fate_of(row), *_figures_of(row), _makers(row))))
         console.print(Text(printable(head), style="bold"))

@@ -125,7 +125,6 @@ class MixCurriculum:
         return self._first_of(part, pool)
 
     def drawn(self, ticket: int, row: int, version: int) -> None:
-        """Record that a ticket gets this row."""
         del ticket
         for name, share in self._shares(version).items():
             self._credits[name] += share
@@ -201,7 +200,6 @@ class MixCurriculum:
         return draws, tie, row
 
     def _first_of(self, part: _PartRows, pool: str) -> int:
-        """Return the row of a pool with the fewest draws."""
         if pool == UNSEEN:
             while part.fresh < len(part.order) and part.order[part.fresh] in self._rows:
                 part.fresh += 1

@@ -222,6 +222,5 @@ def _serve(pipe: Connection[Any, Any]) -> None:
 
 
 def main() -> None:
-    """Body of the process."""
     with suppress(EOFError, ConnectionError):  # the owner has ended
         _serve(Connection(int(sys.argv[1])))

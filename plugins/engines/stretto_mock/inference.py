@@ -64,7 +64,6 @@ class MockInference:
         self._emit: Emit | None = None
 
     async def start(self, emit: Emit, tasks: TaskGroup) -> None:
-        """Start the task that emits tokens."""
         self._emit = emit
         config = self._config
         tasks.start_soon(self._steps if config.step_s or config.sample_s else self._tick)

@@ -87,7 +87,6 @@ class SlotCache:
                     layer.index_copy_(0, targets, layer.index_select(0, sources))
 
     def clear(self, row: int) -> None:
-        """Zero a row's block."""
         block = self.blocks[row]
         for layer, heads in zip(self.layers, self._heads, strict=True):
             layer[self._tokens_of(block, [block.capacity], heads)] = 0

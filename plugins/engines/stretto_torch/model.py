@@ -49,7 +49,6 @@ class LoadedModel:
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
-    """Load a model from a local folder or the hub."""
     device, dtype = compute_device(config.device, config.share), getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:

@@ -51,7 +51,6 @@ class Shapes:
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest step."""
         return padded_rows(self.slots)
 
     def rows(self, live: int) -> int:

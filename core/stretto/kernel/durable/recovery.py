@@ -335,7 +335,6 @@ class Repetition:
         return _batch_in(commands)
 
     async def replay(self, replay: Replay) -> Recovered:
-        """Train the batches of a replay."""
         for tickets, groups in replay.batches:
             start = self._scheduler.replay(tickets, groups)
             self._record([start])

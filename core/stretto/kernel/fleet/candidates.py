@@ -42,7 +42,6 @@ class Candidates:
 
     @property
     def rollouts(self) -> list[str]:
-        """The current rollout workers."""
         return list(self._rollouts)
 
     def add_rollout(self, rollout: str) -> None:

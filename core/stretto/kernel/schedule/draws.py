@@ -70,7 +70,6 @@ class Draws:
 
     @property
     def by_curriculum(self) -> bool:
-        """Whether a curriculum chooses the rows."""
         return self._curriculum is not None
 
     def next(self, ticket: int, version: int) -> Draw:

@@ -39,7 +39,6 @@ class HeldOutScore(NamedTuple):
 
     @property
     def measure(self) -> Measure:
-        """The kind of the score."""
         return "accuracy" if self.deviation is None else "reward"
 
     @property

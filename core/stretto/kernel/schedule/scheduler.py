@@ -195,12 +195,10 @@ class Scheduler:
 
     @property
     def ledger(self) -> Ledger:
-        """The accounts at this moment."""
         return msgspec.structs.replace(self._ledger, in_flight=len(self.tickets.open))
 
     @property
     def training(self) -> bool:
-        """Whether a batch is being trained."""
         return bool(self.tickets.batch)
 
     @property

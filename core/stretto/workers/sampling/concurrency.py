@@ -68,7 +68,6 @@ class Concurrency:
         self._was_reached = self._was_reached or self._running[purpose] >= self.limit
 
     def end(self, purpose: Purpose) -> None:
-        """Count a ticket that has ended."""
         self._was_reached = self._was_reached or self._running[purpose] >= self.limit
         self._running[purpose] -= 1
         self._ended += 1

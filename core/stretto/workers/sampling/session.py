@@ -266,7 +266,6 @@ class RolloutSession:
         return await self.group.score(lengths, score_some)
 
     async def tools(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools."""
         return await self._services.verifiers.tools()
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolAnswer:

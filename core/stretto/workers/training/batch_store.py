@@ -120,7 +120,6 @@ class BatchStore:
         ]
 
     def end(self) -> None:
-        """End the batch, and drop its rows."""
         for ref in self._refs:
             self._bundles.pop(ref.sequence, None)
         self._version, self._refs, self.lengths = -1, (), []
@@ -141,7 +140,6 @@ class BatchStore:
 
     @property
     def has_images(self) -> bool:
-        """Whether the model reads images."""
         return self._vision is not None
 
     @property
