@@ -85,7 +85,7 @@ class ChatForm:
     shows_calls: bool = False
     system: Literal["shown", "ignored", "refused"] = "ignored"
     drops_reasoning: bool = True
-    """Whether the template leaves out the text in `<think>` tags of earlier answers."""
+    """Whether the template leaves out reasoning in earlier answers, in the tags that the prompt opens."""
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
         """Return the matches of end tokens in a text."""
@@ -196,7 +196,10 @@ def form_of(
         calls.next_role if calls.next_role in ends else ""
     )
     system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
-    thought = probe.text([_ASKED, _assistant(f"<think>\n{_THOUGHT}\n</think>\n\n{_REPLY}"), _user(_MORE)])
+    opened = _opened(turns.prompt, [turns.last, turns.inner])
+    tag = found[0] if (found := _TAG.search(opened)) else "<think>"
+    reasoning = f"{tag}\n{_THOUGHT}\n{tag[0]}/{tag[1:]}\n\n{_REPLY}"
+    thought = probe.text([_ASKED, _assistant(reasoning), _user(_MORE)])
     return ChatForm(
         has_template=True,
         end_ids=end_ids,
@@ -206,7 +209,7 @@ def form_of(
         closing=closing,
         writes_end=bool(last_end),
         call_closing=call_end or closing,
-        opened=_opened(turns.prompt, [turns.last, turns.inner]),
+        opened=opened,
         header=turns.header,
         opening=(turns.header or turns.asked.partition(_ASK)[2]).lstrip(),
         final=turns.final,
