@@ -66,6 +66,8 @@ SPEED: dict[str, dict[str, Any]] = {
     "kv_bound": {"train_s": 0.2, "slots_used": 0.4, "samples_waiting": 60.0, "kv_used": 0.9},
     "verifier_bound": {"train_s": 0.2, "ticket_score_s": 3.0},
 }
+LATE: dict[str, Any] = {"train_s": 0.3, "wait/late_ticket_s": 0.6, "generate_busy_s": 0.3}
+SAVING: dict[str, Any] = {"train_s": 0.3, "wait/checkpoint_s": 0.4}
 AT_ONCE, CLIPPED = run_with("queue", max_staleness=0), run_with("training", clip_norm=5.0)
 UNCLIPPED: dict[str, Any] = {"training": {"lr": 3e-4, "clip_norm": None}}
 TOOLS = run_with("workflow", tools=["tools.py:look"]) | {"verifier": {"children": 1, "tool_children": 4}}
@@ -113,6 +115,10 @@ SAID: list[tuple[str, list[Part], str]] = [
     ),
     ("verifier_bound", [part(60, **SPEED["verifier_bound"])], "raise `verifier.children` from 1 to 2"),
     ("slow_swaps", [part(60, swap_pause_s=0.3)], "raise `queue.batch_size` from 32 to 64"),
+    ("late_tickets", [part(60, **LATE)], "late tickets 60% of the time: a few take much longer"),
+    ("late_tickets", [part(60, **LATE)], "raise `queue.max_staleness` from 2 to 3"),
+    ("training_waits", [part(60, **LATE | {"generate_busy_s": 0.95})], "training waits for generation"),
+    ("checkpoint_waits", [part(60, **SAVING)], "for checkpoints 40% of the time"),
 ]
 FALLING = [part(30, 0.6), part(30, 0.05)]
 NO_CORE = [part(60, train_s=0.2, cores_idle=0.05)]

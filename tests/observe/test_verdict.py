@@ -175,6 +175,12 @@ def test_the_larger_of_two_causes_comes_first() -> None:
     assert slots.startswith("generation is bound by its slots: 100% are in use")
     assert swaps.startswith("swaps of weights stop the engines 29% of the time")
 
+    # The wait for a swap to a lent engine's next weights counts as one for the evaluation.
+    lent = {"wait/evaluation_s": 0.5, "wait/swap_s": 0.1, "swap_pause_s": 0.6, "train_s": 0.3}
+    *_, swaps, evaluations = clauses(**lent)
+    assert swaps.startswith("swaps of weights stop the engines 60% of the time")
+    assert evaluations == "evaluations took 50% of the time"
+
     failing = [
         line
         | {"not_trained": {"failed: begun 3 times; at last it hangs": 1}}
@@ -186,6 +192,15 @@ def test_the_larger_of_two_causes_comes_first() -> None:
     assert failures.endswith("tickets failed in 10 steps: 10 x begun 3 times, at last it hangs")
     *_, failures, _ = judged([line | {"train_s": 0.9} for line in failing]).text.split("; ")
     assert "tickets failed" in failures
+
+
+def test_late_tickets_are_no_sign_of_slow_generation_while_engines_are_idle() -> None:
+    late = {"train_s": 0.3, "wait/late_ticket_s": 0.6}
+    assert clauses(**late, generate_busy_s=0.3)[-1] == "late tickets took 60% of the time"
+    *_, told, bound = clauses(**late, generate_busy_s=0.95)
+    assert told == "late tickets took 60% of the time"
+    waits = "training waits 60% of the time for groups, late tickets among them"
+    assert bound == f"bound by generation: {waits}"
 
 
 def test_lost_workers_are_counted_and_one_that_is_lost_again_and_again_is_named() -> None:

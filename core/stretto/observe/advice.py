@@ -21,7 +21,7 @@ from stretto.engine import MOST_SLOTS, default_canary_bound
 from stretto.kernel.schedule.health import CLEARS, HOLDS, Window, held_out
 from stretto.kernel.schedule.members import OF_SAMPLES
 from stretto.kernel.step_meter import causes
-from stretto.observe.bottleneck import bottleneck, number, total, verifiers_used, works
+from stretto.observe.bottleneck import bottleneck, late_alone, number, total, verifiers_used, works
 from stretto.observe.newest_lines import KEPT, History
 
 
@@ -216,7 +216,7 @@ def _shortened_steps(history: History, knobs: _Knobs) -> _Finding | None:
     return _finding(
         scale.since,
         f"`target_kl` keeps the learning rate at {scale.mean:.2g} of the scheduled one (steps {scale.since}-"
-        f"{scale.until}; behaviour_kl {kl.mean:.2g}), and the reward does not rise",
+        f"{scale.until}, behaviour_kl {kl.mean:.2g}), and the reward does not rise",
         knobs.scale("training.lr", max(0.03, scale.mean)),
         knobs.set("queue.max_staleness", knobs.number("queue.max_staleness", 0) // 2),
     )
@@ -440,6 +440,29 @@ def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
     )
 
 
+def _checkpoint_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
+    share = total(lines, "wait/checkpoint_s") / total(lines, "step_s")
+    if share < 0.2:
+        return None
+    return (
+        f"training waits for checkpoints {share:.0%} of the time",
+        knobs.scale("checkpoint.every", math.ceil(share / 0.05)),
+        knobs.scale("checkpoint.copy_gb", 2),
+    )
+
+
+def _late_tickets(lines: _Lines, knobs: _Knobs) -> _Said | None:
+    share = late_alone(lines)
+    if share < 0.2:
+        return None
+    return (
+        f"training waits for late tickets {share:.0%} of the time: a few take much longer than the others, "
+        "and would soon be too stale",
+        knobs.add("queue.max_staleness", 1),
+        "bound the tool, environment or answer that takes so long (`stretto ui` shows them on the timeline)",
+    )
+
+
 def _training_waits(lines: _Lines, knobs: _Knobs) -> _Said | None:
     part, share = bottleneck(lines)
     total_s, waited_s = total(lines, "step_s"), total(lines, "wait/evaluation_s")
@@ -635,6 +658,8 @@ RULES = (
     Rule("kv_bound", _of_speed(_kv_bound), holds=10),
     Rule("slot_bound", _of_speed(_slot_bound), holds=10, unless=("kv_bound",)),
     Rule("evaluation_waits", _evaluation_waits, holds=10),
+    Rule("checkpoint_waits", _of_speed(_checkpoint_waits), holds=10),
+    Rule("late_tickets", _of_speed(_late_tickets), holds=10, unless=("lost_workers",)),
     Rule(
         "training_waits",
         _of_speed(_training_waits),

@@ -17,6 +17,7 @@ Part = Literal[
     "checkpoints",
     "swaps",
     "inference engines",
+    "late tickets",
     "overhead",
 ]
 
@@ -53,12 +54,21 @@ def bottleneck(lines: Sequence[Mapping[str, Any]]) -> tuple[Part, float]:
     waits: dict[Part, float] = {
         part: total(lines, f"wait/{kind}_s") / step_s for kind, part in _PARTS.items()
     }
+    waits["late tickets"] = late_alone(lines)
     group_waits = 1 - share - math.fsum(waits.values())
     if verifiers_used(lines) > _SATURATED:
         waits["verification"] = group_waits + waits.pop("evaluation")
     else:
         waits[max(_OF_TICKETS, key=lambda part: total(lines, _OF_TICKETS[part]))] = group_waits
     return max(waits.items(), key=lambda item: item[1])
+
+
+def late_alone(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the time in which training waits for late tickets, though neither the engines nor
+    the verifiers work nearly all the time: a few tickets take long, such as in a tool. Else 0."""
+    step_s = max(total(lines, "step_s"), 1e-9)
+    works_most = max(total(lines, "generate_busy_s") / step_s, verifiers_used(lines))
+    return 0.0 if works_most > _SATURATED else total(lines, "wait/late_ticket_s") / step_s
 
 
 def works(lines: Sequence[Mapping[str, Any]]) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from stretto.bus.messages.events import CAUSES, CauseKind
 from stretto.kernel.schedule.health import HeldOutScore
 from stretto.observe.advice import Adviser
-from stretto.observe.bottleneck import bottleneck, total, verifiers_used
+from stretto.observe.bottleneck import bottleneck, late_alone, total, verifiers_used
 from stretto.observe.newest_lines import History
 from stretto.records.accuracy import estimate_score
 from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
@@ -39,6 +39,7 @@ _SAID = frozenset(
     {
         *("reward_collapse", "constant_reward", "zero_variance_groups", "plateau", "evaluation_waits"),
         *("training_waits", "generation_waits", "verifier_bound", "failure_bias"),
+        *("late_tickets", "checkpoint_waits"),
     }
 )
 """Rules whose problem another clause of the verdict names."""
@@ -212,9 +213,10 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
     part, share = bottleneck(lines)
     total_s = max(total(lines, "step_s"), 1e-9)
     shares: dict[CauseKind, float] = {cause: total(lines, f"wait/{cause}_s") / total_s for cause in CAUSES}
-    costs += _times(shares, problems)
-    late = ", late tickets among them" if shares["late_ticket"] >= 0.005 else ""
-    waited = shares["groups"] + shares["late_ticket"]
+    costs += _times(shares, total(lines, "swap_pause_s") / total_s, problems)
+    is_late = shares["late_ticket"] >= 0.005 and not late_alone(lines)
+    waited = shares["groups"] + (shares["late_ticket"] if is_late else 0.0)
+    late = ", late tickets among them" if is_late else ""
     waits = f"training waits {waited:.0%} of the time for groups{late}"
     if part == "verification":
         used = verifiers_used(lines)
@@ -250,10 +252,14 @@ def _failed(lines: Sequence[Mapping[str, Any]]) -> float:
     return failed / max(1, failed + trained)
 
 
-def _times(shares: Mapping[CauseKind, float], problems: Mapping[str, str]) -> Iterator[tuple[float, str]]:
+def _times(
+    shares: Mapping[CauseKind, float], paused: float, problems: Mapping[str, str]
+) -> Iterator[tuple[float, str]]:
+    """Yield what takes time, with its share. `paused`: share of the time in which swaps stop the engines; a
+    wait that it causes may count as one for an evaluation, to which the engine is lent."""
     for cause in _WAITS:
         if cause == "swap" and "slow_swaps" in problems:
-            yield shares[cause], problems["slow_swaps"]
+            yield max(shares[cause], paused), problems["slow_swaps"]
         elif shares[cause] >= _LEAST_SHARE:
             words = FIGURES[f"wait/{cause}_s"].label.removeprefix("wait for ")
             yield shares[cause], f"{words} took {shares[cause]:.0%} of the time"
