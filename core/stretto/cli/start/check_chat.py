@@ -186,6 +186,8 @@ def _oddities(
     except ConfigError as error:
         yield "are refused", str(error)
         return
+    if row.get("chat_template_kwargs"):
+        yield "have a column 'chat_template_kwargs', which is not read: see dataset.template", ""
     if not len(ids):
         yield _EMPTY, ""
     if size is not None and len(ids) and int(ids.max()) >= size:
