@@ -440,7 +440,10 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ("dataset.path=no_answer.jsonl",),
             ["the reward cannot score 2 of 3 rows, and their tickets would"],
         ),
-        (("algorithm=sft", "dataset.path=pairs.jsonl"), ["warning dataset: row 2: "]),
+        (
+            ("algorithm=sft", "dataset.path=pairs.jsonl"),
+            ["warning dataset: 1 of 2 rows cannot be trained on"],
+        ),
         ((REWARD("gold"),), ["but it calls them 'answer_text' and 'gold'"]),
         ((REWARD("nested"),), ["the metric 'parts' of completion 0 ("]),
         ((REWARD("leaves"),), ["reward raised SystemExit: 3"]),

@@ -184,7 +184,7 @@ def form_of(
         special: pattern that finds special tokens in a text.
         in_parts: whether contents must be lists of parts, because some parts are images.
     """
-    probe = _Probe(render, added, own_ends | model_ends, in_parts)
+    probe = _TemplateProbe(render, added, own_ends | model_ends, in_parts)
     turns = _turns(probe)
     calls = _calls(probe, turns.final)
     lead, tail = _repeated(probe, turns)
@@ -227,7 +227,7 @@ def form_of(
     )
 
 
-class _Probe:
+class _TemplateProbe:
     """Renders short chats, and finds added tokens in their texts."""
 
     def __init__(
@@ -326,7 +326,7 @@ class _Turns:
         return self.prompt.rpartition(_ASK)[2]
 
 
-def _turns(probe: _Probe) -> _Turns:
+def _turns(probe: _TemplateProbe) -> _Turns:
     """Find how answers begin and end, after the forms of the contents of users, systems and assistants."""
     reply, more = _assistant(_REPLY), _user(_MORE)
     probe.find_contents(_ASKED)
@@ -369,7 +369,7 @@ class _Calls:
     """The token that begins the turn of the tool's result."""
 
 
-def _calls(probe: _Probe, final: str) -> _Calls:
+def _calls(probe: _TemplateProbe, final: str) -> _Calls:
     """Find how calls are written, after the form of the content of a tool's result."""
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     shown = [  # some templates show calls only in messages without content
@@ -391,7 +391,7 @@ def _calls(probe: _Probe, final: str) -> _Calls:
     return _Calls(bool(shown), cast("_Arguments", arguments), content, text, next_role)
 
 
-def _repeated(probe: _Probe, turns: _Turns) -> tuple[str, str]:
+def _repeated(probe: _TemplateProbe, turns: _Turns) -> tuple[str, str]:
     """Return `ChatForm.lead` and `tail`: empty if the template does not repeat them when the content of a
     message begins or ends with them, as then they may be part of a content."""
     prompt, last, tail = turns.prompt, turns.last, turns.tail

@@ -100,7 +100,7 @@ class RunFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Tickets filtered, expired or failed."""
 
 
-class Difference(msgspec.Struct, frozen=True, kw_only=True):
+class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     """The difference of a figure between two runs, `run` − `minus`."""
 
     run: str
@@ -141,7 +141,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """(version, score in each run)."""
     caution: str
     """Why the scores are not the same measure; empty if they are."""
-    between: list[Difference]
+    between: list[RunDifference]
     """Of each run and the first one, unless they are in two `groups`, which have a difference."""
     groups: list[SeedGroup]
     """Groups of at least two runs."""
@@ -285,7 +285,7 @@ def _between(
     groups: Sequence[SeedGroup],
     *,
     comparable: bool,
-) -> Iterable[Difference]:
+) -> Iterable[RunDifference]:
     """Yield the differences of each run and the first one: of their held-out scores and of their rewards."""
     first, first_figures = runs[0], figures[0]
     for run, its_figures in zip(runs[1:], figures[1:], strict=True):
@@ -300,13 +300,13 @@ def _between(
                 found = _unpaired(last, first_last)
             if found is not None:
                 of, difference = found
-                yield Difference(run=label, minus=minus, figure=last.measure, of=of, difference=difference)
+                yield RunDifference(run=label, minus=minus, figure=last.measure, of=of, difference=difference)
         keys = differences(values)
         rewards, first_rewards = (Moments.of(_recent_values(each, "reward")) for each in (run, first))
         if rewards.count and first_rewards.count and not any(key.startswith(_OF_REWARDS) for key in keys):
             of = f"means of the last {rewards.count} and {first_rewards.count} steps"
             difference = difference_of(rewards, first_rewards)
-            yield Difference(run=label, minus=minus, figure="reward", of=of, difference=difference)
+            yield RunDifference(run=label, minus=minus, figure="reward", of=of, difference=difference)
 
 
 def _unpaired(last: Evaluated, first_last: Evaluated) -> tuple[str, Estimate]:
