@@ -178,6 +178,8 @@ def test_narrow_steps_are_a_stack_of_the_parts_of_their_time(tmp_path: Path) -> 
     assert lane.times["train_s"] == pytest.approx([0.75] * 99, abs=0.02)
     assert lane.times["wait/groups_s"] == pytest.approx([0.25] * 99, abs=0.02)
     assert _lane(_lanes(tmp_path, 0.0, 100.0, width=300), "steps").kind == "steps"
+    column = _lane(_lanes(tmp_path, 0.0, 100.0, width=1), "steps").times["train_s"]
+    assert column == pytest.approx([0.75], abs=0.02)
 
 
 def test_shares_have_lanes_with_the_figure_of_the_step_at_each_moment(tmp_path: Path) -> None:

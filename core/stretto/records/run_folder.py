@@ -284,7 +284,7 @@ class RunFolder:
         """
         wanted = containing.casefold()
         with open_log(self.folder, name) as log:
-            lines = lines_between(whole_lines(log), since, until)
+            lines = lines_between(whole_lines(log), since, until) if since else whole_lines(log)
             if not wanted and not problems:  # convert only the returned lines
                 return [log_text(line) for line in deque(lines, maxlen=newest)]
             texts = (log_text(line, problems=problems) for line in lines)

@@ -102,7 +102,7 @@ def lanes(run: RunFolder, start: float | None, end: float | None, width: int) ->
     steps = _within(_steps(history.steps), start, end)
     is_narrow = (end - start) < _LEAST_PIXELS * pixel * sum(span.kind == "step" for span in steps)
     all_lanes = [
-        Lane("steps", "times", [], times=_times(steps, start, end, width // _LEAST_PIXELS))
+        Lane("steps", "times", [], times=_times(steps, start, end, max(1, width // _LEAST_PIXELS)))
         if is_narrow
         else Lane("steps", "steps", _merge(steps, pixel)),
         *_shares(run.steps, start, end, width),

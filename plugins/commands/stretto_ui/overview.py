@@ -14,7 +14,6 @@ from stretto.records.charts import RECENT_STEPS, change, recent
 from stretto.records.run_folder import RunFolder, is_figure
 
 _MOST_CAUSES = 12
-_TAIL = 20  # lines of the log of a run that has failed
 _MEANS = (
     *("reward", "zero_variance_groups", "loss", "entropy", "behaviour_kl", "staleness"),
     *("length", "truncated", "step_s", "train_s", "step_tokens_per_s", "train_tokens_per_s"),
@@ -52,17 +51,9 @@ def overview(record: RunFolder) -> dict[str, Any]:
         "standstill": "" if fault else record.standstill,
         "verdict": "" if fault else record.verdict,
         "resume": shlex.join(["stretto", "resume", str(record.folder)]) if ended_badly else "",
-        "tail": _tail(record) if record.state in ("stopped", "failed") else [],
         "summary": summary,
         "fault": fault,
     }
-
-
-def _tail(record: RunFolder) -> list[str]:
-    """Return the newest warnings and errors of the kernel; without any, its newest lines."""
-    if "kernel" not in record.logs():
-        return []
-    return record.log("kernel", _TAIL, problems=True) or record.log("kernel", _TAIL)
 
 
 def _mean(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:

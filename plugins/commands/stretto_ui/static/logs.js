@@ -2,8 +2,9 @@
 import { debounce, fill, h, printable } from "./dom.js";
 import { get } from "./api.js";
 
-/** Lines that look different. With `begins`, a kernel owns the run: what follows belongs to one attempt. */
-const KINDS = [["bad", /^\S+ \[(error|critical)/], ["warn", /^\S+ \[warning/], ["begins", /^\S+ \[info *\] run +folder=/]];
+/** Lines that look different. At the time of an attempt, a kernel takes over the run: what follows belongs to it. */
+const KINDS = [["bad", /^\S+ \[(error|critical)/], ["warn", /^\S+ \[warning/]];
+const kindOf = (line, attempts) => KINDS.find(([, pattern]) => pattern.test(line))?.[0] ?? (attempts.includes(line.split(" ", 1)[0]) ? "begins" : "");
 
 export async function logsTab({ id, facts, query }) {
   const parameters = { name: query.get("name") ?? "", text: "", problems: query.get("problems") ?? "", attempt: query.get("attempt") ?? "" };
@@ -22,7 +23,7 @@ export async function logsTab({ id, facts, query }) {
     attempts.value = parameters.attempt;
     attempts.hidden = answer.attempts.length < 2;
     fill(count, answer.lines.length === answer.most ? `the newest ${answer.most} lines` : `${answer.lines.length} lines`);
-    fill(lines, answer.lines.map((line) => h("div", { class: KINDS.find(([, pattern]) => pattern.test(line))?.[0] ?? "" }, printable(line))));
+    fill(lines, answer.lines.map((line) => h("div", { class: kindOf(line, answer.attempts) }, printable(line))));
     if (!answer.lines.length) fill(lines, h("p", { class: "empty" }, answer.names.length ? "No line fits." : "This run has no logs: its folder was copied without `logs`, or the run has not begun."));
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }

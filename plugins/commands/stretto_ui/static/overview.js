@@ -6,6 +6,8 @@ import { figure, figureText, hueOf, timeBar, timeLegend, tooltip } from "./figur
 
 /** From this many steps on, the curves of this view are smoothed. */
 const MANY_STEPS = 150;
+/** Lines of the log of a run that has failed. */
+const TAIL = 20;
 const ACCOUNTS = [["trained", "trained"], ["in_flight", "in flight"], ["filtered", "filtered"], ["expired", "expired"], ["failed", "failed"]];
 
 export async function overviewTab({ id, name, facts }) {
@@ -24,9 +26,11 @@ export async function overviewTab({ id, name, facts }) {
     smoothing > 0 && h("p", { class: "faint" }, `The lines are smoothed (${smoothing}); the faint lines behind them are not.`),
     h("div", { class: "grid" }, time, ledger, staleness, workers, engines));
 
+  let tail = [];
   async function draw(changed = true) {
     const now = facts();
-    drawNotes(notes, id, now);
+    if (changed) tail = await tailOf(id, now);
+    drawNotes(notes, id, now, tail);
     drawVerdict(verdict, now);
     drawTiles(tiles, now);
     drawAdvice(advice, id, now);
@@ -46,7 +50,15 @@ export async function overviewTab({ id, name, facts }) {
   };
 }
 
-function drawNotes(element, id, { summary, status, standstill, state, fault, resume, tail }) {
+/** The newest warnings and errors of the kernel of a run that has failed; without any, its newest lines. */
+async function tailOf(id, { state }) {
+  if (!["stopped", "failed"].includes(state)) return [];
+  const worst = await get(`runs/${id}/logs`, { problems: 1 });
+  if (worst.name !== "kernel") return [];
+  return (worst.lines.length ? worst : await get(`runs/${id}/logs`)).lines.slice(-TAIL);
+}
+
+function drawNotes(element, id, { summary, status, standstill, state, fault, resume }, tail) {
   const notes = fault ? [["bad", fault]] : [];
   if (summary?.reason) notes.push(["bad", summary.reason]);
   if (state === "stopped") notes.push(["bad", "No kernel owns this run, and it has not ended."]);
