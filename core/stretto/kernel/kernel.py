@@ -23,7 +23,7 @@ from stretto.bus.messages.events import (
     StepMeasured,
     WorkerGone,
 )
-from stretto.bus.messages.membership import Beacon, WorkerProcess
+from stretto.bus.messages.membership import Beacon
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketsStarted
 from stretto.errors import BusError, RunError, StrettoError
 from stretto.kernel.bus_watch import watch_bus, watch_owner, watch_store
@@ -204,9 +204,8 @@ class Kernel:
 
     async def _meet_trainers(self) -> None:
         """Wait until all trainers have joined: calls go to these, and engines fetch weights from the lead."""
-        nonces = self._trainers.nonces = await self._admission.until_trainers_ready()
-        lead_worker = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
+        self._trainers.nonces = await self._admission.until_trainers_ready()
+        self._engines.trainer = self._trainers.lead
 
     def _own(self, recovered: Recovered | None, notes: tuple[WeightsNote, ...]) -> None:
         """Announce the weights, and let the scheduler take in events from now on."""

@@ -14,7 +14,6 @@ import msgspec
 import structlog
 
 from stretto.bus.messages.events import Replaced
-from stretto.bus.messages.membership import WorkerProcess
 from stretto.errors import BusError
 from stretto.kernel.calls.engines import Engines
 from stretto.kernel.calls.trainers import NOTICED_S, Trainers
@@ -85,8 +84,7 @@ class TrainerReplacement:
         worker, how, began = self._loss
         self._setup.facts.loss = f"{worker} was lost ({how}) and starts again{self._meanwhile}"
         await self._setup.fleet.end_all("trainer")
-        nonces = await self._admission.until_trainers_ready()
-        self._trainers.nonces = nonces
+        nonces = self._trainers.nonces = await self._admission.until_trainers_ready()
         try:
             repeated = await self._restore()
         except (OSError, BusError, msgspec.DecodeError) as error:
@@ -96,8 +94,7 @@ class TrainerReplacement:
             return
         if repeated is None:
             return
-        lead_worker = self._trainers.placement.lead.workers[0]
-        self._engines.trainer = WorkerProcess(lead_worker, nonces[lead_worker])
+        self._engines.trainer = self._trainers.lead
         self._journal.hear(Replaced(began, worker, how, self._steps.reached, repeated))
         log.info("trainers replaced", lost=worker, version=self._steps.reached, repeated=repeated)
         self._trainers.replaced()

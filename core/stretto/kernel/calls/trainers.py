@@ -17,6 +17,7 @@ from stretto.bus.client import Bus
 from stretto.bus.gathered import Gathered
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.events import CallEnded, CallTime
+from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.training import (
     AskPublished,
@@ -103,6 +104,12 @@ class Trainers:
         self._work: list[anyio.CancelScope] = []
         self.ahead = Gathered[tuple[RowRef, ...]](self._prefetch_all, _TOGETHER_S)
         """Collects rows for `_TOGETHER_S`, then asks every rank to fetch them."""
+
+    @property
+    def lead(self) -> WorkerProcess:
+        """Rank 0 of the lead model's group."""
+        worker = self.placement.lead.workers[0]
+        return WorkerProcess(worker, self.nonces[worker])
 
     # ------------------------------------------------------------------------------------- losses
 
