@@ -287,12 +287,12 @@ def _between(
     comparable: bool,
 ) -> Iterable[RunDifference]:
     """Yield the differences of each run and the first one: of their held-out scores and of their rewards."""
-    first, first_figures = runs[0], figures[0]
+    first, first_figures, first_values = runs[0], figures[0], runs[0].values()
     for run, its_figures in zip(runs[1:], figures[1:], strict=True):
         label, minus = its_figures.label, first_figures.label
         if len({number for number, group in enumerate(groups) if {label, minus} & {*group.runs}}) > 1:
             continue
-        values = [first.values(), run.values()]
+        values = [first_values, run.values()]
         last, first_last = its_figures.last, first_figures.last
         if comparable and last is not None and first_last is not None:
             found = _paired(run, first)

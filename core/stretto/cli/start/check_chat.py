@@ -74,7 +74,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
-    counts, examples, num_read = Counter[str](), dict[str, str](), 0
+    counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], str](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     answers = _answer_columns(assembly) if path == "dataset" else ()
     for index in drawn_rows(len(dataset), _MAX_S):
@@ -85,13 +85,12 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
         found = [("prompts", *each) for each in _oddities(row, tokenizer, size, assembly.tools)]
         found += [("answers", *each) for each in _odd_answers(row, answers, tokenizer)]
         for kind, what, detail in found:
-            text = f"{kind} {what}"
-            counts[text] += 1
-            examples.setdefault(text, f"row {index + 1}{detail and f': {detail}'}")
-    for text, count in counts.items():
-        is_error = text.endswith(_OUTSIDE) or (text.endswith(_EMPTY) and count == len(dataset))
-        level = "error" if is_error else "warning"
-        yield Problem(path, f"{count:,} of {num_read:,} {text} ({examples[text]})", level)
+            counts[kind, what] += 1
+            examples.setdefault((kind, what), f"row {index + 1}{detail and f': {detail}'}")
+    for (kind, what), count in counts.items():
+        level = "error" if what == _OUTSIDE or (what == _EMPTY and count == len(dataset)) else "warning"
+        text = f"{count:,} of {num_read:,} {kind} {what} ({examples[kind, what]})"
+        yield Problem(path, text, level)
 
 
 def _answer_columns(assembly: Assembly) -> Sequence[str]:
