@@ -1,7 +1,7 @@
 """How often the verdict is wrong: made runs of 60 steps with the noise of real ones.
 
     python benchmarks/verdict.py make FOLDER [JOBS]   # 30 runs of five tasks, whose policies hardly change
-    python benchmarks/verdict.py judge FOLDER [--seed 1] [--runs 200]
+    python benchmarks/verdict.py judge FOLDER [--seed 1] [--runs 400]
 
 `judge` draws for each made run the noise of one run in FOLDER (deviation and correlation of the reward around
 its trend), the figures of its steps, and a number of answers a step, which scales the deviation. Half of the
@@ -27,6 +27,9 @@ from typing import Any
 import numpy as np
 import yaml
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+from step_lines import correlated
 from stretto.bus.messages.events import Evaluation
 from stretto.observe.advice import Adviser
 from stretto.observe.verdict import RunState, verdict
@@ -116,9 +119,7 @@ def _judged(
     random: np.random.Generator, noise: Noise, of_steps: Noise, deviation: float, *, rises: bool
 ) -> str:
     correlation = min(0.9, max(-0.9, noise.correlation))
-    drawn = random.normal(0, deviation, STEPS)
-    for step in range(1, STEPS):
-        drawn[step] = correlation * drawn[step - 1] + math.sqrt(1 - correlation**2) * drawn[step]
+    drawn = correlated(random, deviation, correlation, STEPS)
     # The standard error of the rise of a straight line over n equidistant values is about s √(12 / n).
     error = deviation * math.sqrt(12 / STEPS * (1 + correlation) / (1 - correlation))
     rise = max(RISE, ERRORS * error) if rises else 0.0

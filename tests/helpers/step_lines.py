@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.observe.advice import Advice, Adviser
 
@@ -73,6 +74,16 @@ class Steps:
             "lost_per_token": 0.2,
             "not_trained": {},
         }
+
+
+def correlated(
+    random: np.random.Generator, deviation: float, correlation: float, count: int
+) -> NDArray[np.float64]:
+    """Normal noise whose steps are correlated."""
+    noise = random.normal(0, deviation, count)
+    for step in range(1, count):
+        noise[step] = correlation * noise[step - 1] + np.sqrt(1 - correlation**2) * noise[step]
+    return noise
 
 
 def advised(lines: Iterable[Line], run: dict[str, Any] = RUN) -> list[Advice]:

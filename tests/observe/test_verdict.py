@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from step_lines import RUN, Line, Steps
+from step_lines import RUN, Line, Steps, correlated
 from stretto.bus.messages.events import Evaluation
 from stretto.kernel.schedule.health import held_out
 from stretto.observe.advice import Adviser
@@ -197,10 +197,10 @@ def test_the_larger_of_two_causes_comes_first() -> None:
 def test_late_tickets_are_no_sign_of_slow_generation_while_engines_are_idle() -> None:
     late = {"train_s": 0.3, "wait/late_ticket_s": 0.6}
     assert clauses(**late, generate_busy_s=0.3)[-1] == "late tickets took 60% of the time"
-    *_, told, bound = clauses(**late, generate_busy_s=0.95)
-    assert told == "late tickets took 60% of the time"
+    *_, waits_clause, bound_clause = clauses(**late, generate_busy_s=0.95)
+    assert waits_clause == "late tickets took 60% of the time"
     waits = "training waits 60% of the time for groups, late tickets among them"
-    assert bound == f"bound by generation: {waits}"
+    assert bound_clause == f"bound by generation: {waits}"
 
 
 def test_lost_workers_are_counted_and_one_that_is_lost_again_and_again_is_named() -> None:
@@ -227,10 +227,7 @@ def test_advice_is_named_in_place_of_what_it_explains() -> None:
 def series(random: np.random.Generator, count: int, rise: float, correlation: float) -> list[float]:
     """Rewards that rise evenly, with normal noise whose steps are correlated. The quickstart's noise has a
     deviation of 0.034 and a correlation of -0.17, measured over 60 steps at a learning rate of 1e-12."""
-    noise = random.normal(0, 0.04, count)
-    for step in range(1, count):
-        noise[step] = correlation * noise[step - 1] + np.sqrt(1 - correlation**2) * noise[step]
-    return [*(0.5 + np.linspace(0, rise, count) + noise)]
+    return [*(0.5 + np.linspace(0, rise, count) + correlated(random, 0.04, correlation, count))]
 
 
 @pytest.mark.slow
