@@ -95,6 +95,11 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     dataset: DatasetConfig
     """Dataset of held-out rows."""
+    measure: Literal["answers", "loss", "both"] | None = None
+    """What to measure on the held-out rows: the reward of sampled answers; the algorithm's loss, for an
+    algorithm such as `sft` that reads rows; or both. null: `loss` without a `reward`, else `answers`. The
+    trainers measure the loss after the first step, after every step whose version is a multiple of `every`,
+    and after the last step, as part of the step."""
     every: NonNegativeInt = 0
     """Number of versions between two evaluations. 0 evaluates the first and the last version only."""
     own_engine: bool | None = None
@@ -452,6 +457,28 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         yield "sampling", self.sampling
         if self.evaluation is not None and self.evaluation.sampling is not None:
             yield "evaluation.sampling", self.evaluation.sampling
+
+    @property
+    def evaluates_answers(self) -> bool:
+        """Whether evaluations sample answers and score them."""
+        return self.evaluation is not None and self._measure != "loss"
+
+    @property
+    def evaluates_loss(self) -> bool:
+        """Whether trainers measure the loss on held-out rows."""
+        return self.evaluation is not None and self._measure != "answers"
+
+    def measures_loss_of(self, version: int) -> bool:
+        """Return whether trainers measure the loss of a version on held-out rows."""
+        every = self.evaluation.every if self.evaluation is not None else 0
+        is_due = version in (1, self.steps) or bool(every and version % every == 0)
+        return self.evaluates_loss and is_due
+
+    @property
+    def _measure(self) -> str:
+        gives_reward = self.reward is not None or self.workflow.gives_reward
+        default = "answers" if gives_reward else "loss"
+        return (self.evaluation and self.evaluation.measure) or default
 
     def source_of(self, model: str) -> str | None:
         """Return the folder or hub id of the initial weights of one of the algorithm's models."""

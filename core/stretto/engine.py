@@ -470,6 +470,16 @@ class TrainingEngine(Protocol):
 
 
 @runtime_checkable
+class MeasuringEngine(TrainingEngine, Protocol):
+    """A training engine that can measure a loss without a step (`evaluation.measure: loss`)."""
+
+    def measure(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
+        """Return `loss` and the loss's statistics over all trained tokens of all ranks, the same in every
+        rank, under the current weights."""
+        ...
+
+
+@runtime_checkable
 class PartlyFrozenEngine(TrainingEngine, Protocol):
     """A training engine that separates frozen tensors, which no step changes. They are published once, not
     with every version."""

@@ -267,7 +267,7 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
     assert text["queue.max_staleness"].startswith("is 50: tokens may be 50 train steps old")
     assert text["training.lr"].startswith("is 1: with AdamW")
     assert text["training.micro_batch_tokens"].startswith("is 16, but a sequence can have 36 tokens")
-    assert "only versions 0 and 5" in text["evaluation.every"]
+    assert "only its first and its last version" in text["evaluation.every"]
     assert "one after another" in text["inference.slots"]
     usual = ("training.lr=1e-4", "training.micro_batch_tokens=36", "inference.slots=2")
     fine = ("queue.batch_size=4", "queue.max_staleness=8", "evaluation.every=5")
@@ -373,6 +373,17 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
                 "warning training.warmup_steps: is 1000, but the run has 5",
                 "warning evaluation.rows: is 99, but the dataset has 4 rows",
                 "warning evaluation.samples: is 8, but at temperature 0",
+            ],
+        ),
+        (
+            (*TORCH, HELD, "evaluation.measure=loss"),
+            ["error evaluation.measure: is 'loss', but"],
+        ),
+        (
+            (*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=x", "reward=null"),
+            [
+                "error dataset: the first row: column 'x'",
+                "error evaluation.dataset: the first row: column 'x'",
             ],
         ),
         (

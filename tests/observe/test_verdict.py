@@ -112,6 +112,27 @@ def test_a_run_without_rewards_learns_when_its_loss_falls() -> None:
     assert (said.state, said.text) == ("learning", "learning: loss -0.8333 in 60 steps")
 
 
+@pytest.mark.parametrize(
+    ("losses", "rows_change", "expected"),
+    [
+        ([1.5, 1.25, 1.0], False, "learning: loss -0.8333 in 60 steps; held-out loss 1, the lowest so far"),
+        ([1.5, 1.0, 1.25, 1.5, 1.75], False, "falling: held-out loss +0.75 since step 20: it overfits"),
+        ([1.5, 1.0, 1.25, 1.5], False, "learning: loss -0.8333 in 60 steps; held-out loss 1.5, lowest after"),
+        ([1.5, 1.25], True, "learning: held-out loss -0.25 since step 10"),
+        ([1.5, 1.75], True, "flat: held-out loss +0.25 since step 10"),
+    ],
+)
+def test_a_run_without_rewards_is_judged_by_its_held_out_loss(
+    losses: list[float], rows_change: bool, expected: str
+) -> None:
+    lines: list[dict[str, Any]] = [
+        {"step": step, "step_s": 1.0, "loss": 2.0 - step / 60} for step in range(1, 61)
+    ]
+    for number, loss in enumerate(losses, 1):
+        lines[10 * number - 1]["held_out/loss"] = loss
+    assert judged(lines, RunState("running", 60, rows_change=rows_change)).text.startswith(expected)
+
+
 @pytest.mark.parametrize("change", ["curriculum", "filtered"])
 def test_where_rows_change_only_held_out_rows_tell(change: str) -> None:
     lines = Steps()(60, 0.5)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bus_testing import until
 from fixture_types import Models, Start
@@ -32,6 +33,8 @@ from stretto_grpo import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
 from training_engines import push_up, random_batch
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
 
 class Collected:
@@ -288,6 +291,47 @@ def test_many_models_train_alike_in_any_layout_and_go_on_in_another(
     assert again.metrics()[1]["kl_coef"] == pytest.approx(alone.metrics()[1]["kl_coef"], rel=1e-3)
     for name in ("critic/loss", "critic/grad_norm", "grad_norm"):
         assert again.metrics()[1][name] == pytest.approx(alone.metrics()[1][name], rel=0.02), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_held_out_loss_is_that_of_the_model_after_the_step(
+    start: Start, tmp_path: Path, processes: int
+) -> None:
+    """DPO, whose reference is in another group. The loss is computed again from the checkpoint."""
+    pairs = (QUICKSTART / "pairs.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "held.jsonl").write_text("".join(pairs[:6]))
+    (tmp_path / "train.jsonl").write_text("".join(pairs[8:24]))
+    run = start(
+        *("algorithm=dpo", f"model={QUICKSTART / 'model'}", "steps=3", "queue.batch_size=4", "reward=null"),
+        *(f"training={{use: fsdp2, processes: {processes}, lr: 1e-3}}", "training.micro_batch_tokens=64"),
+        *(f"groups={{other: {{use: fsdp2, processes: {processes}}}}}", "models={reference: {group: other}}"),
+        f"evaluation={{dataset: {{use: jsonl, path: {tmp_path}/held.jsonl}}, every: 2, rows: 5}}",
+        f"dataset.path={tmp_path}/train.jsonl",
+    )
+    run.assert_completed(3, bound=0)
+    assert [line["step"] for line in run.metrics() if "held_out/loss" in line] == [1, 2, 3]
+    rows = [json.loads(line) for line in pairs[:5]]
+    margins = torch.tensor([_margin(row, run.folder / "checkpoints/step-000003/model") for row in rows])
+    margins -= torch.tensor([_margin(row, QUICKSTART / "model") for row in rows])
+    expected = -torch.nn.functional.logsigmoid(0.1 * margins).mean().item()
+    last = run.metrics()[-1]
+    assert last["held_out/loss"] == pytest.approx(expected, abs=2e-6)
+    assert last["held_out/accuracy"] == pytest.approx((margins > 0).double().mean().item())
+
+
+def _margin(row: dict[str, str], folder: Path) -> float:
+    """Return the logprob of the chosen answer − that of the rejected one."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer.encode(row["prompt"])
+
+    def logprob(answer: str) -> float:
+        ids = torch.tensor([[*prompt, *tokenizer.encode(answer), tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logprobs = model(ids).logits.log_softmax(-1)
+        return logprobs[0, :-1].gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum().item()
+
+    return logprob(row["chosen"]) - logprob(row["rejected"])
 
 
 @pytest.mark.slow

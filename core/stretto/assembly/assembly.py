@@ -134,7 +134,7 @@ class Assembly:
     @cached_property
     def workers(self) -> list[Worker]:
         """All worker processes that the run starts: those that its dataflow or its evaluation needs."""
-        evaluates = self.config.evaluation is not None
+        evaluates = self.config.evaluates_answers
         roles: dict[Role, bool] = {
             "inference": self.graph.samples or evaluates,
             "rollout": self.graph.samples or evaluates,

@@ -19,7 +19,7 @@ from stretto.observe.bottleneck import bottleneck, late_alone, total, verifiers_
 from stretto.observe.newest_lines import History
 from stretto.records.accuracy import estimate_score
 from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
-from stretto.records.metrics import ACCURACY
+from stretto.records.metrics import ACCURACY, HELD_OUT_LOSS
 from stretto.records.status import State, Verdict
 
 _FEWEST = 10
@@ -29,6 +29,8 @@ _APART = 30
 _ERRORS = 2.3
 """Standard errors from which on a change counts as real: a two-sided test at 2 %. Of runs that do not change,
 about 1 % get each wrong verdict by their rewards, and 1 % by their evaluations."""
+_PATIENCE = 3
+"""Number of newest held-out losses above the lowest one that count as overfitting."""
 _LEAST_SHARE = 0.1
 """Share of the time from which on the verdict names a wait."""
 _LEAST_AFTER_S = 10.0
@@ -104,6 +106,13 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
             return "broken", problem
         if advice.rule == "reward_collapse":
             return "broken" if history.broken() else "collapsing", problem
+    if (rise := _overfitting(history)) is not None:
+        return "falling", rise
+    losses = history.known(HELD_OUT_LOSS)
+    if rows_change and len(losses) > 1:
+        change = losses[-1][1] - losses[0][1]
+        text = f"held-out loss {_signed(HELD_OUT_LOSS, change)} since step {losses[0][0]}"
+        return "learning" if change < 0 else "flat", text
     if rows_change or _left_out(history):
         return _by_evaluations(history.evaluations, "the rows of two steps cannot be compared")
     name = "reward" if history.known("reward") else "loss"
@@ -127,6 +136,16 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     value = FIGURES[name].text(float(np.mean([number for _, number in known])))
     addition = f", {since_start} since the start" if since_start else ""
     return "flat", f"{name} {value} for {len(known)} steps{addition}"
+
+
+def _overfitting(history: History) -> str | None:
+    """Return how far the held-out loss is above its lowest value, if it has been so at the newest
+    `_PATIENCE` measurements; otherwise None. This is the usual rule of early stopping."""
+    losses = history.known(HELD_OUT_LOSS)
+    step, lowest = min(losses, key=lambda each: each[1], default=(0, 0.0))
+    if sum(later > step for later, _ in losses) < _PATIENCE:
+        return None
+    return f"held-out loss {_signed(HELD_OUT_LOSS, losses[-1][1] - lowest)} since step {step}: it overfits"
 
 
 def trend(known: Sequence[tuple[int, float]]) -> int:
@@ -198,6 +217,7 @@ def _clauses(adviser: Adviser) -> Iterator[str]:
     """Yield the verdict's other clauses: the held-out score, groups without a signal, waits, and advice."""
     history = adviser.history
     yield from _held_out(history.evaluations)
+    yield from _held_out_loss(history.known(HELD_OUT_LOSS))
     problems = {advice.rule: advice.message.partition("; ")[0] for advice in adviser.open}
     no_signal = history.recent("zero_variance_groups") or 0.0
     if history.varied and no_signal >= _LEAST_WITHOUT_SIGNAL and "truncation" not in problems:
@@ -244,6 +264,14 @@ def _held_out(evaluations: Sequence[HeldOutScore]) -> Iterator[str]:
             yield f"{text}, the best so far"
         else:
             yield f"{text}, best at version {best.version}"
+
+
+def _held_out_loss(losses: Sequence[tuple[int, float]]) -> Iterator[str]:
+    if losses:
+        step, _ = min(losses, key=lambda each: each[1])
+        which = "the lowest so far" if losses[-1][0] == step else f"lowest after step {step}"
+        text = f"held-out loss {FIGURES[HELD_OUT_LOSS].text(losses[-1][1])}"
+        yield text if len(losses) == 1 else f"{text}, {which}"
 
 
 def _failed(lines: Sequence[Mapping[str, Any]]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stretto.bus.messages.events import CAUSES
-from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, is_figure
+from stretto.records.metrics import ACCURACY, HELD_OUT_LOSS, HELD_OUT_REWARD, is_figure
 
 RECENT_STEPS = 10
 """Number of newest steps whose mean is a run's figure: a single step is too noisy."""
@@ -156,6 +156,7 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "prompt_bias_error": Figure("error, prompts", "Standard error of the bias of prompts", "tokens"),
     "loss": Figure("loss", "Loss of the step"),
+    HELD_OUT_LOSS: Figure("held-out loss", "Loss of held-out rows after the step; they are not trained"),
     "grad_norm": Figure("gradient norm", "Norm of the gradient before it is clipped"),
     "lr": Figure("learning rate", "Learning rate of the step, after the schedule and the KL target"),
     "lr_scale": Figure("learning rate factor", "Factor by which the KL target scales the learning rate"),

@@ -19,7 +19,8 @@ ACCURACY = "evaluation/accuracy"
 HELD_OUT_REWARD = "evaluation/reward"
 HELD_OUT = (ACCURACY, HELD_OUT_REWARD)
 """Each run's evaluations are judged by one of these keys; see `held_out_key`."""
-MAIN_FIGURES = ("reward", "loss", "entropy", "grad_norm")
+HELD_OUT_LOSS = "held_out/loss"
+MAIN_FIGURES = ("reward", "loss", HELD_OUT_LOSS, "entropy", "grad_norm")
 """Keys of the figures that plots, comparisons and the live view show of every run that has them."""
 
 _decode = msgspec.json.Decoder().decode

@@ -11,7 +11,7 @@ import pytest
 
 from stretto.algorithm import Loss
 from stretto.component import Kind
-from stretto.engine import TrainingEngine
+from stretto.engine import MeasuringEngine, TrainingEngine
 from stretto.errors import EngineError
 from stretto.testing.component import ComponentConformance, ComponentUnderTest, needs_model
 from stretto.testing.tiny_model import VOCABULARY, make_tiny_model
@@ -90,7 +90,10 @@ class TrainingConformance(ComponentConformance):
     ) -> None:
         """The test compares loss, norm of the gradient, statistics, and all weights afterwards."""
         loss = Loss(_loss, reduction)
+        is_able = isinstance(engine, MeasuringEngine)
+        measured = engine.measure(_batch(), loss, temperature=1.0) if is_able else {}
         figures = engine.train(_batch(), loss, temperature=1.0)
+        assert measured == {name: figures[name] for name in measured}, "`measure` differs from `train`"
         expected = torch_engine.train(_batch(), loss, temperature=1.0)
         for name in ("loss", "grad_norm", "lr", "advantage", "advantage_max"):
             assert figures[name] == pytest.approx(expected[name], rel=self.tolerance, abs=self.tolerance), (

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -345,6 +345,32 @@ class HFTraining:
     def train(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
         """Take one optimizer step. If the gradient is not finite, skip the step and set `skipped` to 1."""
         self._check_trainable("trained")
+        passes = self._loss_passes(batch, loss, temperature)
+        self._layout.backward(self._model, passes.rows, passes.loss_of)
+        norm = self._layout.clip(self._model, self._config.clip_norm)
+        figures = dict(loss.summarise(passes.statistics.together(self._layout)))
+        if loss.lr_scale is not None:
+            self._lr_scale = loss.lr_scale(figures, self._lr_scale)
+            figures["lr_scale"] = self._lr_scale
+        lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
+        self._step(lr, skipped=not math.isfinite(norm))
+        return {
+            **figures,
+            "grad_norm": norm,
+            "lr": lr,
+            "micro_batches": float(len(passes.rows)),
+            "skipped": float(not math.isfinite(norm)),
+        }
+
+    @torch.no_grad()
+    def measure(self, batch: Batch, loss: Loss, *, temperature: float) -> Mapping[str, float]:
+        """Return the loss and its statistics, without a step."""
+        passes = self._loss_passes(batch, loss, temperature)
+        self._layout.forward(self._model, passes.rows, passes.loss_of)
+        return loss.summarise(passes.statistics.together(self._layout))
+
+    def _loss_passes(self, batch: Batch, loss: Loss, temperature: float) -> _LossPasses:
+        """Prepare the passes over the micro-batches of a batch; all ranks have equally many."""
         mask = batch["loss_mask"] & self._figure_mask(batch)
         micro_batches = self._packing.split(
             batch.with_columns({"loss_mask": mask}),
@@ -369,21 +395,7 @@ class HFTraining:
                 return output.sum() * 0.0  # another rank has more micro-batches
             return self._loss(work[index], output, loss, sum(loss_counts), statistics)
 
-        self._layout.backward(self._model, self._rows(work, max(micro_counts)), loss_of)
-        norm = self._layout.clip(self._model, self._config.clip_norm)
-        figures = dict(loss.summarise(statistics.together(self._layout)))
-        if loss.lr_scale is not None:
-            self._lr_scale = loss.lr_scale(figures, self._lr_scale)
-            figures["lr_scale"] = self._lr_scale
-        lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
-        self._step(lr, skipped=not math.isfinite(norm))
-        return {
-            **figures,
-            "grad_norm": norm,
-            "lr": lr,
-            "micro_batches": float(max(micro_counts)),
-            "skipped": float(not math.isfinite(norm)),
-        }
+        return _LossPasses(self._rows(work, max(micro_counts)), loss_of, statistics)
 
     def _step(self, lr: float, *, skipped: bool) -> None:
         for group in self._optimizer.param_groups:
@@ -472,6 +484,14 @@ class _Work:
 def _spread(values: Tensor, work: _Work) -> Tensor:
     """Spread the (N,) figures of the selected tokens over all tokens, (T,), with 0 elsewhere."""
     return torch.zeros(work.batch.num_tokens, device=values.device).index_put((work.places,), values)
+
+
+class _LossPasses(NamedTuple):
+    rows: list[ModelInputs]
+    """Inputs of each pass of this rank."""
+    loss_of: Callable[[int, Tensor], Tensor]
+    """Number and output of a pass -> its part of the loss; it adds the pass's figures to `statistics`."""
+    statistics: _Statistics
 
 
 class _Statistics:

@@ -15,7 +15,7 @@ WORKER_VERBS: dict[Role, dict[str, tuple[Party, ...]]] = {
     "trainer": {
         **dict.fromkeys(("load", "call", "end", "save", "saved"), ("kernel", "trainer")),
         **dict.fromkeys(("prefetch", "published", "state"), ("kernel",)),
-        **dict.fromkeys(("column", "meeting_place"), ("trainer",)),
+        **dict.fromkeys(("column", "held_out_column", "meeting_place"), ("trainer",)),
         "weights": ("inference",),
         "shared_rows": ("inference",),
         "dismiss": ("kernel",),

@@ -27,7 +27,7 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
     """Check the sources of the models, and whether the models fit together."""
     config, graph, placement = assembly.config, assembly.graph, assembly.placement
     components = assembly.composed.components
-    is_sampling = graph.samples or config.evaluation is not None
+    is_sampling = graph.samples or config.evaluates_answers
     if config.model is not None:
         yield from source_problems("model", config.model)
         inference = components["inference"]
@@ -63,7 +63,7 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             yield from _vocabulary_problems(f"models.{name}.path", settings.path, config.model)
         if settings.lr is not None and not graph.models[name].trainable:
             yield _warning(f"models.{name}.lr", "has no effect: the algorithm does not train it")
-    if config.evaluation is not None and graph.models[graph.lead].head != "policy":
+    if config.evaluates_answers and graph.models[graph.lead].head != "policy":
         yield Problem(
             "evaluation",
             f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",

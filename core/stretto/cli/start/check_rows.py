@@ -113,8 +113,8 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             f"the first row has images, but the model {config.model!r} does not read images; choose a "
             "vision-language model, or rows without the columns 'images' and 'image'",
         )
-    elif path == "dataset" and source.encode is not None:
-        yield from _encoding_problems(assembly, source.encode, dataset, rows)
+    elif source.encode is not None and (path == "dataset" or config.evaluates_loss):
+        yield from _encoding_problems(assembly, source.encode, path, rows, dataset)
     elif config.model is None or Path(config.model, "tokenizer.json").exists():
         yield from _length_problems(assembly, path, dataset)
     if path != "dataset" and config.evaluation is not None and (config.evaluation.rows or 0) > len(dataset):
@@ -211,9 +211,9 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
 
 
 def _encoding_problems(
-    assembly: Assembly, encode: Encode, dataset: Dataset, rows: ReadRows
+    assembly: Assembly, encode: Encode, path: str, rows: ReadRows, dataset: Dataset
 ) -> Iterator[Problem]:
-    model = assembly.config.model
+    model, section = assembly.config.model, assembly.composed.section(path)
     if model is not None and not Path(model).is_dir():
         return
     tokenizer, positions = assembly.tokenizer, positions_of(model)
@@ -222,13 +222,13 @@ def _encoding_problems(
         try:
             row = dataset[index]
             for sample in range(assembly.graph.source.samples):
-                cut_to_fit(encode(row, sample, tokenizer), assembly.config.dataset, positions)
+                cut_to_fit(encode(row, sample, tokenizer), section, positions)
         except ConfigError as error:
             return str(error)
         return ""
 
     if fault := fault_in(0):
-        yield Problem("dataset", f"the first row: {fault}")
+        yield Problem(path, f"the first row: {fault}")
         return
     read, faults = 0, dict[int, str]()
     for index in drawn_rows(len(dataset), _MAX_S):
@@ -237,8 +237,9 @@ def _encoding_problems(
             faults[index] = fault
     if faults:
         examples = RowFaults.of(len(dataset), read, faults).count_and_examples
-        text = f"{len(faults):,} of {read:,} rows cannot be trained on, and the run would end at the first"
-        yield _warning("dataset", f"{text} {examples}")
+        verb = "trained on" if path == "dataset" else "measured"
+        text = f"{len(faults):,} of {read:,} rows cannot be {verb}, and the run would end at the first"
+        yield _warning(path, f"{text} {examples}")
 
 
 def _read_rows(dataset: Dataset) -> ReadRows:
@@ -272,7 +273,7 @@ def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
     if shared > _MAX_LEAK * len(held_out.contents):
         yield _warning(
             "evaluation.dataset",
-            f"{shared:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their accuracy does "
+            f"{shared:,} of {held_out.read:,} held-out rows are also rows of `dataset`: their score does "
             f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
             f"{of_train}); remove them from one of the two",
         )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
+from stretto.algorithm import Stateful
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import marks_of
 from stretto.assembly.plugins import missing_extra
@@ -118,6 +119,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         yield from _batch_problems(assembly)
         if assembly.graph.samples and config.steps:
             yield from _sampling_problems(config)
+        yield from _measure_problems(assembly)
         yield from _value_problems(config)
         yield from _odd_values(config)
         yield from _thread_problems(assembly)
@@ -248,7 +250,7 @@ def _reward_problems(
 ) -> Iterator[Problem]:
     config = assembly.config
     if config.reward is None:
-        scores = assembly.graph.scores or config.evaluation is not None
+        scores = assembly.graph.scores or config.evaluates_answers
         if scores and not config.workflow.gives_reward:
             yield Problem("reward", "required: the run scores answers; set for example `reward: exact`")
         return
@@ -314,7 +316,7 @@ def _scoring_tasks(
     evaluation = config.evaluation
     samples = {
         "dataset": graph.source.samples if graph.scores and config.steps else 0,
-        "evaluation.dataset": evaluation.samples if evaluation is not None else 0,
+        "evaluation.dataset": evaluation.samples if evaluation and config.evaluates_answers else 0,
     }
     hidden = IMAGE_COLUMNS if is_vision_language(known_config(config.model)) else ()
     has_answers = set(columns) <= {_LENGTH_COLUMN}  # only the workflow knows values of other columns
@@ -383,9 +385,8 @@ def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Itera
 def _row_problems(
     assembly: Assembly, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
 ) -> Iterator[Problem]:
-    components = assembly.composed.components
     datasets = ["dataset"] if assembly.graph.samples else []  # other runs have no answers to score
-    datasets += ["evaluation.dataset"] if "evaluation.dataset" in components else []
+    datasets += ["evaluation.dataset"] if assembly.config.evaluates_answers else []
     for section in sections:
         if section not in failed_sections and row_checks(assembly.composed, section):
             for path in datasets:
@@ -551,9 +552,24 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
     yield from _row_problems(run, failed_sections, own & {"reward", "workflow"})
 
 
+def _measure_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Check that the trainers can measure the algorithm's loss on held-out rows, if the run asks for it."""
+    evaluation, use = assembly.config.evaluation, assembly.config.algorithm.use
+    if evaluation is None or not assembly.config.evaluates_loss:
+        return
+    if evaluation.measure and assembly.graph.samples:
+        text = f"{use!r} samples its answers, and has no loss on rows; set it to `answers`"
+        yield Problem("evaluation.measure", f"is {evaluation.measure!r}, but the algorithm {text}")
+    if isinstance(assembly.algorithm, Stateful):
+        text = (
+            f"{use!r} changes its own numbers, and the held-out rows would change them; set it to `answers`"
+        )
+        yield Problem("evaluation.measure", f"is `loss`, but the algorithm {text}")
+
+
 def _value_problems(config: RunConfig) -> Iterator[Problem]:
-    if config.steps == 0 and config.evaluation is None:
-        yield Problem("steps", "is 0, and there is no `evaluation`: the run would do nothing")
+    if config.steps == 0 and not config.evaluates_answers:
+        yield Problem("steps", "is 0, and no `evaluation` samples answers: the run would do nothing")
     if config.checkpoint.store and (fault := missing_file_system(config.checkpoint.store)):
         yield Problem("checkpoint.store", fault, "environment")
     if config.metrics and not config.metrics.insecure and not is_loopback(config.metrics.address):
@@ -579,10 +595,10 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
             f"is {config.rollout.most}: rollout workers run {capacity} of the "
             f"{config.queue.batch_size} tickets of a batch at once; the others wait (see docs/choosing.md)",
         )
-    if config.checkpoint.keep_best and evaluation is None:
+    if config.checkpoint.keep_best and not config.evaluates_answers:
         yield _warning(
             "checkpoint.keep_best",
-            "has no effect: there is no `evaluation` that says which version is the best",
+            "has no effect: no `evaluation` samples answers, whose rewards say which version is the best",
         )
     greedy = evaluation is not None and (evaluation.sampling or config.sampling).temperature == 0
     if evaluation is not None and evaluation.samples > 1 and greedy:
@@ -600,8 +616,8 @@ def _odd_values(config: RunConfig) -> Iterator[Problem]:
     if evaluation is not None and config.steps and evaluation.every > config.steps:
         yield _warning(
             "evaluation.every",
-            f"is {evaluation.every}, but the run has {config.steps} steps: the run evaluates only versions 0 "
-            f"and {config.steps}",
+            f"is {evaluation.every}, but the run has {config.steps} steps: the run evaluates only its first "
+            "and its last version",
         )
 
 

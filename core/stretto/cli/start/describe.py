@@ -57,8 +57,12 @@ def describe(assembly: Assembly) -> str:
             dataset: Dataset = composed.make(path, assembly.trial_context)
             name = composed.components[path].name
             lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
-    if config.evaluation is not None:
-        every = f", every {config.evaluation.every} versions" if config.evaluation.every else ""
+    every = (
+        f", every {config.evaluation.every} versions" if config.evaluation and config.evaluation.every else ""
+    )
+    if config.evaluates_loss:
+        lines.append(f"{'':10} loss after step 1 and {config.steps}{every}")
+    if config.evaluates_answers:
         final = f" and {config.steps}" if config.steps else ""
         takes_turns = (
             final and graph.samples and config.inference.replicas == 1 and not assembly.has_evaluator

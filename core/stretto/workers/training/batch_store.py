@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import anyio.to_thread
@@ -63,10 +63,19 @@ class _Media:
 class BatchStore:
     """The part of the batch that this rank holds; a row's number is its position in the batch. Columns
     that no call writes come from the log or the dataset. A call's column stays at the rank that computed it;
-    every rank knows this rank from the placement."""
+    every rank knows this rank from the placement. With another `path` the rows are those of the held-out
+    dataset."""
 
-    def __init__(self, context: WorkerContext, placement: Placement, nonces: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        placement: Placement,
+        nonces: Mapping[str, str],
+        path: Literal["dataset", "evaluation.dataset"] = "dataset",
+    ) -> None:
         self._context = context
+        self._path = path
+        self._verb = "column" if path == "dataset" else "held_out_column"
         self._placement = placement
         self._nonces = nonces
         self._source: Call = placement.graph.source
@@ -96,14 +105,24 @@ class BatchStore:
                 self._vision.tokenizer if self._vision else load_tokenizer(model, rows)
             )
             self._positions = await anyio.to_thread.run_sync(positions_of, model)
-            self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, "dataset")
-            if self._dataset.fingerprint != context.fingerprints["dataset"]:
+            self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, self._path)
+            if self._dataset.fingerprint != context.fingerprints[self._path]:
                 raise ConfigError(
-                    f"dataset: its rows on {context.worker} differ from the kernel's; put the "
+                    f"{self._path}: its rows on {context.worker} differ from the kernel's; put the "
                     "same files at the same place on every machine",
-                    path="dataset",
+                    path=self._path,
                 )
-        await context.bus.serve(context.subject("column"), AskColumn, self._answer, forget=True)
+        await context.bus.serve(context.subject(self._verb), AskColumn, self._answer, forget=True)
+
+    def first_rows(self) -> tuple[RowRef, ...]:
+        """Return the places of the sequences of the first `evaluation.rows` rows."""
+        evaluation = self._context.composed.config.evaluation
+        rows = evaluation and evaluation.rows
+        return tuple(
+            RowRef(f"held-out/{row}/{index}", row, index, row, 0)
+            for row in range(min(len(self._dataset), rows or len(self._dataset)))
+            for index in range(self._source.samples)
+        )
 
     # ------------------------------------------------------------------------------- the life of a batch
 
@@ -228,7 +247,7 @@ class BatchStore:
 
         context = self._context
         column = await context.bus.request(
-            context.names.worker("trainer", owner, self._nonces[owner], "column"),
+            context.names.worker("trainer", owner, self._nonces[owner], self._verb),
             AskColumn(self._version, key, tuple(rows)),
             Column,
             who=owner,
@@ -286,7 +305,7 @@ class BatchStore:
         for row in rows:
             key = place, images = self._images_of(row)
             if key not in self._media:
-                with _name_row(place):
+                with self._name_row(place):
                     self._media[key] = self._read_media(vision, place, images, added)
             tokens = vision.count(np.asarray(self._source_columns[row]["tokens"]))
             if tokens != self._media[key].tokens:
@@ -352,22 +371,22 @@ class BatchStore:
     def _encode_all(self) -> None:
         assert self._source.encode is not None
         for number, ref in enumerate(self._refs):
-            with _name_row(ref.sequence):
+            with self._name_row(ref.sequence):
                 row = self._dataset[ref.sequence]
                 tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
                 encoded = self._source.encode(row, ref.index, tokenizer)
-                tokens, mask = cut_to_fit(encoded, self._context.composed.config.dataset, self._positions)
+                section = self._context.composed.section(self._path)
+                tokens, mask = cut_to_fit(encoded, section, self._positions)
             columns: _Row = {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
             self._source_columns[number] = columns
 
-
-@contextmanager
-def _name_row(place: int) -> Generator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        advice = "correct the row, then: stretto resume RUN --accept-dataset"
-        raise ConfigError(f"row {place} of the dataset: {error}; {advice}", path="dataset") from error
+    @contextmanager
+    def _name_row(self, place: int) -> Generator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            advice = "correct the row, then: stretto resume RUN --accept-dataset"
+            raise ConfigError(f"row {place} of the dataset: {error}; {advice}", path=self._path) from error
 
 
 def _columns_of(trajectory: WireTrajectory) -> _Row:

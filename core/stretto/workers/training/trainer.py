@@ -29,7 +29,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.inference import AskSharedRows, SharedRows
 from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
 from stretto.bus.server import free_port
-from stretto.engine import TrainingEngine
+from stretto.engine import MeasuringEngine, TrainingEngine
 from stretto.errors import ConfigError, EngineError, Refused, one_job
 from stretto.machine import clock
 from stretto.training.config import ModelTrainingConfig
@@ -103,7 +103,8 @@ class TrainerWorker:
         await self._make_engines(wire)
         try:
             await wire.open()
-            await self._rows.open()
+            for store in self._stores:
+                await store.open()
             await self._serve_requests()
             async with anyio.create_task_group() as self._tasks:
                 self._tasks.start_soon(self._recorder.run)
@@ -139,15 +140,22 @@ class TrainerWorker:
         )
         self._nonces: Mapping[str, str] = ranks.nonces
         self._rows = BatchStore(context, self._placement, self._nonces)
+        self._held_out: BatchStore | None = None
+        """The rows on which this group measures the loss; None if the run does not ask for it."""
+        if context.composed.config.evaluates_loss:
+            self._held_out = BatchStore(context, self._placement, self._nonces, "evaluation.dataset")
+        self._stores = [self._rows, *([self._held_out] if self._held_out else [])]
         self._rendezvous = await self._meeting_place()
 
     async def _make_engines(self, wire: BusWire) -> None:
         """Make the engines of the group's models and, in the lead model's group, what publishes it."""
         context, config = self._context, self._context.composed.config
         for model in self._group.models:
-            self._engines[model] = await self._thread.run(self._make_engine, model)
+            self._engines[model] = engine = await self._thread.run(self._make_engine, model)
+            if self._held_out is not None and self._graph.models[model].trainable:
+                expect_contract(engine, MeasuringEngine, context.composed.origin(self._group.path).label)
         if self._leads:
-            sampling = self._graph.samples or config.evaluation is not None
+            sampling = self._graph.samples or config.evaluates_answers
             probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
             publisher = self._make_publisher(wire, sampling=sampling) if self._rank == 0 else None
             writer = ComputeThread(context.process.executor("publish"))
@@ -281,7 +289,8 @@ class TrainerWorker:
                 state_file = Path(folder, _STATE)
                 has_state = folder and state_file.exists()
                 self._algorithm.restore(json.loads(state_file.read_bytes()) if has_state else {})
-            self._rows.end()
+            for store in self._stores:
+                store.end()
             self._version, self._shared_rows = message.version, {}
             if self._publication is None:
                 return messages.Loaded(None, ())
@@ -361,10 +370,13 @@ class TrainerWorker:
         await self._rows.begin(message.version, message.rows)
         log.info("call", call=call.name, version=message.version)
         start = clock.now()
-        statistics = await self._run_call(call)
+        statistics = dict(await self._run_call(call, self._rows))
+        if self._held_out is not None and self._context.composed.config.measures_loss_of(message.version + 1):
+            await self._held_out.begin(message.version, self._held_out.first_rows())
+            statistics |= await self._run_call(call, self._held_out)
         seconds = clock.now() - start
         self._busy_s += seconds
-        return messages.CallDone(dict(statistics), seconds)
+        return messages.CallDone(statistics, seconds)
 
     async def _end_step(self, message: messages.EndStep) -> messages.StepEnded:
         self._context.check_lease(message.lease_epoch)
@@ -375,7 +387,8 @@ class TrainerWorker:
             if self._leads and self._bounds_divergence:
                 self._shared_rows.pop(self._version - _SHARED_VERSIONS + 1, None)
                 self._shared_rows[self._version + 1] = await self._score_shared_rows()
-            self._rows.end()
+            for store in self._stores:
+                store.end()
             self._keep_note(message.needed)
             self._version += 1
             if self._publication is not None:
@@ -426,27 +439,32 @@ class TrainerWorker:
 
     # ----------------------------------------------------------------------------------- the calls
 
-    async def _run_call(self, call: Call) -> Mapping[str, float]:
+    async def _run_call(self, call: Call, store: BatchStore) -> Mapping[str, float]:
+        """Run a call for the rows of a step, or for held-out rows: there, train calls measure their loss."""
         temperature = self._context.composed.config.sampling.temperature
         if call.op == "function":
             assert call.function is not None
-            all_rows = range(len(self._rows.lengths))
-            batch = await self._rows.batch(all_rows, call.reads, media=False)
+            all_rows = range(len(store.lengths))
+            batch = await store.batch(all_rows, call.reads, media=False)
             columns = await self._thread.run(call.function, batch)
             for key, column in _expect_columns(call, columns).items():
-                self._rows.put(key, all_rows, column)
+                store.put(key, all_rows, column)
             return {}
         assert call.model is not None
         engine = self._engines[call.model]
+        if call.op == "train" and store is self._rows:
+            return await self._train(call, engine, temperature)
+        parts = split_groups(store.lengths, self._group.section.data_parallel, store.groups)
+        rows = self._own(parts, call)
+        batch = await store.batch(rows, call.reads, media=True, drawn=call.model == self._graph.lead)
         if call.op == "forward":
-            parts = split_groups(self._rows.lengths, self._group.section.data_parallel, self._rows.groups)
-            rows = self._own(parts, call)
-            drawn = call.model == self._graph.lead
-            batch = await self._rows.batch(rows, call.reads, media=True, drawn=drawn)
             column = await self._thread.run(engine.forward, batch, temperature=temperature)
-            self._rows.put(call.writes[0], rows, column)
+            store.put(call.writes[0], rows, column)
             return {}
-        return await self._train(call, engine, temperature)
+        assert call.loss is not None
+        assert isinstance(engine, MeasuringEngine)
+        measured = await self._thread.run(engine.measure, batch, call.loss, temperature=temperature)
+        return {f"held_out/{name}": value for name, value in measured.items()}
 
     async def _start_logprobs(
         self, call: Call, engine: TrainingEngine, temperature: float
