@@ -46,7 +46,7 @@ TASKS = {  # name -> run file, values
         "quickstart/ppo.yaml",
         ("queue.batch_size=16", "training.decay_steps=null", "training.schedule=constant"),
     ),
-    "agent": ("agent/run.yaml", ("queue.batch_size=4",)),
+    "vision": ("vision/run.yaml", ("queue.batch_size=8",)),  # after `make_model.py` of that folder
     "hot": (
         "quickstart/run.yaml",
         ("queue.batch_size=4", "sampling.temperature=1.4", "algorithm.group_size=4"),
