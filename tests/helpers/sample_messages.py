@@ -72,9 +72,9 @@ def record(ticket: int, attempt: int = 1, purpose: Purpose = "train", row: int =
         '{"prompt":"1+1=","answer":"2"}',
         "1+1=",
         tuple(KeptText(None, f"answer {index} of {ticket}", chat) for index in (0, 1)),
-        1.5,
-        1.0,
-        0.25,
+        *(1.5, 1.0, 0.25),
+        source="even" if ticket % 2 == 0 else "odd",
+        variant="short" if ticket % 3 == 0 else "",
     )
 
 

@@ -98,12 +98,31 @@ def test_filters(kept: Kept) -> None:
     assert found(text="1+1") == [f"{ticket}/1/0" for ticket in range(6)] + ["6/1"]
     assert found(worker="inference-0", length=(None, 4), finish="stop", ticket=1) == ["1/1/0"]
     assert found(finish="length") == []
+    assert found(source="odd") == ["1/1/0", "3/1/0", "5/1/0"]
+    assert found(source="even", variant="short") == ["0/1/0", "6/1"]
     assert store.find(SampleFilter(ticket=4))[0]["reason"] == "by the algorithm"
     assert store.find(SampleFilter(ticket=6))[0]["reason"] == "RewardError: no"
     assert ids(store.find(order="-reward", limit=2, offset=1)) == ["5/1/1", "4/1/0"]
     assert ids(store.find(SampleFilter(text="answer"), limit=2, offset=3)) == ["1/1/1", "2/1/0"]
     assert store.tickets() == [("train", ticket) for ticket in (6, 5, 4, 3, 2, 1, 0)]
     assert store.tickets(SampleFilter(text="answer 1"), limit=2, offset=1) == [("train", 4), ("train", 3)]
+
+
+def test_segments_of_an_older_stretto_without_some_columns_are_read_and_joined(kept: Kept) -> None:
+    kept.trained_group(7)
+    kept.flush()
+    [old] = (kept.folder / "samples").glob("*.parquet")
+    columns = {"source", "variant"}
+    parquet.write_table(parquet.read_table(old).drop_columns([*columns]), old)
+    assert columns.isdisjoint(SampleStore(kept.folder).find()[0])
+    kept.trained_group(9)
+    kept.flush()
+    writer = SegmentWriter(kept.folder / "samples")
+    for _ in range(2):
+        store = SampleStore(kept.folder)
+        assert ids(store.find(SampleFilter(source="odd"))) == ["9/1/0", "9/1/1"]
+        assert len(store.find(tokens=True)) == 4
+        writer.close("train", 2)  # joins the two files
 
 
 def test_a_reader_sees_what_is_added_meanwhile(kept: Kept) -> None:

@@ -111,9 +111,8 @@ class Samples:
 
 def filter_of(query: Mapping[str, str]) -> SampleFilter:
     """Return the filter of a request. A range is two keys, such as `reward_from` and `reward_to`."""
-    conditions: dict[str, Any] = {
-        name: query[name] for name in ("purpose", "finish", "outcome", "worker", "text") if query.get(name)
-    }
+    texts = ("purpose", "finish", "outcome", "worker", "source", "variant", "text")
+    conditions: dict[str, Any] = {name: query[name] for name in texts if query.get(name)}
     if query.get("ticket"):
         conditions["ticket"] = query["ticket"]
     for name in ("step", "reward", "length", "staleness"):

@@ -63,6 +63,8 @@ def samples(
     failed: Annotated[bool, typer.Option("--failed", help="The same as --outcome failed.")] = False,
     purpose: Annotated[str | None, typer.Option(help="Only those of `train`, or of `eval`.")] = None,
     worker: Annotated[str | None, typer.Option(help="Rollout or inference worker.")] = None,
+    source: Annotated[str | None, typer.Option(help="Part of the dataset.")] = None,
+    variant: Annotated[str | None, typer.Option(help="Variant of an A/B test.")] = None,
     order: Annotated[
         str, typer.Option(help="For example reward; -reward begins with the highest.")
     ] = "sequence",
@@ -104,6 +106,8 @@ def samples(
         outcome="failed" if failed else outcome,
         purpose=purpose or (None if ticket is None else "train"),
         worker=worker,
+        source=source,
+        variant=variant,
     )
     store = open_samples(folder)
     rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)

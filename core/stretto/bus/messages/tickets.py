@@ -263,6 +263,9 @@ class TicketRecord(Message, frozen=True):
     """Seconds from the start of the ticket. For the parts, see `GroupDone`."""
     generate_s: float
     score_s: float
+    source: str = ""
+    """The name of the dataset's part that has the row; empty if the dataset has no parts."""
+    variant: VariantName = ""
 
     @property
     def name(self) -> str:

@@ -86,6 +86,8 @@ def schema() -> Schema:
         "oldest": pa.int32(),
         "newest": pa.int32(),
         "staleness": pa.int32(),
+        "source": text,
+        "variant": text,
         "worker": text,
         "engine": text,
         "seconds": figure,

@@ -253,6 +253,8 @@ def _row(kept: KeptSample, record: TicketRecord, outcome: Outcome, sequence: int
         "sampled": len(sampled),
         "oldest": int(sampled.min()) if len(sampled) else None,
         "newest": int(sampled.max()) if len(sampled) else None,
+        "source": record.source,
+        "variant": record.variant,
         "worker": outcome.worker,
         "seconds": record.seconds,
         "generate_s": record.generate_s,

@@ -59,7 +59,8 @@ class SegmentWriter:
         paths = [self._folder / name.file for name in names]
         size = sum(path.stat().st_size for path in paths)
         if len(names) > 1 and (len(names) >= flushes or size >= _SEGMENT_BYTES):
-            rows = pa.concat_tables([pq.ParquetFile(path).read() for path in paths])
+            tables = [pq.ParquetFile(path).read() for path in paths]
+            rows = pa.concat_tables(tables, promote_options="default")  # an older stretto wrote fewer columns
             self._put(SegmentName(purpose, names[0].first, names[-1].last), rows)
             for path in paths:
                 path.unlink()

@@ -30,7 +30,7 @@ CHEAP_COLUMNS = (
     *("id", "purpose", "ticket", "attempt", "index", "sample", "row", "sequence"),
     *("outcome", "reason", "step"),
     *("reward", "metrics", "finish", "length", "sampled", "oldest", "newest", "staleness"),
-    *("worker", "engine", "seconds", "generate_s", "score_s", "digest", "images"),
+    *("source", "variant", "worker", "engine", "seconds", "generate_s", "score_s", "digest", "images"),
 )
 """Fields that every row has."""
 TEXT_COLUMNS = ("prompt_text", "text", "messages", "dataset_row")
@@ -46,7 +46,7 @@ _JSON = {"metrics", "images", "messages", "dataset_row"}
 
 _INDEX = (
     *("purpose", "ticket", "sequence", "outcome", "step", "reward", "finish", "length", "sampled"),
-    *("staleness", "worker", "engine", "seconds"),
+    *("staleness", "source", "variant", "worker", "engine", "seconds"),
 )
 """Fields that are read for all rows of a store, to select and order rows."""
 _OPEN_TRIES = 20
@@ -67,6 +67,9 @@ class SampleFilter(msgspec.Struct, frozen=True, kw_only=True):
     outcome: SampleOutcome | None = None
     worker: str | None = None
     """The rollout worker, or the inference worker of the last token."""
+    source: str | None = None
+    """Name of the dataset's part."""
+    variant: str | None = None
     text: str | None = None
     """A text that the prompt or the answer contains, whatever the case of its letters."""
 
@@ -235,7 +238,7 @@ class _SegmentReader:
         numbers = np.repeat(parts, sizes).astype(np.int64)
         offsets = np.concatenate([np.arange(size) for size in (0, *sizes)]).astype(np.int64)
         empty = pa.Table.from_batches([], schema=pa.schema([schema().field(name) for name in columns]))
-        table = pa.concat_tables([empty, *tables])
+        table = pa.concat_tables([empty, *tables], promote_options="default")  # old segments lack columns
         return table.append_column("part", _numbers(numbers)).append_column("offset", _numbers(offsets))
 
     def _may_have(self, part: int, ticket: int) -> bool:
@@ -274,7 +277,7 @@ class _Index:
     def select(self, filter: SampleFilter) -> NDArray[np.int64]:
         samples = self._samples
         fits = np.ones(len(samples), bool)
-        for name in ("ticket", "purpose", "finish", "outcome"):
+        for name in ("ticket", "purpose", "finish", "outcome", "source", "variant"):
             if (value := getattr(filter, name)) is not None:
                 fits &= _equal(samples[name], value)
         if filter.worker is not None:

@@ -28,6 +28,7 @@ def record_of(
     trajectories: Sequence[Trajectory],
     tokenizer: Tokenizer,
     seconds: tuple[float, float, float] = (0.0, 0.0, 0.0),
+    source: str = "",
 ) -> TicketRecord:
     """Return an attempt's record, with long texts cut. `seconds`: in total, in generation, in scoring."""
     limit = _RECORD_CHARACTERS // (3 * len(trajectories) + 2)
@@ -43,6 +44,8 @@ def record_of(
         prompts.first if trajectories else _as_text(row.get("prompt", ""))[:limit],
         tuple(texts),
         *seconds,
+        source,
+        ticket.variant,
     )
 
 

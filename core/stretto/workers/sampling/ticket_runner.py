@@ -25,7 +25,7 @@ from stretto.bus.messages.tickets import (
     bundles_of,
 )
 from stretto.config import RunConfig
-from stretto.dataset import Dataset, Row
+from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.machine import clock
 from stretto.models.prompts import with_own_turns
@@ -212,11 +212,12 @@ class TicketRunner:
         if failed or is_eval:
             await self._append(ticket, wires, names.kept_trajectories)
             await self._append_images(attempt, wires)
-        seconds = attempt.seconds
+        seconds, dataset = attempt.seconds, self._datasets[ticket.purpose]
+        source = dataset.source_of(ticket.row) if isinstance(dataset, CurriculumDataset) else ""
 
         def make_record() -> tuple[TicketRecord, str]:
             worker, tokenizer = self._context.worker, self._services.tokenizer
-            record = record_of(ticket, worker, attempt.row, attempt.trajectories, tokenizer, seconds)
+            record = record_of(ticket, worker, attempt.row, attempt.trajectories, tokenizer, seconds, source)
             return record, digest_of(kept_samples(record, wires))
 
         tokens = sum(len(wire.tokens) for wire in wires)

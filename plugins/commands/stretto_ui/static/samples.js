@@ -50,6 +50,7 @@ async function listView(id, facts, query) {
   const input = (name, attributes) => (inputs[name] = h("input", { type: "number", step: "any", value: query.get(name) ?? "", "aria-label": attributes.label, ...attributes, id: `f-${name}`, oninput: soon }));
   const select = (name, options, first) => (inputs[name] = h("select", { id: `f-${name}`, onchange: apply, "aria-label": name }, first !== null && h("option", { value: "" }, first), options.map(([value, text]) => h("option", { value }, text))));
   const soon = debounce(apply, 400);
+  const named = (kind) => [...new Set(facts().keys.map((key) => key.split("/")).filter(([first]) => first === kind).map(([, name]) => name))];
   const note = h("div"), count = h("span", { class: "muted", id: "count", role: "status" }), body = h("tbody");
   const before = h("button", { type: "button", class: "asks", onclick: () => move(-PAGE[view]) }, "← Previous"), after = h("button", { type: "button", class: "asks", id: "next", onclick: () => move(PAGE[view]) }, "Next →");
   const form = h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); apply(); } },
@@ -57,12 +58,13 @@ async function listView(id, facts, query) {
     RANGES.map(([name, label]) => h("fieldset", {}, h("legend", {}, label), h("div", { class: "pair" }, input(`${name}_from`, { placeholder: "from", label: `${label} from` }), input(`${name}_to`, { placeholder: "to", label: `${label} to` })))),
     h("div", {}, h("span", { class: "label" }, "ticket"), input("ticket", { min: "0", step: "1", label: "Ticket" })),
     h("div", {}, h("span", { class: "label" }, "outcome"), select("outcome", OUTCOMES.map((each) => [each, each]), "any")),
+    [["source", "part of the dataset", "dataset"], ["variant", "variant", "variant"]].map(([name, label, kind]) => { const parts = named(kind); return parts.length > 0 && h("div", {}, h("span", { class: "label" }, label), select(name, parts.map((each) => [each, each]), "any")); }),
     h("div", {}, h("span", { class: "label" }, "purpose"), select("purpose", [["train", "training"], ["eval", "evaluation"]], "any")),
     h("div", {}, h("span", { class: "label" }, "stop reason"), inputs.finish = h("input", { type: "text", id: "f-finish", value: query.get("finish") ?? "", placeholder: "stop, length, …", oninput: soon, "aria-label": "Stop reason" })),
     h("div", {}, h("span", { class: "label" }, "worker or engine"), inputs.worker = h("input", { type: "text", id: "f-worker", value: query.get("worker") ?? "", placeholder: "rollout-0", oninput: soon, "aria-label": "Worker or engine" })),
     h("div", {}, h("span", { class: "label" }, "order"), select("order", ORDERS, null)),
     h("div", { class: "buttons" }, h("button", { type: "button", onclick: () => { location.hash = link(id, {}); } }, "Clear")));
-  for (const name of ["outcome", "purpose", "order"]) inputs[name].value = query.get(name) ?? (name === "order" ? "-sequence" : "");
+  for (const name of ["outcome", "purpose", "order", "source", "variant"].filter((each) => inputs[each])) inputs[name].value = query.get(name) ?? (name === "order" ? "-sequence" : "");
   const at = h("input", { type: "range", id: "f-step", min: 1, max: newest, "aria-label": "Step", oninput: () => { inputs.step_from.value = inputs.step_to.value = at.value; inputs.purpose.value = "train"; apply(); } }), step = h("output", {}), right = h("span", { id: "right" });
   const head = h("thead"), others = Object.keys(inputs).filter((name) => !["step_from", "step_to", "purpose", "order"].includes(name) && query.get(name));
   const picture = h("div", { id: "scatter" }), chart = h("details", { class: "fold", open: localStorage.getItem("scatter") === "open", ontoggle: () => localStorage.setItem("scatter", chart.open ? "open" : "") }, h("summary", { onclick: () => { if (!chart.open) drawScatter(); } }, "Reward against length"), picture);
@@ -281,7 +283,7 @@ function sampleHead(row, common) {
 function factsOf(row) {
   const time = (seconds) => (seconds === null ? null : duration(seconds));
   const facts = [["tokens", row.length ? `${number(row.sampled)} sampled, ${number(row.length - row.sampled)} given` : null], ["stop", row.finish], ["staleness", row.staleness], ["versions", row.oldest === row.newest ? row.oldest : `${row.oldest} to ${row.newest}`], ["step", row.step],
-    ["worker", row.worker], ["engine", row.engine], ["took", time(row.seconds)], ["generation", time(row.generate_s)], ["scoring", time(row.score_s)], ...Object.entries(row.metrics ?? {}).map(([name, value]) => [name, number(value)])];
+    ...["source", "variant"].filter((each) => row[each]).map((each) => [each, row[each]]), ["worker", row.worker], ["engine", row.engine], ["took", time(row.seconds)], ["generation", time(row.generate_s)], ["scoring", time(row.score_s)], ...Object.entries(row.metrics ?? {}).map(([name, value]) => [name, number(value)])];
   return new Map(facts.filter(([, value]) => value !== null && value !== undefined && value !== ""));
 }
 
