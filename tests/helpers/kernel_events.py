@@ -32,7 +32,7 @@ from stretto.records.events.reader import TimedEvent
 def step_measured(
     version: int, began: float, tickets: tuple[int, ...], waits: tuple[tuple[Cause, float], ...] = ()
 ) -> StepMeasured:
-    times = ("train_s", "generate_busy_s", "verify_busy_s", "cores_used", "cores_idle")
+    times = ("train_s", "generate_busy_s", "verify_busy_s", "cores_used", "cores_idle", "memory_used")
     empty = ("of_batch", "statistics", "of_engines", "ledger", "variants", "not_trained")
     figures: dict[str, Any] = dict.fromkeys(times, 0.0) | {name: {} for name in empty}
     figures |= {"tokens": 0, "engines": 0, "calls": (), "skipped": ()}

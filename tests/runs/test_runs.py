@@ -82,6 +82,7 @@ def test_synchronous_training_without_any_model_has_no_staleness(start: Start) -
     summary = run.assert_completed(4, bound=0)
     assert summary["staleness"] == {"0": 4 * 4 * 4}
     assert summary["reasons"] == {}
+    assert all(line["wait/publication_s"] > 0 for line in run.metrics())
 
 
 @in_simulation

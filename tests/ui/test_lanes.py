@@ -46,7 +46,7 @@ def test_a_run_without_a_timeline_has_no_lanes(tmp_path: Path) -> None:
 
 
 def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
-    waits = (Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0)
+    waits = (Cause("evaluation", 1), 2.0), (Cause("late_ticket", 3), 1.0), (Cause("publication"), 0.5)
     _write(
         tmp_path,
         [
@@ -66,14 +66,16 @@ def test_steps_and_what_they_waited_for(tmp_path: Path) -> None:
         ("2 tickets", 105, 110),
         ("evaluation of version 1", 110, 112),
         ("ticket 3", 112, 113),
-        ("2 tickets", 113, 120),
+        ("2 tickets", 113, 119.5),
+        ("publication of its weights", 119.5, 120),
         ("2 tickets", 120, 130),
     ]
     assert found.parts == [
-        ("train_s", "training time 22 s · 73 %", 22.0),
+        ("train_s", "training time 22 s · 72 %", 21.5),
         ("wait/groups_s", "wait for groups 5.0 s · 17 %", 5.0),
         ("wait/evaluation_s", "wait for evaluations 2.0 s · 7 %", 2.0),
         ("wait/late_ticket_s", "wait for late tickets 1.0 s · 3 %", 1.0),
+        ("wait/publication_s", "wait for publication 500 ms · 2 %", 0.5),
     ]
     assert (found.begun, found.ended) == (100, 131)
     marks = [mark.text for mark in found.marks]

@@ -9,7 +9,14 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from stretto.bus.messages.events import BatchesReleased, Input, StepMeasured, StepTrained, VersionPublished
+from stretto.bus.messages.events import (
+    BatchesReleased,
+    Cause,
+    Input,
+    StepMeasured,
+    StepTrained,
+    VersionPublished,
+)
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.training import RowRef
 from stretto.errors import one_job
@@ -22,6 +29,7 @@ from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.outcomes import refs_of
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import StepMeter
+from stretto.machine import clock
 from stretto.weights import WeightsNote
 
 
@@ -80,14 +88,17 @@ class Steps:
         # Rows of a dataset have no version: the next step does not wait for the weights of this step.
         publishes_later = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
 
-        async def run_step() -> tuple[StepResult, float, WeightsNote | None]:
+        async def run_step() -> tuple[StepResult, float, float, WeightsNote | None]:
             result, busy_s = await self._run_calls(start)
-            return result, busy_s, None if publishes_later else await self._trainers.published(version)
+            ended = clock.now()
+            note = None if publishes_later else await self._trainers.published(version)
+            return result, busy_s, clock.now() - ended, note
 
-        result, busy_s, note = await self._trainers.until_done(run_step)
+        result, busy_s, published_s, note = await self._trainers.until_done(run_step)
         self._record(start)
         self._setup.fleet.lasts("trainer")
         if note is not None:
+            waits += ((Cause("publication"), published_s),)
             await self._note(note)
         divergence = self._engine_errors.divergence(result.divergence)
         # No await from here to `announce`: all events of a step must be in one message.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
+__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory", "memory_used"]
 
 _LIST_S = 5.0
 """Time between two searches for child processes: each search reads all processes of the machine."""
@@ -52,6 +52,11 @@ def _number_in(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+def memory_used() -> float:
+    """Return the share of the machine's memory that its programs use, from 0 to 1."""
+    return psutil.virtual_memory().percent / 100
 
 
 class CoreUse(NamedTuple):

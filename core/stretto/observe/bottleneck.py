@@ -15,6 +15,7 @@ Part = Literal[
     "workflow",
     "evaluation",
     "checkpoints",
+    "publication",
     "swaps",
     "inference engines",
     "late tickets",
@@ -24,6 +25,7 @@ Part = Literal[
 _PARTS: dict[CauseKind, Part] = {
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
+    "publication": "publication",
     "swap": "swaps",
     "engines": "inference engines",
     "overhead": "overhead",

@@ -184,6 +184,7 @@ class Report:
             **_of_waits(step.waits, step_s - step.train_s),
             "cores_used": step.cores_used,
             "cores_idle": step.cores_idle,
+            **({} if step.memory_used is None else {"memory_used": step.memory_used}),
             **step.of_batch,
             "tokens": step.tokens,
             "train_tokens_per_s": round(step.tokens / step.train_s) if step.train_s else 0,

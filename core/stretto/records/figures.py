@@ -236,10 +236,13 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "wait/groups_s": _seconds("wait for groups", "Fewer groups are finished than a batch has"),
     "wait/checkpoint_s": _seconds("wait for checkpoints", "The run writes a checkpoint"),
+    "wait/publication_s": _seconds(
+        "wait for publication", "With `queue.max_staleness: 0`, the trainer publishes the step's weights"
+    ),
     "wait/overhead_s": _seconds(
         "wait for stretto itself",
-        "Its kernel works: messages, the journal, the end of the step, weights that are published before the "
-        "next step; in a step that a resume repeats, everything",
+        "Its kernel works: messages, the journal, the end of the step; in a step that a resume repeats, "
+        "everything",
     ),
     "tokens": Figure("trained tokens", "Trained tokens of the batch", form=".0f"),
     "step_tokens_per_s": Figure("throughput", "Trained tokens per second of the step", "tokens/s", ".0f"),
@@ -248,6 +251,7 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "cores_used": _share("cores used", "cores of the kernel's machine that the run uses"),
     "cores_idle": _share("idle cores", "cores of the kernel's machine that no program uses"),
+    "memory_used": _share("memory used", "memory of the kernel's machine that programs use"),
     "generate_busy_s": _seconds("engine work", "Work of an engine since the previous step"),
     "verify_busy_s": _seconds("scoring work", "Work of all scoring processes since the previous step"),
     "ticket_s": _seconds("a ticket", "Time of a ticket: sampling and scoring a group"),

@@ -85,7 +85,9 @@ class _Drawing:
                 **{name: line.get(name) for name in _OF_STEP},
             }
             ends = trained.get(id(step), ())
-            self._trace.span(track, start, step.ended, f"step {step.version}", "step", facts, ends=ends)
+            self._trace.span(track, start, step.trained, f"step {step.version}", "step", facts, ends=ends)
+            if step.trained < step.ended:
+                self._trace.span(track, step.trained, step.ended, "publication of the weights", "wait", {})
             last_end = step.ended
             drawn_versions.add(step.version)
 

@@ -26,7 +26,13 @@ _MOST_TICKETS = 1500
 """Maximum tickets in a window to draw one by one. Above it, lanes show the number in flight."""
 _STEPS_SHOWN = 12  # in the default window
 _LEAST_PIXELS = 3  # of a step that is drawn by itself, and of a column of narrower steps
-_SHARES = ("slots_used", "kv_used", "verifiers_used", "cores_idle")  # figures of steps with a lane
+_SHARES = (
+    "slots_used",
+    "kv_used",
+    "verifiers_used",
+    "cores_idle",
+    "memory_used",
+)  # figures of steps with a lane
 
 LaneKind = Literal["steps", "times", "evaluations", "calls", "swaps", "tickets", "flight", "share"]
 
@@ -122,7 +128,10 @@ def _steps(steps: Iterable[StepSpan]) -> list[LaneSpan]:
             text = f"wait before step {step.version}: {cause}"
             spans.append(LaneSpan(start, end, "wait", text, f"wait/{cause.kind}_s"))
         text = f"step {step.version}: {len(step.figures.tickets)} tickets"
-        spans.append(LaneSpan(step.began, step.ended, "step", text, "train_s"))
+        spans.append(LaneSpan(step.began, step.trained, "step", text, "train_s"))
+        if step.trained < step.ended:
+            text = f"step {step.version}: publication of its weights"
+            spans.append(LaneSpan(step.trained, step.ended, "wait", text, "wait/publication_s"))
     return spans
 
 

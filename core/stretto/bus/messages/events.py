@@ -21,7 +21,9 @@ from stretto.bus.messages.training import RowRef
 Account = Literal["filtered", "expired", "failed"]
 """An account of the ledger for tickets that end without being trained."""
 WorkerState = Literal["joined", "ready", "left", "lost"]
-CauseKind = Literal["evaluation", "checkpoint", "swap", "engines", "late_ticket", "groups", "overhead"]
+CauseKind = Literal[
+    "evaluation", "checkpoint", "publication", "swap", "engines", "late_ticket", "groups", "overhead"
+]
 
 CAUSES: tuple[CauseKind, ...] = get_args(CauseKind)
 
@@ -40,6 +42,7 @@ class Cause(msgspec.Struct, frozen=True, array_like=True, gc=False):
 _CAUSES: dict[CauseKind, str] = {
     "evaluation": "evaluation of version {}",
     "checkpoint": "checkpoint",
+    "publication": "publication of the weights",
     "swap": "swap to version {}",
     "engines": "absent engines",
     "late_ticket": "ticket {}",
@@ -368,6 +371,8 @@ class StepMeasured(Message, frozen=True):
     """The most frequent reasons why tickets were not trained since the previous step, with their numbers."""
     known: bool = False
     """Whether a former kernel has recorded the figures, and its trainers live on: nothing is repeated."""
+    memory_used: float | None = None
+    """Share of the memory of the kernel's machine; None in journals of an older stretto."""
 
 
 class VersionPublished(Message, frozen=True):

@@ -85,10 +85,16 @@ class StepSpan:
 
     def waits(self) -> Iterator[tuple[Cause, float, float]]:
         """Yield what training waited for before the step, each with its beginning and end."""
-        start = self.began - sum(seconds for _, seconds in self.figures.waits)
-        for cause, seconds in self.figures.waits:
+        waits = [wait for wait in self.figures.waits if wait[0].kind != "publication"]
+        start = self.began - sum(seconds for _, seconds in waits)
+        for cause, seconds in waits:
             yield cause, start, start + seconds
             start += seconds
+
+    @property
+    def trained(self) -> float:
+        """Time at which the step ended, or began to wait for the publication of its weights."""
+        return self.ended - sum(each for cause, each in self.figures.waits if cause.kind == "publication")
 
 
 @dataclass

@@ -19,7 +19,7 @@ export async function overviewTab({ id, name, facts }) {
   const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
   const keys = facts().keys, has = (key) => keys.includes(key);
   const charts = [
-    ["reward"], [facts().held_out], ["loss", "held_out/loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle"],
+    ["reward"], [facts().held_out], ["loss", "held_out/loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle", "memory_used"],
   ].filter(([key]) => (key === facts().held_out ? facts().evaluations.length : has(key)));
   const element = h("div", {}, verdict, notes, tiles, h("p", { class: "faint" }, `Means of the newest 10 steps.${facts().evaluations.length ? ` ${figure(facts().held_out).title}: of the newest evaluation, on rows that are not trained.` : ""}`), share, advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map((wanted) => board.add(wanted))),
