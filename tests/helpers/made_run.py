@@ -146,11 +146,12 @@ def _write_events(folder: Path, steps: int, groups: int) -> None:
         numbers = tuple(range(ticket, ticket + groups))
         events += [(begun, issued(number, version=step - 1)) for number in numbers]
         for place, number in enumerate(numbers):
-            events.append((begun + 0.5 * (place + 1) / groups, done(number, seconds=0.6, score_s=0.05)))
-        call = CallEnded(begun + 0.6, "training", "train(actor)", step - 1, 1.2)
+            group = done(number, seconds=0.6 + number % 83 / 1000)
+            events.append((begun + 0.5 * (place + 1) / groups, group))
+        call = CallEnded(begun + 0.6, "training", "train(actor)", step - 1, 1.2 + step % 83 / 1000)
         events.append((ended - 0.1, call))
         events.append((ended, step_measured(step, begun + 0.6, numbers, ((Cause("groups"), 0.6),))))
-        events.append((ended, served(ended - 0.05, "inference-0", step, 0.001)))
+        events.append((ended, served(ended - 0.05, "inference-0", step, step % 83 / 1000)))
         ticket += groups
     events.append((_BEGUN + steps * _STEP_S, RunEnded("completed", "")))
     write_events(folder, events)
