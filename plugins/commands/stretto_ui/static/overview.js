@@ -66,7 +66,7 @@ function drawNotes(element, id, { summary, status, standstill, state, fault, res
   if (standstill) notes.push(["bad", standstill]);
   for (const problem of summary?.problems ?? []) notes.push(["", problem]);
   fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))),
-    tail.length > 0 && h("div", { class: "note bad" }, h("div", { class: "text log", id: "tail", tabindex: "0", role: "log", "aria-label": "Newest lines of the kernel's log" }, tail.map((line) => h("div", {}, printable(line))))),
+    tail.length > 0 && h("div", { class: "note bad" }, h("div", { class: "text log tail", id: "tail", tabindex: "0", role: "log", "aria-label": "Newest lines of the kernel's log" }, h("div", {}, tail.map((line) => h("div", {}, printable(line)))))),
     resume && h("p", { class: "note" }, "This continues the run: ", h("code", { class: "whole", id: "go-on", title: "A click selects the command" }, printable(resume)), ". ", h("a", { href: `#/run/${id}/logs?problems=1` }, "Warnings and errors of its kernel"), state === "failed" && summary?.members?.missing > 0 && [", ", h("a", { href: `#/run/${id}/samples?outcome=failed&view=list` }, "samples that failed")], "."));
 }
 
