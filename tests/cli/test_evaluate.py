@@ -188,7 +188,7 @@ def test_a_run_without_a_step_needs_an_evaluation() -> None:
     overrides = ["steps=0", "evaluation=null", "training=frozen"]
     found = problems(Assembly(compose(QUICKSTART / "run.yaml", overrides)))
     assert [(problem.path, problem.message) for problem in found if problem.severity == "error"] == [
-        ("steps", "is 0, and there is no `evaluation`: the run would do nothing")
+        ("steps", "is 0, and no `evaluation` samples answers: the run would do nothing")
     ]
     [found] = problems(Assembly(compose(QUICKSTART / "run.yaml", ["training=frozen", "out=x"])))
     assert found.message == "'frozen' trains nothing, but steps is 200; expected `steps: 0`"

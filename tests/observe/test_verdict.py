@@ -80,10 +80,10 @@ def test_a_run_whose_reward_has_stopped_to_rise_is_flat_and_has_learned() -> Non
     lines = [*(steps := Steps())(60, (0.2, 0.8)), *steps(60, 0.8)]
     said = judged(lines)
     assert said.state == "flat"
-    assert said.text.startswith("flat: reward 0.796 for 60 steps, +0.564 since the start; ")
+    assert said.text.startswith("flat: reward 0.796 for 60 steps, +0.573 since the start; ")
     ended = judged(lines, COMPLETED)
     assert ended.state == "learning"
-    assert ended.text.startswith("finished, learned: reward +0.564 in 120 steps; ")
+    assert ended.text.startswith("finished, learned: reward +0.573 in 120 steps; ")
 
 
 def test_a_fall_that_is_no_collapse_is_named_too() -> None:

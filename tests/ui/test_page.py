@@ -219,7 +219,7 @@ def test_a_chart_is_downloaded_with_its_intervals(page: Page) -> None:
         accuracy, count = line["evaluation/accuracy"], line["evaluation/samples"]
         assert (run, key, version) == ('"one"', '"evaluation/accuracy"', str(line["step"]))
         assert float(value) == accuracy
-        assert float(half) == pytest.approx(1.96 * (accuracy * (1 - accuracy) / count) ** 0.5, rel=1e-3)
+        assert float(half) == pytest.approx(_half_interval(accuracy, count), rel=1e-3)
 
 
 def test_smoothing_adds_a_mean(page: Page) -> None:
@@ -733,17 +733,17 @@ def timeline_figures(runs: Path) -> Figures:
                 yield span(31, f"steps\nstep {version}: {len(event.tickets)} tickets", began, at)
             case CallEnded(version=72 | 79 as version):
                 text = f"training\ntrain(actor) at version {version}: {event.seconds:.3f} s of work"
-                yield span(166, text, event.began, at)  # between it and the steps: four lanes of shares
+                yield span(193, text, event.began, at)  # between it and the steps: five lanes of shares
             case WeightsServed(version=72 | 80 as version):
                 text = f"inference-0\nswap to version {version}: paused {event.pause_s:.4f} s"
-                yield span(193, text, event.began, at)
+                yield span(220, text, event.began, at)
             case OutcomeRead(_, GroupFigures(ticket=287 | 318 as ticket) as group):
                 text = (
                     f"rollout-0\nticket {ticket}: {group.seconds:.3f} s, generation {group.generate_s:.3f} s"
                 )
                 text += f", scoring {group.score_s:.3f} s; {group.samples} samples, {group.tokens} tokens, "
                 text += f"reward {group.reward}, oldest token of version {group.oldest}"
-                yield span(213.5 + 5 * (ticket % 4), text, at - group.seconds, at)
+                yield span(240.5 + 5 * (ticket % 4), text, at - group.seconds, at)
             case _:
                 pass
 
@@ -762,6 +762,11 @@ def samples_figures(runs: Path) -> Figures:
             yield f"{cells} .dot:nth-child({number})@title", f"{row['id']}: reward {row['reward']:.0f}"
 
 
+def _half_interval(score: float, count: int) -> float:
+    share = (score * count + 2) / (count + 4)
+    return 1.959964 * math.sqrt(max(score * (1 - score) / count, share * (1 - share) / (count + 4)))
+
+
 def comparison_figures(runs: Path) -> Figures:
     found: list[tuple[float, float, int]] = []
     for row, name in enumerate(("one", "two"), start=1):
@@ -770,7 +775,7 @@ def comparison_figures(runs: Path) -> Figures:
         cells += [_mean(steps, key) for key in ("reward", "staleness", "step_tokens_per_s")]
         for line in (scores[-1], max(scores, key=itemgetter(ACCURACY))):
             score, count = line[ACCURACY], line["evaluation/samples"]
-            found.append((score, 1.959964 * math.sqrt(score * (1 - score) / count), line["step"]))
+            found.append((score, _half_interval(score, count), line["step"]))
             cells.insert(-2, "{:.4f} ± {:.4f} v{}".format(*found[-1]))
         yield from _nth(f"#figures tbody tr:nth-child({row}) td:nth-child(%d)", cells, 3)
         values = config["steps"], config["seed"], config["training"]["lr"]

@@ -419,7 +419,7 @@ class Report:
                 "inference more replicas"
             )
         if versions := ", ".join(map(str, evaluation.needed_versions)):
-            problems.append(f"the run ended before the evaluation of version {versions} had a result")
+            problems.append(f"the run ended without a result for the evaluation of version {versions}")
         return list(dict.fromkeys(problems))
 
     def _overlap(self) -> float:

@@ -19,6 +19,7 @@ from stretto.observe.bottleneck import bottleneck, late_alone, total, verifiers_
 from stretto.observe.newest_lines import History
 from stretto.records.accuracy import estimate_score
 from stretto.records.figures import FIGURES, SCORE, VERDICT_STEPS, duration_text
+from stretto.records.intervals import Z
 from stretto.records.metrics import ACCURACY, HELD_OUT_LOSS
 from stretto.records.status import State, Verdict
 
@@ -121,8 +122,8 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
         value = FIGURES[name].text(history.recent(name))
         return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
     direction = trend(known) * (1 if name == "reward" else -1)  # 1: better, -1: worse
-    gain = history.gain(name) if len(history.known(name)) >= _APART else None
-    since_start = "" if gain is None else _signed(name, gain)
+    is_better = len(history.known(name)) >= _APART and history.gain(name) is not None
+    since_start = _signed(name, (history.recent(name) or 0.0) - history.first[name].mean) if is_better else ""
     if ended and since_start and direction >= 0:
         return "learning", f"{name} {since_start} in {known[-1][0]} steps"
     change_text = f"{name} {_signed(name, _change(known))} in {len(known)} steps"
@@ -198,19 +199,10 @@ def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Tren
         return "unknown", f"{why}, and there are no two held-out evaluations"
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
     before = next((each for each in earlier if each.version <= now.version - VERDICT_STEPS), evaluations[0])
-    rise, error = now.score - before.score, math.hypot(_error(now), _error(before))
+    estimates = [estimate_score(each.score, each.samples, each.deviation) for each in (now, before)]
+    rise, error = now.score - before.score, math.hypot(*(each.ci95 or 0.0 for each in estimates)) / Z
     direction: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
     return direction, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
-
-
-def _error(evaluated: HeldOutScore) -> float:
-    """Return the standard error of a score. For a share of answers, two successes and two failures are added
-    to the answers, so that the error is not 0 at 0 and 1 (Agresti and Coull 1998)."""
-    if evaluated.deviation is not None:
-        return evaluated.largest_error
-    share, count = min(1.0, max(0.0, evaluated.score)), evaluated.samples
-    adjusted_share = (share * count + 2) / (count + 4)
-    return math.sqrt(adjusted_share * (1 - adjusted_share) / (count + 4))
 
 
 def _clauses(adviser: Adviser) -> Iterator[str]:

@@ -24,11 +24,14 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 def estimate_score(score: float, count: int, deviation: float | None = None) -> Estimate:
     """Return the mean score of `count` answers with its interval, as if the answers were independent. Without
-    `deviation`, a score from 0 to 1 has the deviation of a binomial share; others have no interval."""
-    if deviation is None and 0 <= score <= 1:
-        deviation = math.sqrt(score * (1 - score))
-    if deviation is None or count < 2:
+    `deviation`, a score from 0 to 1 is a binomial share, with at least the error after two successes and two
+    failures more: that is not 0 at 0 and 1 (Agresti and Coull 1998). Other scores have no interval."""
+    if count < 2 or (deviation is None and not 0 <= score <= 1):
         return Estimate(score, None)
+    if deviation is None:
+        share = (score * count + 2) / (count + 4)
+        variance = max(score * (1 - score) / count, share * (1 - share) / (count + 4))
+        return Estimate(score, Z * math.sqrt(variance))
     return Estimate(score, Z * deviation / math.sqrt(count))
 
 

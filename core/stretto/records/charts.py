@@ -78,8 +78,9 @@ COLOURS = (
     Colour("#86690f", "#cbb04e", 136),
     Colour("#1f8197", "#62bfd2", 37),
     Colour("#70757a", "#a3a8ae", 245),
+    Colour("#5a7d1a", "#a5c95c", 106),
 )
-"""Run n has the colour n modulo the number of colours."""
+"""Run n has the colour n modulo the number of colours. Each part of a step's time has one of its own."""
 _MOST_COLUMNS = 100  # in the chart of step times
 STEP_PARTS = ("train_s", *(f"wait/{cause}_s" for cause in reversed(CAUSES)))
 """Keys of the parts of a step's time, from the bottom of a chart upwards."""

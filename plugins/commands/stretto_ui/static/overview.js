@@ -19,7 +19,7 @@ export async function overviewTab({ id, name, facts }) {
   const workers = h("section", { class: "panel w6 scroll", id: "workers" }), engines = h("section", { class: "panel w6", id: "speed" });
   const keys = facts().keys, has = (key) => keys.includes(key);
   const charts = [
-    ["reward"], [facts().held_out], ["loss", "held_out/loss"], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle", "memory_used"],
+    ["reward"], [facts().held_out], ["loss", ...(has("held_out/loss") ? ["held_out/loss"] : [])], ["entropy"], ["grad_norm"], ["staleness", "staleness_max"], ["slots_used", "kv_used", "verifiers_used", "cores_idle", "memory_used"],
   ].filter(([key]) => (key === facts().held_out ? facts().evaluations.length : has(key)));
   const element = h("div", {}, verdict, notes, tiles, h("p", { class: "faint" }, `Means of the newest 10 steps.${facts().evaluations.length ? ` ${figure(facts().held_out).title}: of the newest evaluation, on rows that are not trained.` : ""}`), share, advice,
     h("div", { class: "charts", style: { margin: "12px 0" } }, charts.map((wanted) => board.add(wanted))),
@@ -67,7 +67,7 @@ function drawNotes(element, id, { summary, status, standstill, state, fault, res
   for (const problem of summary?.problems ?? []) notes.push(["", problem]);
   fill(element, notes.map(([kind, text]) => h("p", { class: `note ${kind}` }, printable(text))),
     tail.length > 0 && h("div", { class: "note bad" }, h("div", { class: "text log tail", id: "tail", tabindex: "0", role: "log", "aria-label": "Newest lines of the kernel's log" }, h("div", {}, tail.map((line) => h("div", {}, printable(line)))))),
-    resume && h("p", { class: "note" }, "This continues the run: ", h("code", { class: "whole", id: "go-on", title: "A click selects the command" }, printable(resume)), ". ", h("a", { href: `#/run/${id}/logs?problems=1` }, "Warnings and errors of its kernel"), state === "failed" && summary?.members?.missing > 0 && [", ", h("a", { href: `#/run/${id}/samples?outcome=failed&view=list` }, "samples that failed")], "."));
+    resume && h("p", { class: "note" }, state === "failed" ? "When the cause is mended, this continues the run: " : "This continues the run: ", h("code", { class: "whole", id: "go-on", title: "A click selects the command" }, printable(resume)), ". ", h("a", { href: `#/run/${id}/logs?problems=1` }, "Warnings and errors of its kernel"), state === "failed" && summary?.members?.missing > 0 && [", ", h("a", { href: `#/run/${id}/samples?outcome=failed&view=list` }, "samples that failed")], "."));
 }
 
 /** The first clause says whether the run learns; what goes with it follows. */

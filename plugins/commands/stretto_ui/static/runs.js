@@ -151,7 +151,7 @@ export async function runsView(query) {
 /** The first clause of a run's verdict, without its state. */
 const said = ({ verdict }) => verdict.split(";")[0].replace(/^[a-z ]+\d*, /, "");
 
-const spread = (key, sd) => typeof sd === "number" && h("span", { class: "muted" }, ` ± ${figureText(key, sd)}`);
+const spread = (key, sd) => typeof sd === "number" && h("span", { class: "muted", title: "± the standard deviation between the seeds" }, ` ± ${figureText(key, sd)} sd`);
 
 /** Open advice and failed tickets of a run, or of the worst of several. */
 function warning({ advice, failed }) {

@@ -296,20 +296,26 @@ function splitFacts(rows) {
 
 /** An answer as text. What it has in common with the best one of its group, from the beginning, is faint. */
 function plain(row, best) {
-  const answer = row.text ?? "not kept", same = row === best ? 0 : shared(answer, best.text ?? "");
+  const answer = row.text ?? "not kept", same = row === best ? 0 : sharedWords(answer, best.text ?? "");
   const [from, to] = wrongWord(row), cuts = [...new Set([0, same, from, to, answer.length])].sort((one, other) => one - other);
   const kind = (at) => (at >= from && at < to ? { class: "wrong", title: "The first word that differs from the row's answer" } : { class: at < same ? "faint" : "" });
   return h("div", { class: "text tall", "data-part": "answer" }, cuts.slice(0, -1).map((at, place) => h("span", kind(at), printable(answer.slice(at, cuts[place + 1])))));
 }
 
-/** Where the first word of an answer stands that differs from the row's answer, if the words before it are the same: from, to. */
+/** Where the first word of an answer stands that differs from the row's answer: from, to. Equal if nothing before it is the same. */
 function wrongWord({ text, reward, dataset_row }) {
   const expected = dataset_row?.answer, none = [0, 0];
   if (typeof text !== "string" || typeof expected !== "string" || reward === 1) return none;
   const agrees = shared(text, expected), rest = text.slice(agrees);
   if (!rest.trim()) return none;
   const from = agrees === expected.length && /^\s/.test(rest) ? agrees : text.slice(0, agrees).search(/\S*$/);
-  return from > 0 ? [from, from + text.slice(from).match(/^\s*\S*/)[0].length] : none;
+  const words = (each) => each.trim().split(/\s+/).length; // an answer of another form is wrong as a whole
+  return from > 0 || (agrees > 0 && words(text) === words(expected)) ? [from, from + text.slice(from).match(/^\s*\S*/)[0].length] : none;
+}
+
+function sharedWords(one, other) {
+  const same = shared(one, other);
+  return same === one.length ? same : one.slice(0, same).search(/\S*$/);
 }
 
 /** The number of characters at the beginning that two texts have in common. */
