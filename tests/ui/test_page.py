@@ -238,7 +238,14 @@ def test_runs_are_sorted_selected_and_compared(page: Page) -> None:
     page.driver.find_element(By.XPATH, "//th//button[text()='step']").click()
     steps = "return [...document.querySelectorAll('#runs td.step')].map((cell) => cell.textContent)"
     assert page.js(steps) == ["40 / 40", "30 / 30", "3 / 3"]
+    assert page.driver.current_url.endswith("/#/?order=-step")
+    page.open("?find=o&order=step")  # in `one`, `two` and `hostile`
+    assert page.until(lambda: page.js(steps)) == ["3 / 3", "30 / 30", "40 / 40"]
+    page.one("[data-search]").send_keys("n")
+    page.until(lambda: page.js(steps) == ["40 / 40"])
+    assert page.driver.current_url.endswith("/#/?find=on&order=step")
 
+    page.open("")
     for name in ("one", "two"):
         page.one(f"[aria-label='Select {name}']").click()
     page.one("#compare").click()

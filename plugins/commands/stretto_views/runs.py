@@ -20,6 +20,8 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     state: str
+    verdict: str = ""
+    """The verdict's first word, such as `learning`."""
     step: int | None = None
     """Number of finished steps; None without a status."""
     steps: int | None = None
@@ -49,6 +51,7 @@ def _row(run: RunFolder) -> RunRow:
         return row_of(
             name=status.name,
             state=run.state,
+            verdict=status.verdict.state if status.verdict else "",
             step=status.version,
             steps=status.steps,
             reward=status.recent.get("reward"),
@@ -69,7 +72,7 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
     comparable = len(measures) < 2
     held_out = f"held-out {min(measures, default='accuracy')}" if comparable else "held out"
     numbers = ("step", reward.label, held_out, "best", "duration")
-    for column in ("name", "state", *numbers[:-1], "started", "duration", "folder"):
+    for column in ("name", "state", "verdict", *numbers[:-1], "started", "duration", "folder"):
         table.add_column(
             column,
             justify="right" if column in numbers else "left",
@@ -83,6 +86,6 @@ def runs_table(rows: Sequence[RunRow], root: Path) -> Table:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(row.started))
         duration = duration_text(row.duration_s)
         folder = f"{Path(row.folder).relative_to(root)}{f': {row.fault}' if row.fault else ''}"
-        cells = (row.name, row.state, step, *figures, started, duration, folder)
+        cells = (row.name, row.state, row.verdict, step, *figures, started, duration, folder)
         table.add_row(*map(printable, cells))
     return table

@@ -157,7 +157,7 @@ function ticketTimes(recent) {
   const parts = ["ticket_generate_s", "ticket_score_s", "ticket_tool_s", "ticket_environment_s", "ticket_own_s"].filter((key) => recent[key] !== null);
   return [h("h2", { style: { "margin-top": "12px" } }, "Time of a ticket ", h("span", { class: "muted" }, words)),
     h("div", { class: "bars", id: "ticket" }, parts.map((key) => [h("span", { class: "muted", title: tooltip(key) }, figure(key).label), h("div", { class: "track" }, h("div", { class: "fill", style: { width: `${Math.min(100, (100 * recent[key]) / all)}%` } })),
-      h("span", { class: "number", "data-part": key }, `${duration(recent[key])} · ${((100 * recent[key]) / all).toFixed(0)} %`)]))];
+      h("span", { class: "number", "data-part": key }, `${duration(recent[key])} · ${((100 * recent[key]) / all).toFixed(0)} %${turns > 1 ? ` · ${duration(recent[key] / turns)} a turn` : ""}`)]))];
 }
 
 /** Where the time of the steps went: in the mean of the newest ones, and of each step. */

@@ -3,6 +3,7 @@
 import { ago, duration, fill, h, number, printable, withCode } from "./dom.js";
 import { get, saved } from "./api.js";
 import { spark } from "./charts.js";
+import { rememberView } from "./curves.js";
 import { ACCURACY, deviation, figure, figureText, mean, scoreText } from "./figures.js";
 
 const MOST_KEYS = 5; // columns of keys that differ
@@ -34,11 +35,12 @@ function remembered(name) {
 
 export async function runsView(query) {
   let answer = await get("runs");
-  let order = { key: "changed", down: true };
+  const by = query.get("order") ?? "-changed";
+  let order = { key: by.replace(/^-/, ""), down: by.startsWith("-") };
   const chosen = new Set(saved ? answer.runs.map((run) => run.id) : (query.get("runs") ?? "").split(",").filter(Boolean)), opened = new Set();
   const pinned = remembered("pinned"), hidden = remembered("hidden");
   const body = h("tbody"), head = h("tr"), count = h("span", { class: "muted" });
-  const search = h("input", { type: "search", placeholder: "Filter by name, value, verdict …", "aria-label": "Filter runs", "data-search": true, oninput: draw });
+  const search = h("input", { type: "search", placeholder: "Filter by name, value, verdict …", "aria-label": "Filter runs", "data-search": true, value: query.get("find") ?? "", oninput: change });
   const together = h("input", { type: "checkbox", checked: true, id: "together", onchange: draw }), seeds = h("label", {}, together, "seeds in one row");
   const all = h("input", { type: "checkbox", id: "hidden", onchange: draw }), unseen = h("span"), others = h("label", {}, all, unseen);
   const compare = h("button", { type: "button", id: "compare", onclick: go }, "Compare");
@@ -48,6 +50,13 @@ export async function runsView(query) {
     problems, h("div", { class: "panel scroll" }, h("table", { id: "runs" }, h("thead", {}, head), body)));
 
   function go() { if (chosen.size > 1) location.hash = `#/compare?runs=${[...chosen].join(",")}`; }
+
+  /** Draw what the user has asked for. The address holds it. */
+  function change() {
+    const sorted = `${order.down ? "-" : ""}${order.key}`;
+    rememberView("#/", { find: search.value.trim(), order: sorted === "-changed" ? "" : sorted });
+    draw();
+  }
 
   function choose(ids, on) {
     for (const id of ids) { if (on) chosen.add(id); else chosen.delete(id); }
@@ -90,7 +99,7 @@ export async function runsView(query) {
     others.hidden = !away;
     fill(problems, answer.problems.map((problem) => h("p", { class: "note bad" }, printable(problem))));
     fill(head, h("th"), columns(shown, measureOf(answer.runs)).map(([key, label, kind]) => h("th", { class: kind ?? "", scope: "col", title: label ? key : null, "aria-sort": order.key === key && label ? (order.down ? "descending" : "ascending") : null },
-      label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; draw(); } }, label))));
+      label && h("button", { type: "button", onclick: () => { order = { key, down: order.key === key ? !order.down : kind === "number" }; change(); } }, label))));
     const rows = rowsOf(runs), scores = rows.map((row) => row.score).filter((value) => value !== null);
     fill(body, inFolders(rows).map((row) => row.folder ? heading(row, columns(shown, "").length) : line(row, shown, scores.length > 1 && !answer.caution ? Math.max(...scores) : null)));
     if (!runs.length) fill(body, h("tr", {}, h("td", { colspan: columns(shown, "").length + 1, class: "empty" }, answer.runs.length ? "No run matches the filter." : nothing())));
