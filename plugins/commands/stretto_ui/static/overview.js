@@ -109,7 +109,7 @@ function drawAdvice(element, id, facts) {
   const advice = adviceOf(facts), samples = (step) => h("a", { href: `#/run/${id}/samples?purpose=train&step_from=${step}&step_to=${step}` }, "samples");
   const key = (text) => (/^[a-z_]+(\.[a-z_]+)+$/.test(text) ? h("a", { href: `#/run/${id}/config?filter=${encodeURIComponent(text)}` }, h("code", {}, text)) : h("code", {}, text));
   const open = advice.filter((each) => !each.until), past = advice.filter((each) => each.until);
-  fill(element,
+  fill(element, open.length > 0 && h("p", { class: "faint" }, "Try the first suggestion first, and change one key at a time. The rules stand in docs/advice.md."),
     open.map((each) => h("article", { "data-rule": each.rule }, h("h3", {}, `${each.rule.replaceAll("_", " ")} `, h("span", { class: "muted" }, `since step ${each.since} · `), samples(each.since)), h("div", { class: "wrap" }, withCode(each.message, key)))),
     past.length > 0 && h("details", {}, h("summary", { class: "muted" }, `${past.length} withdrawn`), past.map((each) => h("article", { class: "past" }, h("h3", {}, `${each.rule.replaceAll("_", " ")} steps ${each.since} to ${each.until}`), h("div", { class: "wrap" }, withCode(each.message))))));
 }
