@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -292,6 +292,37 @@ def test_adapters_are_published_merged_and_resume(
     other = engine_of(tiny_models(architecture), head="value", **options)
     values = [each.forward(batch, temperature=1.0) for each in (critic, other)]
     assert torch.equal(*values)  # it is an adapter of the policy
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "llama"])
+def test_frozen_linear_weights_in_bfloat16_change_no_bit(
+    tiny_models: Models, architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_models(architecture), tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "model")  # as most models are published
+    target = "c_attn" if architecture == "gpt2" else "v_proj"
+    options: dict[str, Any] = {"dtype": "bfloat16", "lr": 1e-2, "lora": LoraConfig(rank=4, targets=(target,))}
+    loss, batch = Loss(plain_loss, "token"), batch_of([6, 13])
+
+    def results() -> Iterator[Any]:
+        engine = engine_of(tmp_path / "model", **options)
+        yield from (engine.train(batch, loss, temperature=1.0) for _ in range(3))
+        yield engine.forward(batch, temperature=1.0).tolist()
+        engine.save(folder := tmp_path / f"saved-{len(sizes)}")
+        saved = load_file(folder / "model" / "model.safetensors")
+        yield {name: (str(value.dtype), value.tolist()) for name, value in saved.items()}
+        reference = engine_of(tmp_path / "model", trainable=False, dtype="bfloat16")
+        yield reference.forward(batch, temperature=0.7).tolist()
+        sizes.append([param.nbytes for each in (engine, reference) for param in each._model.parameters()])
+
+    sizes: list[list[int]] = []
+    now = list(results())
+    monkeypatch.setattr("stretto.training.engine.cast_frozen", lambda model, dtype: None)
+    assert now == list(results())
+    halved = sum(2 * one == other for one, other in zip(*sizes, strict=True))
+    assert halved >= 10
+    assert sum(sizes[0]) < 0.75 * sum(sizes[1])
 
 
 # -------------------------------------------------------------------------------------------- files

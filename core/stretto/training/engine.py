@@ -49,6 +49,7 @@ from stretto.training.lora import (
     adapter_config,
     adapter_factors,
     add_adapters,
+    cast_frozen,
     file_name,
     merge_adapters,
     published_tensors,
@@ -213,6 +214,8 @@ class HFTraining:
         vocab_size = model.config.get_text_config().vocab_size
         trial = trial_inputs(self._packing, vocab_size, self._layout.staging)
         return_figures(model, self._head, trial if config.chunked_logits else None)
+        if config.dtype == "bfloat16" and self._layout.autocast:
+            cast_frozen(model, torch.bfloat16)  # after the trials, which compute without autocast
         self._layout.distribute(model)
         if config.compile:
             compile_layers(model)
@@ -266,7 +269,11 @@ class HFTraining:
             if (name in fixed) == frozen
         )
         merged = merge_adapters(self._layout.stream(shares), self._model, self._config.lora)
-        return ((self._names_in_files.get(name, name), tensor) for name, tensor in merged)
+        # `cast_frozen` may have made some weights smaller; files have one dtype.
+        return (
+            (self._names_in_files.get(name, name), tensor.float() if tensor.is_floating_point() else tensor)
+            for name, tensor in merged
+        )
 
     def _factor_in_files(self, name: str) -> str:
         owner = matrix_of(name).removesuffix(".weight")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,6 +21,7 @@ __all__ = [
     "adapter_config",
     "adapter_factors",
     "add_adapters",
+    "cast_frozen",
     "file_name",
     "merge_adapters",
     "published_tensors",
@@ -53,6 +55,17 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without
         for name, parameter in model.named_parameters():
             if not name.startswith(f"{model.base_model_prefix}."):
                 parameter.requires_grad_(True)
+
+
+def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert the frozen weights of linear modules, in place, as autocast would at each use: the numbers stay
+    the same. Embeddings, a head and norms stay in float32, and so do the states between layers."""
+    apart: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
+    others = {id(module.weight) for module in apart if module is not None}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False) if _is_linear(module) else ():
+            if not parameter.requires_grad and id(parameter) not in others:
+                parameter.data = parameter.data.to(dtype)
 
 
 def adapter_config(
