@@ -89,8 +89,8 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     final_lr_ratio: Share = _FINAL_LR_RATIO
     """Final learning rate of the schedule, as a fraction of `lr`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the forward and backward passes, and of frozen weights of linear modules. Trained parameters
-    and optimizer state are always float32: the small updates of RL are lost in bfloat16."""
+    """Data type of the forward and backward passes, and of frozen weights of linear modules that it can hold.
+    Trained parameters and optimizer state are always float32: small updates of RL are lost in bfloat16."""
     publish_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the published weights. null: `dtype`. With `bfloat16` a version has half the bytes of
     float32, and a weight transport with `deltas` sends a few hundredths of those bytes. The engines then

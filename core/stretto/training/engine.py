@@ -1,7 +1,7 @@
 """(torch) A Hugging Face model in training: the common base of all engines that train one.
 
-Parameters and optimizer are float32. Each token's loss is weighted by its share in the whole batch, over all
-ranks, so the gradient of micro-batches equals that of the unsplit batch. The layout
+Trained parameters and the optimizer are float32. Each token's loss is weighted by its share in the whole
+batch, over all ranks, so the gradient of micro-batches equals that of the unsplit batch. The layout
 (`stretto.training.layout`) decides which rank has which parameters, and reduces over ranks.
 """
 

@@ -58,14 +58,18 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, head: Head, without
 
 
 def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert the frozen weights of linear modules, in place, as autocast would at each use: the numbers stay
-    the same. Embeddings, a head and norms stay in float32, and so do the states between layers."""
+    """Convert the frozen weights of linear modules, in place, as autocast would at each use. A weight that
+    the dtype cannot hold stays in float32, so no number changes. Embeddings, heads and norms stay in float32
+    too, and so do the states between layers."""
     apart: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
-    others = {id(module.weight) for module in apart if module is not None}
+    others = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if _is_linear(module) else ():
-            if not parameter.requires_grad and id(parameter) not in others:
-                parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad or id(parameter) in others:
+                continue
+            low = parameter.data.to(dtype)
+            if torch.equal(low.float(), parameter.data):
+                parameter.data = low
 
 
 def adapter_config(
