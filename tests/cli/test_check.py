@@ -376,6 +376,13 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ],
         ),
         (
+            (
+                *(*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "reward=null"),
+                *("training.use=fsdp2", "training.processes=2", "evaluation.rows=1"),
+            ),
+            ["error evaluation.rows: call 'train(actor)' has 1 held-out sequences for the 2 data-parallel"],
+        ),
+        (
             (*TORCH, HELD, "evaluation.measure=loss"),
             ["error evaluation.measure: is 'loss', but"],
         ),

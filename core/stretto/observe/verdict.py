@@ -32,6 +32,8 @@ _ERRORS = 2.3
 about 1 % get each wrong verdict by their rewards, and 1 % by their evaluations."""
 _PATIENCE = 3
 """Number of newest held-out losses above the lowest one that count as overfitting."""
+_LEAST_RISE = 0.1
+"""Share of the fall from the first to the lowest held-out loss by which these are above the lowest."""
 _LEAST_SHARE = 0.1
 """Share of the time from which on the verdict names a wait."""
 _LEAST_AFTER_S = 10.0
@@ -144,7 +146,10 @@ def _overfitting(history: History) -> str | None:
     `_PATIENCE` measurements; otherwise None. This is the usual rule of early stopping."""
     losses = history.known(HELD_OUT_LOSS)
     step, lowest = min(losses, key=lambda each: each[1], default=(0, 0.0))
-    if sum(later > step for later, _ in losses) < _PATIENCE:
+    newest = [loss for later, loss in losses if later > step][-_PATIENCE:]
+    # A loss that has come to rest goes up and down a little.
+    margin = max(_LEAST_RISE * (losses[0][1] - lowest), 0.01 * abs(lowest)) if losses else 0.0
+    if len(newest) < _PATIENCE or min(newest) <= lowest + margin:
         return None
     return f"held-out loss {_signed(HELD_OUT_LOSS, losses[-1][1] - lowest)} since step {step}: it overfits"
 
@@ -200,7 +205,10 @@ def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Tren
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
     before = next((each for each in earlier if each.version <= now.version - VERDICT_STEPS), evaluations[0])
     estimates = [estimate_score(each.score, each.samples, each.deviation) for each in (now, before)]
-    rise, error = now.score - before.score, math.hypot(*(each.ci95 or 0.0 for each in estimates)) / Z
+    rise, error = (
+        now.score - before.score,
+        math.hypot(*(math.inf if each.ci95 is None else each.ci95 for each in estimates)) / Z,
+    )
     direction: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
     return direction, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
 

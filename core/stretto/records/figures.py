@@ -251,7 +251,9 @@ FIGURES: Mapping[str, Figure] = {
     ),
     "cores_used": _share("cores used", "cores of the kernel's machine that the run uses"),
     "cores_idle": _share("idle cores", "cores of the kernel's machine that no program uses"),
-    "memory_used": _share("memory used", "memory of the kernel's machine that programs use"),
+    "memory_used": _share(
+        "memory used", "memory of the kernel's machine, not of its container, that programs use"
+    ),
     "generate_busy_s": _seconds("engine work", "Work of an engine since the previous step"),
     "verify_busy_s": _seconds("scoring work", "Work of all scoring processes since the previous step"),
     "ticket_s": _seconds("a ticket", "Time of a ticket: sampling and scoring a group"),

@@ -66,7 +66,8 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
     if config.evaluates_answers and graph.models[graph.lead].head != "policy":
         yield Problem(
             "evaluation",
-            f"it samples answers from the model {graph.lead!r}, which is not a policy; remove `evaluation`",
+            f"it samples answers from the model {graph.lead!r}, which is not a policy; set "
+            "`evaluation.measure: loss`, or remove `evaluation`",
         )
     section, source = placement.lead.section, config.source_of(graph.lead)
     lora = section.lora if isinstance(section, ModelTrainingConfig) else None

@@ -100,10 +100,10 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             f"fail {examples}",
         )
     yield from chat_problems(assembly, path, dataset)
-    for key in ("template", "special_tokens"):
+    for key in ("template", "special_tokens", "max_tokens"):
         if path != "dataset" and getattr(assembly.composed.section(path), key):
             yield Problem(
-                f"{path}.{key}", f"a run has one chat template; set dataset.{key}, which counts here"
+                f"{path}.{key}", f"a run has one for all its rows; set dataset.{key}, which counts here"
             )
     if is_vision_language(model := known_config(config.model)):
         yield from _image_problems(assembly, path)
@@ -122,12 +122,34 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
             "evaluation.rows",
             f"is {config.evaluation.rows}, but the dataset has {len(dataset)} rows: the run uses all of them",
         )
+    if path != "dataset" and config.evaluates_loss:
+        yield from _measured_rows_problems(assembly, len(dataset))
     if path == "dataset" and len(dataset) < config.queue.batch_size and config.steps:
         yield _warning(
             "queue.batch_size",
             f"is {config.queue.batch_size}, but the dataset has {len(dataset)} rows: one step would train on "
             "the same row several times",
         )
+
+
+def _measured_rows_problems(assembly: Assembly, available: int) -> Iterator[Problem]:
+    """Check that each data-parallel rank gets held-out rows to measure, and that images of all rows fit."""
+    config, graph = assembly.config, assembly.graph
+    given = config.evaluation and config.evaluation.rows
+    rows = min(available, given or available)
+    for call in graph.step_calls:
+        by_group = call.loss is not None and call.loss.unit == "group"
+        units = rows * (1 if by_group else graph.source.samples)
+        parts = assembly.placement.group_of(call).section.data_parallel
+        if call.op != "function" and units < parts:
+            yield Problem(
+                "evaluation.rows",
+                f"call {call.name!r} has {units} held-out {'groups' if by_group else 'sequences'} for the "
+                f"{parts} data-parallel ranks; expected at least one for each rank",
+            )
+    if given is None and is_vision_language(known_config(config.model)):
+        text = f"all {available:,} held-out rows are measured, and their images are in memory at once"
+        yield _warning("evaluation.rows", f"{text}; set it to some hundreds")
 
 
 def _answer_problems(config: RunConfig, path: str, row: Row, tokenizer: Tokenizer) -> Iterator[Problem]:
@@ -213,7 +235,7 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
 def _encoding_problems(
     assembly: Assembly, encode: Encode, path: str, rows: ReadRows, dataset: Dataset
 ) -> Iterator[Problem]:
-    model, section = assembly.config.model, assembly.composed.section(path)
+    model = assembly.config.model
     if model is not None and not Path(model).is_dir():
         return
     tokenizer, positions = assembly.tokenizer, positions_of(model)
@@ -222,7 +244,7 @@ def _encoding_problems(
         try:
             row = dataset[index]
             for sample in range(assembly.graph.source.samples):
-                cut_to_fit(encode(row, sample, tokenizer), section, positions)
+                cut_to_fit(encode(row, sample, tokenizer), assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""

@@ -557,10 +557,11 @@ def _measure_problems(assembly: Assembly) -> Iterator[Problem]:
     evaluation, use = assembly.config.evaluation, assembly.config.algorithm.use
     if evaluation is None or not assembly.config.evaluates_loss:
         return
-    if evaluation.measure and assembly.graph.samples:
-        text = f"{use!r} samples its answers, and has no loss on rows; set it to `answers`"
-        yield Problem("evaluation.measure", f"is {evaluation.measure!r}, but the algorithm {text}")
-    if isinstance(assembly.algorithm, Stateful):
+    if assembly.graph.samples:
+        if evaluation.measure:
+            text = f"{use!r} samples its answers, and has no loss on rows; set it to `answers`"
+            yield Problem("evaluation.measure", f"is {evaluation.measure!r}, but the algorithm {text}")
+    elif isinstance(assembly.algorithm, Stateful):
         text = (
             f"{use!r} changes its own numbers, and the held-out rows would change them; set it to `answers`"
         )

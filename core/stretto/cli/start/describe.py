@@ -60,7 +60,7 @@ def describe(assembly: Assembly) -> str:
     every = (
         f", every {config.evaluation.every} versions" if config.evaluation and config.evaluation.every else ""
     )
-    if config.evaluates_loss:
+    if config.evaluates_loss and config.steps:
         lines.append(f"{'':10} loss after step 1 and {config.steps}{every}")
     if config.evaluates_answers:
         final = f" and {config.steps}" if config.steps else ""

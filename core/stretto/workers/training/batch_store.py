@@ -86,6 +86,8 @@ class BatchStore:
         """Number of tokens of every row of the batch."""
         self._source_columns: dict[int, _Row] = {}
         """Row -> the row's columns of the source."""
+        self._encoded: dict[int, _Row] = {}
+        """Those of held-out rows, once they are encoded; empty for rows of steps."""
         self._joined: tuple[list[int], Batch] | None = None
         """The newest rows that `batch` has joined: the calls of a step often want the same rows."""
         self._call_columns: dict[str, dict[int, Tensor]] = {}
@@ -370,15 +372,19 @@ class BatchStore:
 
     def _encode_all(self) -> None:
         assert self._source.encode is not None
+        if self._encoded:  # held-out rows are the same each time
+            self._source_columns = dict(self._encoded)
+            return
         for number, ref in enumerate(self._refs):
             with self._name_row(ref.sequence):
                 row = self._dataset[ref.sequence]
                 tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
                 encoded = self._source.encode(row, ref.index, tokenizer)
-                section = self._context.composed.section(self._path)
-                tokens, mask = cut_to_fit(encoded, section, self._positions)
+                tokens, mask = cut_to_fit(encoded, self._context.composed.config.dataset, self._positions)
             columns: _Row = {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
             self._source_columns[number] = columns
+        if self._path != "dataset":
+            self._encoded = dict(self._source_columns)
 
     @contextmanager
     def _name_row(self, place: int) -> Generator[None]:
@@ -386,7 +392,8 @@ class BatchStore:
             yield
         except ConfigError as error:
             advice = "correct the row, then: stretto resume RUN --accept-dataset"
-            raise ConfigError(f"row {place} of the dataset: {error}; {advice}", path=self._path) from error
+            dataset = "the dataset" if self._path == "dataset" else "the held-out dataset"
+            raise ConfigError(f"row {place} of {dataset}: {error}; {advice}", path=self._path) from error
 
 
 def _columns_of(trajectory: WireTrajectory) -> _Row:

@@ -153,7 +153,10 @@ class TrainerWorker:
         for model in self._group.models:
             self._engines[model] = engine = await self._thread.run(self._make_engine, model)
             if self._held_out is not None and self._graph.models[model].trainable:
-                expect_contract(engine, MeasuringEngine, context.composed.origin(self._group.path).label)
+                label = (
+                    f"evaluation.measure wants a loss, but {context.composed.origin(self._group.path).label}"
+                )
+                expect_contract(engine, MeasuringEngine, label)
         if self._leads:
             sampling = self._graph.samples or config.evaluates_answers
             probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
@@ -454,7 +457,8 @@ class TrainerWorker:
         engine = self._engines[call.model]
         if call.op == "train" and store is self._rows:
             return await self._train(call, engine, temperature)
-        parts = split_groups(store.lengths, self._group.section.data_parallel, store.groups)
+        split = split_rows if call.loss is not None and call.loss.unit == "group" else split_groups
+        parts = split(store.lengths, self._group.section.data_parallel, store.groups)
         rows = self._own(parts, call)
         batch = await store.batch(rows, call.reads, media=True, drawn=call.model == self._graph.lead)
         if call.op == "forward":

@@ -54,7 +54,7 @@ export async function runsView(query) {
   /** Draw what the user has asked for. The address holds it. */
   function change() {
     const sorted = `${order.down ? "-" : ""}${order.key}`;
-    rememberView("#/", { find: search.value.trim(), order: sorted === "-changed" ? "" : sorted });
+    rememberView("#/", { runs: [...chosen].join(","), find: search.value.trim(), order: sorted === "-changed" ? "" : sorted });
     draw();
   }
 

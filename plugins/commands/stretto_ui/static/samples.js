@@ -50,7 +50,7 @@ async function listView(id, facts, query) {
   const input = (name, attributes) => (inputs[name] = h("input", { type: "number", step: "any", value: query.get(name) ?? "", "aria-label": attributes.label, ...attributes, id: `f-${name}`, oninput: soon }));
   const select = (name, options, first) => (inputs[name] = h("select", { id: `f-${name}`, onchange: apply, "aria-label": name }, first !== null && h("option", { value: "" }, first), options.map(([value, text]) => h("option", { value }, text))));
   const soon = debounce(apply, 400);
-  const named = (kind) => [...new Set(facts().keys.map((key) => key.split("/")).filter(([first]) => first === kind).map(([, name]) => name))];
+  const named = (kind) => facts().keys.filter((key) => key.startsWith(`${kind}/`) && key.endsWith("/groups")).map((key) => key.slice(kind.length + 1, -"/groups".length));
   const note = h("div"), count = h("span", { class: "muted", id: "count", role: "status" }), body = h("tbody");
   const before = h("button", { type: "button", class: "asks", onclick: () => move(-PAGE[view]) }, "← Previous"), after = h("button", { type: "button", class: "asks", id: "next", onclick: () => move(PAGE[view]) }, "Next →");
   const form = h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); apply(); } },
@@ -314,8 +314,8 @@ function wrongWord({ text, reward, dataset_row }) {
 }
 
 function sharedWords(one, other) {
-  const same = shared(one, other);
-  return same === one.length ? same : one.slice(0, same).search(/\S*$/);
+  const same = shared(one, other), ends = (text) => same === text.length || /\s/.test(text[same]);
+  return ends(one) && ends(other) ? same : one.slice(0, same).search(/\S*$/);
 }
 
 /** The number of characters at the beginning that two texts have in common. */
