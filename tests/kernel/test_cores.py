@@ -37,9 +37,10 @@ def test_the_shares_of_the_cores_are_no_more_than_all() -> None:
     deadline = time.monotonic() + patience(0.1)
     while time.monotonic() < deadline:
         pass
-    used, idle = meter.read()
+    used, idle, memory = meter.read()
     assert 0 < used <= 1
     assert 0 <= idle <= 1 - used
+    assert 0 < memory < 1
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from stretto.kernel.schedule.commands import StartBatch
 from stretto.kernel.schedule.outcomes import without_details
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
-from stretto.machine.cores import CoreMeter, memory_used
+from stretto.machine.cores import CoreMeter
 from stretto.user_code.faults import FaultKind
 from stretto.weights import WeightsNote
 
@@ -93,7 +93,7 @@ class StepMeter:
             verify_busy_s=self._fleet.busy_s("verifier"),
             cores_used=round(cores.used, 4),
             cores_idle=round(cores.idle, 4),
-            memory_used=round(memory_used(), 3),
+            memory_used=round(cores.memory, 3),
             calls=tuple(result.times),
             skipped=tuple(result.skipped),
             ledger=msgspec.to_builtins(self._scheduler.ledger),

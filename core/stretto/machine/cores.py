@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory", "memory_used"]
+__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory"]
 
 _LIST_S = 5.0
 """Time between two searches for child processes: each search reads all processes of the machine."""
@@ -54,18 +54,15 @@ def _number_in(file: Path) -> int | None:
         return None
 
 
-def memory_used() -> float:
-    """Return the share of the machine's memory that its programs use, from 0 to 1."""
-    return psutil.virtual_memory().percent / 100
-
-
 class CoreUse(NamedTuple):
-    """Shares of the available cores during a period, from 0 to 1."""
+    """Shares of the available cores during a period, and of memory at its end, from 0 to 1."""
 
     used: float
     """The share that this process and its descendants used."""
     idle: float
     """The share that no process of the machine used, at most the rest of this process's limit."""
+    memory: float
+    """The share of the machine's memory that its processes use."""
 
 
 class CoreMeter:
@@ -95,7 +92,7 @@ class CoreMeter:
         core_s = max(1e-9, (now - self._time) * self._cores)
         self._time, self._idle_s = now, idle_s
         used, idle = min(1.0, used_s / core_s), max(0.0, (idle_s - idle_before) / core_s)
-        return CoreUse(used, min(1.0 - used, idle))
+        return CoreUse(used, min(1.0 - used, idle), psutil.virtual_memory().percent / 100)
 
 
 def _idle_s() -> float:

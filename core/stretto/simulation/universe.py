@@ -374,7 +374,6 @@ def _replaced(server: SimulatedServer, folds: FoldOracle) -> AbstractContextMana
         (environment, "react", failing(environment.react)),
         (Intake, "accept", failing(Intake.accept)),
         (stretto.kernel.step_meter, "CoreMeter", _NoMeter),
-        (stretto.kernel.step_meter, "memory_used", lambda: 0.5),
         (life, "View", _NoView),
         (context, "compose_mapping", compose_once),
         (reward, "compose_mapping", compose_once),
@@ -413,4 +412,4 @@ class _NoView:
 
 class _NoMeter:
     def read(self) -> CoreUse:
-        return CoreUse(0.5, 0.5)
+        return CoreUse(0.5, 0.5, 0.5)
