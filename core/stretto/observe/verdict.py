@@ -145,10 +145,12 @@ def _overfitting(history: History) -> str | None:
     """Return how far the held-out loss is above its lowest value, if it has been so at the newest
     `_PATIENCE` measurements; otherwise None. This is the usual rule of early stopping."""
     losses = history.known(HELD_OUT_LOSS)
-    step, lowest = min(losses, key=lambda each: each[1], default=(0, 0.0))
+    if len(losses) <= _PATIENCE:
+        return None
+    step, lowest = min(losses, key=lambda each: each[1])
     newest = [loss for later, loss in losses if later > step][-_PATIENCE:]
     # A loss that has come to rest goes up and down a little.
-    margin = max(_LEAST_RISE * (losses[0][1] - lowest), 0.01 * abs(lowest)) if losses else 0.0
+    margin = max(_LEAST_RISE * (losses[0][1] - lowest), 0.01 * abs(lowest))
     if len(newest) < _PATIENCE or min(newest) <= lowest + margin:
         return None
     return f"held-out loss {_signed(HELD_OUT_LOSS, losses[-1][1] - lowest)} since step {step}: it overfits"
@@ -205,10 +207,8 @@ def _by_evaluations(evaluations: Sequence[HeldOutScore], why: str) -> tuple[Tren
     now, earlier = evaluations[-1], reversed(evaluations[:-1])
     before = next((each for each in earlier if each.version <= now.version - VERDICT_STEPS), evaluations[0])
     estimates = [estimate_score(each.score, each.samples, each.deviation) for each in (now, before)]
-    rise, error = (
-        now.score - before.score,
-        math.hypot(*(math.inf if each.ci95 is None else each.ci95 for each in estimates)) / Z,
-    )
+    halves = [math.inf if each.ci95 is None else each.ci95 for each in estimates]
+    rise, error = now.score - before.score, math.hypot(*halves) / Z
     direction: Trend = "flat" if abs(rise) <= _ERRORS * error else "learning" if rise > 0 else "falling"
     return direction, f"held out {_signed(ACCURACY, rise)} since version {before.version}"
 

@@ -302,7 +302,7 @@ function plain(row, best) {
   return h("div", { class: "text tall", "data-part": "answer" }, cuts.slice(0, -1).map((at, place) => h("span", kind(at), printable(answer.slice(at, cuts[place + 1])))));
 }
 
-/** Where the first word of an answer stands that differs from the row's answer: from, to. Equal if nothing before it is the same. */
+/** Where the first word of an answer stands that differs from the row's answer: from, to. Equal if nothing is the same up to it. */
 function wrongWord({ text, reward, dataset_row }) {
   const expected = dataset_row?.answer, none = [0, 0];
   if (typeof text !== "string" || typeof expected !== "string" || reward === 1) return none;
