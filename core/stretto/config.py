@@ -117,6 +117,10 @@ class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Keep every answer as a sample, whatever `samples.keep` says. `stretto samples RUN --purpose eval` shows
     them."""
 
+    def first_rows(self, available: int) -> int:
+        """Return the number of rows to use of the available ones."""
+        return min(available, self.rows or available)
+
 
 class CheckpointConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Checkpoints in the run's folder, or in a store. The run always writes one when it ends or is

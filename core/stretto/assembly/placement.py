@@ -108,6 +108,19 @@ class Placement:
                     owners[row] = group.worker_of(part)
         return owners
 
+    def lack_of_rows(self, call: Call, groups: int, adjective: str = "") -> str:
+        """Return why some data-parallel rank gets no rows of a call for so many groups; empty if each does.
+        `adjective`: a word for the rows, with a space."""
+        by_group, group = _keeps_groups(call), self.group_of(call)
+        units = groups if by_group else groups * self.graph.source.samples
+        if call.op == "function" or units >= (parts := group.section.data_parallel):
+            return ""
+        noun = f"{adjective}{'groups' if by_group else 'sequences'}"
+        return (
+            f"call {call.name!r} has {units} {noun} for the {parts} data-parallel ranks of {group.path!r}; "
+            "expected at least one for each rank"
+        )
+
     def _group_name(self, model: str) -> str:
         settings = self._config.models.get(model)
         return DEFAULT_GROUP if settings is None else settings.group
@@ -149,6 +162,16 @@ def split_rows(weights: Sequence[int], parts: int, units: Iterable[int] | None =
         weight, count = loads[lightest]
         loads[lightest] = (weight + unit_weights[unit], count + len(members[unit]))
     return [sorted(indices) for indices in shares]
+
+
+def split_call(call: Call, weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:
+    """Split the rows of a call. Groups stay together if the call's loss must get them whole, or as
+    `split_groups` does."""
+    return (split_rows if _keeps_groups(call) else split_groups)(weights, parts, groups)
+
+
+def _keeps_groups(call: Call) -> bool:
+    return call.loss is not None and call.loss.unit == "group"
 
 
 def split_groups(weights: Sequence[int], parts: int, groups: Sequence[int]) -> list[list[int]]:

@@ -163,8 +163,8 @@ def _no_source(row: int) -> str:
 def _settings(assembly: Assembly, datasets: dict[str, Dataset]) -> SchedulerSettings:
     config, graph = assembly.config, assembly.graph
     queue, evaluation = config.queue, config.evaluation
-    rows = len(datasets["evaluation.dataset"]) if config.evaluates_answers else 0
-    rows = min(rows, evaluation.rows or rows) if evaluation else 0
+    held_out = len(datasets.get("evaluation.dataset", ()))
+    rows = evaluation.first_rows(held_out) if evaluation and config.evaluates_answers else 0
     return SchedulerSettings(
         steps=config.steps,
         batch_size=queue.batch_size,

@@ -134,20 +134,12 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
 
 def _measured_rows_problems(assembly: Assembly, available: int) -> Iterator[Problem]:
     """Check that each data-parallel rank gets held-out rows to measure, and that images of all rows fit."""
-    config, graph = assembly.config, assembly.graph
-    given = config.evaluation and config.evaluation.rows
-    rows = min(available, given or available)
-    for call in graph.step_calls:
-        by_group = call.loss is not None and call.loss.unit == "group"
-        units = rows * (1 if by_group else graph.source.samples)
-        parts = assembly.placement.group_of(call).section.data_parallel
-        if call.op != "function" and units < parts:
-            yield Problem(
-                "evaluation.rows",
-                f"call {call.name!r} has {units} held-out {'groups' if by_group else 'sequences'} for the "
-                f"{parts} data-parallel ranks; expected at least one for each rank",
-            )
-    if given is None and is_vision_language(known_config(config.model)):
+    config, evaluation = assembly.config, assembly.config.evaluation
+    assert evaluation is not None
+    for call in assembly.graph.step_calls:
+        if reason := assembly.placement.lack_of_rows(call, evaluation.first_rows(available), "held-out "):
+            yield Problem("evaluation.rows", reason)
+    if evaluation.rows is None and is_vision_language(known_config(config.model)):
         text = f"all {available:,} held-out rows are measured, and their images are in memory at once"
         yield _warning("evaluation.rows", f"{text}; set it to some hundreds")
 

@@ -422,15 +422,8 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
                 f"{batch} groups cannot be split into the {call.minibatches} minibatches of call "
                 f"{call.name!r}; expected a multiple of {call.minibatches}",
             )
-        group = assembly.placement.group_of(call)
-        by_group = call.loss is not None and call.loss.unit == "group"
-        units = batch // call.minibatches * (1 if by_group else graph.source.samples)
-        if call.op != "function" and units < (parts := group.section.data_parallel):
-            yield Problem(
-                "queue.batch_size",
-                f"call {call.name!r} has {units} {'groups' if by_group else 'sequences'} for the {parts} "
-                f"data-parallel ranks of {group.path!r}; expected at least one for each rank",
-            )
+        if reason := assembly.placement.lack_of_rows(call, batch // call.minibatches):
+            yield Problem("queue.batch_size", reason)
     least = config.queue.min_members
     if isinstance(least, int) and graph.samples and least > graph.source.samples:
         yield _warning(

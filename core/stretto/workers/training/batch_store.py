@@ -119,10 +119,10 @@ class BatchStore:
     def first_rows(self) -> tuple[RowRef, ...]:
         """Return the places of the sequences of the first `evaluation.rows` rows."""
         evaluation = self._context.composed.config.evaluation
-        rows = evaluation and evaluation.rows
+        assert evaluation is not None
         return tuple(
             RowRef(f"held-out/{row}/{index}", row, index, row, 0)
-            for row in range(min(len(self._dataset), rows or len(self._dataset)))
+            for row in range(evaluation.first_rows(len(self._dataset)))
             for index in range(self._source.samples)
         )
 

@@ -22,7 +22,7 @@ import structlog
 
 from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
-from stretto.assembly.placement import group_of_worker, model_folder, split_groups, split_rows
+from stretto.assembly.placement import group_of_worker, model_folder, split_call, split_groups
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -153,10 +153,8 @@ class TrainerWorker:
         for model in self._group.models:
             self._engines[model] = engine = await self._thread.run(self._make_engine, model)
             if self._held_out is not None and self._graph.models[model].trainable:
-                label = (
-                    f"evaluation.measure wants a loss, but {context.composed.origin(self._group.path).label}"
-                )
-                expect_contract(engine, MeasuringEngine, label)
+                label = context.composed.origin(self._group.path).label
+                expect_contract(engine, MeasuringEngine, f"evaluation.measure wants a loss, but {label}")
         if self._leads:
             sampling = self._graph.samples or config.evaluates_answers
             probe = await anyio.to_thread.run_sync(probe_of, config) if sampling else ""
@@ -457,8 +455,7 @@ class TrainerWorker:
         engine = self._engines[call.model]
         if call.op == "train" and store is self._rows:
             return await self._train(call, engine, temperature)
-        split = split_rows if call.loss is not None and call.loss.unit == "group" else split_groups
-        parts = split(store.lengths, self._group.section.data_parallel, store.groups)
+        parts = split_call(call, store.lengths, self._group.section.data_parallel, store.groups)
         rows = self._own(parts, call)
         batch = await store.batch(rows, call.reads, media=True, drawn=call.model == self._graph.lead)
         if call.op == "forward":
@@ -492,13 +489,12 @@ class TrainerWorker:
         return starts
 
     def _steps(self, call: Call) -> Iterator[list[int]]:
-        assert call.loss is not None
         lengths, groups = self._rows.lengths, self._rows.groups
         seed = abs(self._context.composed.config.seed)
         for epoch in range(call.epochs):
             for rows in minibatches(groups, call.minibatches, [seed, self._version, epoch]):
-                split = split_rows if call.loss.unit == "group" else split_groups
-                parts = split(
+                parts = split_call(
+                    call,
                     [lengths[row] for row in rows],
                     self._group.section.data_parallel,
                     [groups[row] for row in rows],
