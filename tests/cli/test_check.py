@@ -410,6 +410,10 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         ),
         ((*TORCH, "training.lora={targets: [q_prj]}"), ["'q_prj' is no linear module of"]),
         (
+            (*TORCH, "training={varlen_attention: true, packing: padded, gpus: 1, device: cpu}"),
+            ["needs `dtype: bfloat16` and a GPU (`gpus: 1`) and packed rows; or leave it out"],
+        ),
+        (
             (*TORCH, "training.betas=[0.9,1.0]"),
             ["error override training.betas.1: expected float < 1.0; found"],
         ),

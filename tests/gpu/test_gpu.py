@@ -13,13 +13,14 @@ from time import monotonic
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from tests.conftest import Run, Start
 
 from fixture_types import Models
 from patience import patience
 from stretto.algorithm import Loss
 from stretto.launcher import visible_gpus
-from training_engines import batch_of, loaded_engine, push_up, random_batch
+from training_engines import batch_of, batch_of_one_prompt, loaded_engine, off, push_up, random_batch, step_of
 
 GPUS = torch.cuda.device_count()
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, and this machine has {GPUS}")
@@ -46,6 +47,20 @@ def test_a_trainer_on_the_gpu_computes_what_one_on_the_cpu_does(tiny_models: Mod
         torch.testing.assert_close(found, expected, atol=CLOSE[dtype], rtol=0)
         for engine in (gpu, cpu):
             engine.train(batch, Loss(push_up, "token"), temperature=1.0)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="needs varlen attention with grouped queries")
+def test_varlen_attention_computes_what_separate_calls_do(tiny_models: Models) -> None:
+    """The engine itself compares them at the start, and would log why it does not use the kernel."""
+    make = partial(engine_of, tiny_models("qwen2"), device="cuda", gpus=1, dtype="bfloat16")
+    with capture_logs() as logs:
+        engines = [make(varlen_attention=varlen) for varlen in (True, False)]
+    assert logs == []
+    found, expected = (
+        step_of(engine, batch_of_one_prompt([300, 1, 260, 260], 200), Loss(push_up, "token"))[0]
+        for engine in engines
+    )
+    assert off(found, expected) < 0.03
 
 
 def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: Models, tmp_path: Path) -> None:

@@ -45,6 +45,13 @@ def batch_of(lengths: list[int], seed: int = 0, **columns: Tensor) -> Batch:
     return Batch(lengths, {**usual, **columns}, {"group": torch.arange(len(lengths)) // 2})
 
 
+def batch_of_one_prompt(lengths: list[int], prompt: int) -> Batch:
+    """Random sequences that begin with the same tokens."""
+    batch = batch_of(lengths)
+    places = batch.positions()
+    return batch.with_columns({"tokens": torch.where(places < prompt, places % 90 + 2, batch["tokens"])})
+
+
 def random_batch(seed: int) -> Batch:
     """Two sequences, of which every token is trained."""
     return batch_of([30, 30], seed, loss_mask=torch.ones(60, dtype=torch.bool))

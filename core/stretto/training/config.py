@@ -109,6 +109,11 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Compute once what several sequences of a micro-batch begin with: the prompt of a group, or the earlier
     turns of a conversation. This changes speed, never the gradient. The engine tests at the start whether it
     is exact for the model, and only models that support packed rows share prefixes."""
+    varlen_attention: bool = False
+    """Compute attention in one call a layer (`torch.nn.attention.varlen`), not in one for each sequence of a
+    packed row. It needs a GPU, torch 2.12 and `dtype: bfloat16`. The engine compares outputs and gradients of
+    both ways at the start; if they differ, or the kernel is missing, it keeps to separate calls and logs why.
+    As with other attention on a GPU, the last bits of gradients vary. Off by default: no GPU has run it."""
     chunked_logits: bool = True
     """Compute the logits of a policy in chunks of tokens, and again in the backward pass. If false, or if the
     model's head does not allow it, all logits of a micro-batch are in memory together."""
@@ -172,6 +177,7 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         yield Problem(
             "training.freeze_vision_tower", f"is true, but {run.model!r} reads no images; leave it out"
         )
+    yield from _varlen_problems(config, run)
     if config.optimizer == "adamw" and config.lr > _LARGE_LR:
         yield Problem(
             "training.lr",
@@ -218,6 +224,17 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         yield Problem("training.gpus", "is 0, but training.device is 'cuda'; set it to 1")
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "environment")
+
+
+def _varlen_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
+    has = {
+        "`dtype: bfloat16`": config.dtype == "bfloat16",
+        "a GPU (`gpus: 1`)": config.gpus > 0 and config.device != "cpu",
+        "packed rows": config.packing != "padded" and not is_vision_language(known_config(run.model)),
+    }
+    missing = " and ".join(need for need, given in has.items() if not given)
+    if config.varlen_attention and missing:
+        yield Problem("training.varlen_attention", f"is true, and needs {missing}; or leave it out")
 
 
 def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:

@@ -195,7 +195,8 @@ class HFTraining:
         source = str(folder / "model") if folder is not None and not has_adapters else self._initial
         if source is None:
             raise EngineError(f"the {config.use} engine needs a model: give `model` in the run file")
-        model, self._packing = load_model(source, config, self._head, self._layout.staging)
+        staging, trains_on = self._layout.staging, self._layout.device
+        model, self._packing = load_model(source, config, self._head, staging, trains_on)
         _align(model)
         self._reads_images = reads_images(model.config)
         self._names_in_files = names_in_files(model, self._initial)
@@ -212,7 +213,7 @@ class HFTraining:
         elif config.gradient_checkpointing:
             checkpoint_activations(model)
         vocab_size = model.config.get_text_config().vocab_size
-        trial = trial_inputs(self._packing, vocab_size, self._layout.staging)
+        trial = trial_inputs(self._packing, vocab_size, staging)
         return_figures(model, self._head, trial if config.chunked_logits else None)
         if config.dtype == "bfloat16" and self._layout.autocast:
             cast_frozen(model, torch.bfloat16)  # after the trials, which compute without autocast

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,6 +29,7 @@ from stretto.training.packing import (
     PaddedRows,
     PrefixRows,
     differs_from_plain,
+    varlen_differs,
 )
 
 if TYPE_CHECKING:
@@ -54,10 +56,11 @@ log = structlog.get_logger()
 
 
 def load_model(
-    source: str, config: ModelTrainingConfig, head: Head, device: torch.device
+    source: str, config: ModelTrainingConfig, head: Head, device: torch.device, trains_on: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
     """Load a model in float32 and choose the form of its input rows: packed, with shared prefixes, if the
-    config allows that and tests show it is exact. Raise EngineError if loading or 'packed' is impossible."""
+    config allows that and tests show it is exact. Raise EngineError if loading or 'packed' is impossible.
+    `device` has the model first, `trains_on` later."""
     try:
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
@@ -67,7 +70,7 @@ def load_model(
             model = _from_pretrained(source, model_config, head, ATTENTION, device)
             reason = differs_from_plain(PackedRows(), _hidden_states(model), text_config.vocab_size, device)
             if not reason:
-                return model, _rows_of(model, config, device)
+                return model, _rows_of(model, config, device, trains_on)
             if config.packing == "packed":
                 raise EngineError(
                     f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
@@ -79,15 +82,22 @@ def load_model(
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
-def _rows_of(model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device) -> InputRows:
-    if not config.shared_prefixes:
-        return PackedRows()
+def _rows_of(
+    model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device, trains_on: torch.device
+) -> InputRows:
     text_config: Any = model.config.get_text_config()
-    shared = PrefixRows(text_config.hidden_size)
-    if reason := differs_from_plain(shared, _hidden_states(model), text_config.vocab_size, device):
+    compute, vocab_size = _hidden_states(model), text_config.vocab_size
+    rows = PrefixRows(text_config.hidden_size) if config.shared_prefixes else PackedRows()
+    if config.shared_prefixes and (reason := differs_from_plain(rows, compute, vocab_size, device)):
         log.info("each sequence computes its prefix", reason=reason)
-        return PackedRows()
-    return shared
+        rows = PackedRows()
+    if not config.varlen_attention:
+        return rows
+    dtype = getattr(torch, config.dtype)
+    if reason := varlen_differs(rows, compute, vocab_size, device, trains_on, dtype):
+        log.warning("training.varlen_attention is not used", reason=reason)
+        return rows
+    return replace(rows, varlen=True)
 
 
 def load_policy(source: str) -> PreTrainedModel:

@@ -8,6 +8,8 @@ Every other model gets rows padded on the right, with a mask.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from stretto.rl.batch import Batch
-from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, split_batch
+from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, VarlenBounds, split_batch
 from stretto.training.token_head import ModelInputs, Wanted
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "PrefixRows",
     "differs_from_plain",
     "trial_inputs",
+    "varlen_differs",
 ]
 
 ATTENTION = "stretto_packed"
@@ -35,7 +38,7 @@ ATTENTION = "stretto_packed"
 # T tokens, S sequences, L longest sequence, N tokens at which the output is wanted.
 
 
-def _attend_in_blocks(
+def _attend(
     module: nn.Module,
     query: Tensor,  # (1, heads, T, dim)
     key: Tensor,  # (1, kv_heads, T, dim)
@@ -52,10 +55,39 @@ def _attend_in_blocks(
         raise ValueError("packed attention is full, causal and without dropout")
     if attention_plan.keys is not None:
         key, value = _gather(key, attention_plan.keys), _gather(value, attention_plan.keys)
+    if attention_plan.varlen is not None:
+        attended = _attend_at_once(query, key, value, attention_plan.varlen, scaling)
+    else:
+        attended = _attend_in_blocks(query, key, value, attention_plan.blocks, scaling)
+    return attended.contiguous(), None
+
+
+def _attend_at_once(
+    query: Tensor, key: Tensor, value: Tensor, bounds: VarlenBounds, scaling: float | None
+) -> Tensor:
+    """Attend in one call of a kernel for GPUs and 16-bit numbers. Return (1, T, heads, dim)."""
+    if torch.__version__ < "2.12":
+        raise RuntimeError(
+            f"torch is {torch.__version__}, and varlen attention of grouped queries needs 2.12"
+        )
+    from torch.nn.attention import varlen
+
+    device = query.device.type
+    # Autocast does not know the kernel, and rotary positions leave queries and keys in float32.
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    packed = [states[0].transpose(0, 1).to(dtype) for states in (query, key, value)]
+    # The window is that of causal attention: the last query of a block reads up to its last key.
+    attend: Any = varlen.varlen_attn
+    return attend(*packed, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)[None]
+
+
+def _attend_in_blocks(
+    query: Tensor, key: Tensor, value: Tensor, blocks: list[AttentionBlock], scaling: float | None
+) -> Tensor:
+    """Attend in one call for each block. Return (1, T, heads, dim)."""
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    blocks = attention_plan.blocks
     key_counts = [block.keys for block in blocks]
     parts = zip(
         query.split([block.queries for block in blocks], 2),
@@ -73,7 +105,7 @@ def _attend_in_blocks(
         )
         for *part, bias in parts
     ]
-    return torch.cat(attended, 2).transpose(1, 2).contiguous(), None
+    return torch.cat(attended, 2).transpose(1, 2)
 
 
 def _gather(states: Tensor, nodes: Tensor) -> Tensor:
@@ -84,7 +116,7 @@ def _gather(states: Tensor, nodes: Tensor) -> Tensor:
 
 
 # No mask function is registered for the name, so transformers builds no mask.
-AttentionInterface.register(ATTENTION, _attend_in_blocks)
+AttentionInterface.register(ATTENTION, _attend)
 
 
 class InputRows(Protocol):
@@ -100,21 +132,29 @@ class InputRows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
 class PackedRows(InputRows):
     """All sequences end to end in one row."""
 
+    varlen: bool = False
+    """Compute the attention of a layer in one varlen call, not in one call for each block."""
+
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
         """See `InputRows`."""
-        plan = AttentionPlan([AttentionBlock(length, length, None) for length in batch.lengths], None)
+        blocks = [AttentionBlock(length, length, None) for length in batch.lengths]
+        plan = AttentionPlan(blocks, None, VarlenBounds.of(blocks, device) if self.varlen else None)
         return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
 
 
+@dataclass(frozen=True)
 class PrefixRows(InputRows):
     """The tree of the sequences in one row: a shared prefix is computed once. Tokens that no wanted output
-    depends on are left out. `width`: channels of the model's attention, over all heads."""
+    depends on are left out."""
 
-    def __init__(self, width: int) -> None:
-        self._width = width
+    width: int
+    """Channels of the model's attention, over all heads."""
+    varlen: bool = False
+    """See `PackedRows`."""
 
     def split(self, batch: Batch, max_tokens: int, *, whole_groups: bool) -> list[Batch]:
         """See `InputRows`."""
@@ -135,7 +175,8 @@ class PrefixRows(InputRows):
             node_of[start : start + len(nodes)] = nodes
         nodes = torch.from_numpy(node_of[at])
         ids, depths = torch.from_numpy(tree.tokens), torch.from_numpy(tree.depths)
-        return _one_row(ids, depths, tree.plan(self._width, device), wanted.moved(nodes, device))
+        plan = tree.plan(self.width, device, varlen=self.varlen)
+        return _one_row(ids, depths, plan, wanted.moved(nodes, device))
 
 
 def _one_row(ids: Tensor, positions: Tensor, plan: AttentionPlan, wanted: Wanted) -> ModelInputs:
@@ -171,7 +212,10 @@ class PaddedRows(InputRows):
 
 
 def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> ModelInputs:
-    """Return the inputs of 20 random tokens; the figures of all tokens but the last are wanted."""
+    """Return the inputs of 20 random tokens; the figures of all tokens but the last are wanted. They need no
+    varlen call, so a model in float32 on any device can compute them."""
+    if isinstance(rows, PackedRows | PrefixRows):
+        rows = replace(rows, varlen=False)
     tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0))
     wanted = Wanted(torch.arange(19), tokens[1:], temperature=0.7)
     return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, device)
@@ -204,3 +248,50 @@ def differs_from_plain(
     # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
     limit = 1e-4 if together.dtype == torch.float32 else 0.03
     return "" if off <= limit else f"sequences of a row are not independent (off by {off:.1e})"
+
+
+def varlen_differs(
+    rows: PackedRows | PrefixRows,
+    compute: Callable[[dict[str, Any]], Tensor],
+    vocab_size: int,
+    device: torch.device,
+    trains_on: torch.device,
+    dtype: torch.dtype,
+) -> str:
+    """Compare a varlen call with a call for each block: outputs and gradients, in the dtype and on the device
+    of the training, for random states in the shapes of each layer of the model that `compute` runs on
+    `device`. Return how they differ; empty if only by rounding."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = [300, 1, 260]  # they and the shared prefix are longer than a kernel's tiles
+    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    tokens[301:501] = tokens[:200]
+    batch, every_token = Batch(lengths, {"tokens": tokens}, {}), Wanted(torch.arange(len(tokens)), tokens)
+    plans: list[AttentionPlan] = [
+        replace(rows, varlen=varlen).inputs(batch, every_token, trains_on).arguments["attention_plan"]
+        for varlen in (False, True)
+    ]
+    size = sum(block.queries for block in plans[0].blocks)
+    differences: list[Tensor] = []
+
+    def compare(module: nn.Module, *given: Any, **options: Any) -> tuple[Tensor, None]:
+        shapes = [(1, each.shape[1], size, each.shape[3]) for each in given[:3]]
+        drawn = (torch.randn(shape, generator=generator).to(trains_on, dtype) for shape in shapes)
+        states: Any = [each.requires_grad_() for each in drawn]
+        attend = partial(_attend, module, *states, None, options.get("scaling"))
+        with torch.enable_grad():
+            outputs = [attend(attention_plan=plan)[0] for plan in plans]
+            results = [(each, *torch.autograd.grad(each.square().sum(), states)) for each in outputs]
+        pairs = zip(*results, strict=True)
+        differences.extend((found - expected).norm() / expected.norm() for expected, found in pairs)
+        return _attend(module, *given, **options)
+
+    AttentionInterface.register(ATTENTION, compare)
+    try:
+        with torch.no_grad():
+            compute(trial_inputs(rows, vocab_size, device).arguments)
+    except (ImportError, TypeError, ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+    finally:
+        AttentionInterface.register(ATTENTION, _attend)
+    off = float(torch.stack(differences).max())  # NaN if any is
+    return "" if off <= 0.03 else f"outputs or gradients are wrong (off by {off:.1e})"

@@ -10,15 +10,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from stretto.rl.batch import Batch
 
-__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "split_batch"]
+__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "VarlenBounds", "split_batch"]
 
 # T tokens of S sequences, U nodes of their tree. Q queries and K keys of a block.
 
@@ -36,7 +38,25 @@ class AttentionBlock:
     keys: int
     """Number of nodes that the queries read, K: the ancestors of the first node, then the block's nodes."""
     bias: Tensor | None
-    """(Q, K) float32: 0 where a query reads a key, else -inf. None for a chain without ancestors: causal."""
+    """(Q, K) float32: 0 where a query reads a key, else -inf. None for a chain, which is causal: the last
+    query reads all keys. Only a varlen call computes a chain with ancestors."""
+
+
+class VarlenBounds(NamedTuple):
+    """The bounds of B blocks, for `torch.nn.attention.varlen`. `queries`, (B + 1,) int32: the first query of
+    each block, then the number of queries; `keys`: the same of keys."""
+
+    queries: Tensor
+    keys: Tensor
+    max_queries: int
+    max_keys: int
+
+    @classmethod
+    def of(cls, blocks: Sequence[AttentionBlock], device: torch.device) -> VarlenBounds:
+        """Return the bounds of a row's blocks, on the device."""
+        counts = torch.tensor([[block.queries for block in blocks], [block.keys for block in blocks]])
+        bounds = F.pad(counts.cumsum(1, dtype=torch.int32), (1, 0)).to(device)
+        return cls(bounds[0], bounds[1], *counts.amax(1).tolist())
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,8 @@ class AttentionPlan:
     """The blocks in the order of the row; together they cover the row."""
     keys: Tensor | None
     """int64, the nodes that the blocks read, block after block. None if each block reads its own nodes."""
+    varlen: VarlenBounds | None = None
+    """Set if all blocks are chains, which one varlen call computes. None: a call for each block."""
 
 
 class PrefixTree:
@@ -79,19 +101,21 @@ class PrefixTree:
         for branch, nodes in zip(self._branches, ended, strict=True):
             self._ends[nodes] = branch.start
 
-    def plan(self, width: int, device: torch.device) -> AttentionPlan:
+    def plan(self, width: int, device: torch.device, *, varlen: bool = False) -> AttentionPlan:
         """Divide the nodes into blocks; join branches where that is faster. `width`: channels of all
-        heads."""
+        heads. With `varlen`, each branch is a block, for one varlen call."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
-        for branches in self._join_branches(_CALL_PRODUCTS // width):
+        # If a call costs nothing, branches stay separate: a joined block has more pairs.
+        for branches in self._join_branches(0 if varlen else _CALL_PRODUCTS // width):
             nodes = np.arange(branches[0].start, branches[-1].start + branches[-1].size)
             keys.append(np.concatenate([branches[0].before, nodes]))
-            chain = len(branches) == 1 and not len(branches[0].before)
+            chain = varlen or (len(branches) == 1 and not len(branches[0].before))
             bias = None if chain else torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
             blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias))
         own_only = sum(map(len, keys)) == len(self.tokens)
-        return AttentionPlan(blocks, None if own_only else torch.from_numpy(np.concatenate(keys)).to(device))
+        nodes_read = None if own_only else torch.from_numpy(np.concatenate(keys)).to(device)
+        return AttentionPlan(blocks, nodes_read, VarlenBounds.of(blocks, device) if varlen else None)
 
     def _bias(self, queries: Integers, keys: Integers) -> NDArray[np.float32]:
         """Return (Q, K): 0 where the key is the query or its ancestor, else -inf."""
