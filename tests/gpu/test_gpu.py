@@ -60,7 +60,7 @@ def test_varlen_attention_computes_what_separate_calls_do(tiny_models: Models) -
         step_of(engine, batch_of_one_prompt([300, 1, 260, 260], 200), Loss(push_up, "token"))[0]
         for engine in engines
     )
-    assert off(found, expected) < 0.03
+    assert off(found, expected) < 0.05  # 0.01 is rounding; wrong alignment gives 0.5
 
 
 def test_a_checkpoint_moves_between_gpu_and_cpu(tiny_models: Models, tmp_path: Path) -> None:
