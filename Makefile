@@ -15,7 +15,7 @@
 #                   benchmarks, the conformance suites of new engines, the wheel with torch, the commands of the docs
 # make test-universes   600 simulated runs with faults: 300 that have to pass, and 300 new ones, whose failures are listed
 # make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
-# make test-integration   the tests against real SGLang and vLLM servers, each installed in a venv of its own
+# make test-integration   the tests against real SGLang and vLLM servers, which it installs below the user's cache
 # make test-gpu    what only GPUs can show; skipped without CUDA
 # make test-hosts      runs on two hosts made of network namespaces, with a cable that is cut (root); five minutes
 # make test-clusters   these and a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a NATS
@@ -27,7 +27,6 @@
 #                         handed to pip, here for builds of torch without CUDA
 # JOBS=3                  processes that run the tests. Tests also wait: one or two more than there are cores keep all
 #                         cores busy. Unset: 4 for `make test`, 3 for the others, whose tests compute more
-# SGLANG_PYTHON, VLLM_PYTHON   interpreters with these servers, for `make test-integration` to install none
 # ARGS="seed=2"           handed to stretto run by `make quickstart` and `make vision`, and to pytest by `make test` and the like
 
 VENV := .venv
@@ -51,9 +50,6 @@ SLOW := slow and not nightly and $(ALL)
 PYTEST = $(BIN)/python $(if $(SECOND_CHANCE),.ci/second_chance.py,-m pytest -q)
 BUDGET ?= 420
 SET ?= default
-ENGINES := build/engines
-SGLANG_PYTHON ?=
-VLLM_PYTHON ?=
 
 .PHONY: quickstart vision test test-slow test-sample test-slowly test-wheel test-nightly test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
 
@@ -90,9 +86,8 @@ test-chaos: $(VENV)/installed
 	$(BIN)/python -m pytest -q -m chaos $(ARGS)
 
 test-integration: $(VENV)/installed
-test-integration: $(if $(SGLANG_PYTHON),,$(ENGINES)/sglang/installed) $(if $(VLLM_PYTHON),,$(ENGINES)/vllm/installed)
-	SGLANG_PYTHON=$(or $(SGLANG_PYTHON),$(CURDIR)/$(ENGINES)/sglang/bin/python) \
-	VLLM_PYTHON=$(or $(VLLM_PYTHON),$(CURDIR)/$(ENGINES)/vllm/bin/python) \
+	$(BIN)/stretto engine install sglang --cpu
+	$(BIN)/stretto engine install vllm --cpu
 	$(BIN)/python -m pytest -q -m integration $(ARGS)
 	$(BIN)/python .ci/served.py passed
 
@@ -153,11 +148,7 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/compression.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES)
-
-$(ENGINES)/%/installed: tests/integration/install.sh tests/integration/%.txt
-	PIP_ARGS="$(PIP_ARGS)" tests/integration/install.sh $* $(ENGINES)/$*
-	@touch $@
+	rm -rf $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "stretto needs Python 3.11 or newer: none of python3, python3.11 ... python3.14 is; give one with make PYTHON=..."; exit 1; }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,8 @@ SERVERS = {"sglang": "TestSglang", "vllm": "TestVllm"}
 SHARED = (
     "core/stretto/serving",
     "core/stretto/agents",
+    "core/stretto/cli/make/complete_cpu_server.py",
+    "core/stretto/cli/make/engine.py",
     "core/stretto/models/tokenizer.py",
     "tests/integration",
 )
@@ -40,9 +41,8 @@ def main() -> int:
         return 0
     server = changed[int("".join(now.values()), 16) % len(changed)]
     print(f"servers: changed for {' and '.join(changed)}; trying {server}", flush=True)
-    venv = f"build/engines/{server}"
-    subprocess.run(["make", f"{venv}/installed"], cwd=ROOT, check=True)
-    os.environ[f"{server.upper()}_PYTHON"] = str(ROOT / venv / "bin" / "python")
+    install = [sys.executable, "-m", "stretto", "engine", "install", server, "--cpu"]
+    subprocess.run(install, cwd=ROOT, check=True)
     tests = f"tests/integration/test_servers.py::{SERVERS[server]}"
     command = [sys.executable, ".ci/second_chance.py", "-m", "integration", tests]
     return subprocess.run(command, cwd=ROOT).returncode
@@ -55,8 +55,7 @@ def hash_of(server: str) -> str:
         path = ROOT / place
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in files:
-            other = file.parent.name == "integration" and file.stem in SERVERS.keys() - {server}
-            if file.is_file() and "__pycache__" not in file.parts and not other:
+            if file.is_file() and "__pycache__" not in file.parts:
                 digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + _content(file))
     return digest.hexdigest()
 

@@ -1,12 +1,11 @@
 """Real SGLang and vLLM servers keep every promise of the conformance suite, and train the quickstart.
 
-`make test-integration` installs the servers and says in the environment where their interpreters are.
+`make test-integration` installs the servers.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,45 +17,48 @@ from commands import output_of
 from patience import patience
 from stretto.records.samples.answers import read_answers
 from stretto.records.samples.store import SampleStore
+from stretto.serving.config import ServerEngineConfig
+from stretto.serving.environment import environment_of
 from stretto.testing import InferenceConformance
+from stretto_sglang import SglangConfig
+from stretto_vllm import VllmConfig
 
 ROOT = Path(__file__).parent.parent.parent
-SGLANG_PYTHON = os.environ.get("SGLANG_PYTHON", "")
-VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 
 pytestmark = pytest.mark.integration
-with_sglang = pytest.mark.skipif(not SGLANG_PYTHON, reason="SGLANG_PYTHON names no interpreter with SGLang")
-with_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")
+
+
+def _installed(config: type[ServerEngineConfig]) -> pytest.MarkDecorator:
+    assert config.requirements is not None
+    environment = environment_of(config.requirements, cpu=True)
+    return pytest.mark.skipif(not environment.is_ready(), reason=f"{environment.folder} is not installed")
+
+
+with_sglang, with_vllm = _installed(SglangConfig), _installed(VllmConfig)
 
 
 @with_sglang
 class TestSglang(InferenceConformance):
-    use, options, start_s = "sglang", {"python": SGLANG_PYTHON, "slots": 8}, patience(240)
+    use, options, start_s = "sglang", {"slots": 8}, patience(240)
     refuses = frozenset({"top_k+top_p"})
 
 
 @with_vllm
 class TestVllm(InferenceConformance):
-    use, options, start_s = "vllm", {"python": VLLM_PYTHON, "slots": 8}, patience(240)
+    use, options, start_s = "vllm", {"slots": 8}, patience(240)
     seeds = True
 
 
 both_servers = pytest.mark.parametrize(
-    ("use", "python"),
-    [
-        pytest.param("sglang", SGLANG_PYTHON, marks=with_sglang),
-        pytest.param("vllm", VLLM_PYTHON, marks=with_vllm),
-    ],
+    "use", [pytest.param("sglang", marks=with_sglang), pytest.param("vllm", marks=with_vllm)]
 )
 
 
 @both_servers
-def test_the_quickstart_trains_with_only_the_engines_name_changed(
-    tmp_path: Path, use: str, python: str
-) -> None:
+def test_the_quickstart_trains_with_only_the_engines_name_changed(tmp_path: Path, use: str) -> None:
     steps = 40
     out = tmp_path / "run"
-    changed = [f"inference.use={use}", f"inference.python={python}", f"steps={steps}", f"out={out}"]
+    changed = [f"inference.use={use}", f"steps={steps}", f"out={out}"]
     output_of("run", "examples/quickstart/run.yaml", *changed, cwd=ROOT)
 
     summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
@@ -70,14 +72,12 @@ def test_the_quickstart_trains_with_only_the_engines_name_changed(
 
 
 @both_servers
-def test_the_vision_example_trains_with_only_the_engines_name_changed(
-    tmp_path: Path, use: str, python: str
-) -> None:
+def test_the_vision_example_trains_with_only_the_engines_name_changed(tmp_path: Path, use: str) -> None:
     """A server that made other ids of a prompt with an image would fail its ticket."""
     rows, out = tmp_path / "rows", tmp_path / "run"
     made = [sys.executable, "examples/vision/make_model.py", "--out", str(rows), "--demonstrations", "10"]
     subprocess.run(made, cwd=ROOT, check=True, capture_output=True)
-    changed = [f"inference.use={use}", f"inference.python={python}", "steps=20", f"out={out}"]
+    changed = [f"inference.use={use}", "steps=20", f"out={out}"]
     changed += [f"dataset.path={rows}/train.jsonl", f"evaluation.dataset.path={rows}/heldout.jsonl"]
     output_of("run", "examples/vision/run.yaml", *changed, cwd=ROOT)
     output_of("audit", str(out), cwd=ROOT)
@@ -93,10 +93,8 @@ def test_the_vision_example_trains_with_only_the_engines_name_changed(
 
 
 @both_servers
-def test_evaluations_beside_training_are_of_the_version_they_name(
-    tmp_path: Path, use: str, python: str
-) -> None:
-    server, run = [f"inference.use={use}", f"inference.python={python}"], tmp_path / "run"
+def test_evaluations_beside_training_are_of_the_version_they_name(tmp_path: Path, use: str) -> None:
+    server, run = [f"inference.use={use}"], tmp_path / "run"
     trained = [*server, "steps=12", "evaluation.every=4", "evaluation.rows=200", "checkpoint.every=4"]
     trained += ["checkpoint.keep=9", "evaluation.keep_answers=true", "queue.max_staleness=2", f"out={run}"]
     output_of("run", "examples/quickstart/run.yaml", *trained, cwd=ROOT)

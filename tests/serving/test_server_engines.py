@@ -61,7 +61,6 @@ def run_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("overrides", "path", "message"),
     [
-        ([], "inference.python", "is missing: expected the interpreter"),
         (["inference.python=/"], "inference.python", "is a folder; expected path/to/venv/bin/python"),
         (["inference.python=rows.jsonl"], "inference.python", "is not an executable file"),
         (["inference.python={this}"], "inference.python", "has no module 'vllm'"),

@@ -6,18 +6,20 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
 from stretto.engine import InferenceConfig, Sampling
+from stretto.errors import EngineError
 from stretto.models.files import text_config
+from stretto.serving.environment import environment_of
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags"]
+__all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags", "interpreter_of"]
 
 Flag = bool | int | float | str | tuple[str, ...]
 
@@ -31,7 +33,8 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
 
     python: LocalPath | None = None
     """Interpreter of the environment in which the server is installed, `path/to/venv/bin/python`. Each worker
-    starts its own server with it. The server's packages stay separate from the trainer's."""
+    starts its own server with it. The server's packages stay separate from the trainer's. null: the
+    environment that `stretto engine install` made, for GPUs if `gpus` is not 0."""
     urls: tuple[
         Annotated[
             str, msgspec.Meta(pattern=r"^https?://[^/]+$", description="`http://host:port` without a path")
@@ -63,6 +66,9 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     """The worker restarts a server that has samples to decode and sends nothing for this many seconds."""
     restarts: NonNegativeInt = 3
     """Maximum number of restarts of a lost server within ten minutes. After that the worker fails."""
+    requirements: ClassVar[Path | None] = None
+    """Folder with what `stretto engine install` installs: `gpu.txt` pins the server alone, `name==version`,
+    and pip resolves the rest; `cpu.txt` pins all packages. None: there is no such command for this engine."""
 
     def unfit(self, sampling: Sampling) -> str:
         """Return the reason why this kind of server does not support `sampling`; empty if it does."""
@@ -106,15 +112,29 @@ def check_server_engine(
         yield Problem(
             "inference.api_key", "is for the servers in urls; a server that the worker starts gets a new key"
         )
-    if config.python is not None:
-        yield from _check_interpreter(config.python, module)
-    elif not config.urls:
-        yield Problem(
-            "inference.python",
-            f"is missing: expected the interpreter of the environment in which {module} is installed"
-            f" (path/to/venv/bin/python), or inference.urls with running servers",
-        )
+    if config.python is not None or not config.urls:
+        try:
+            yield from _check_interpreter(interpreter_of(config), module)
+        except EngineError as error:
+            yield Problem("inference.python", str(error), "environment")
     yield from _check_args(config, reserved)
+
+
+def interpreter_of(config: ServerEngineConfig) -> str:
+    """Return the interpreter that starts the server: `python`, or that of the environment which
+    `stretto engine install` made on this machine. Raise EngineError if there is none."""
+    if config.python is not None:
+        return config.python
+    command = ""
+    if config.requirements is not None:
+        environment = environment_of(config.requirements, cpu=not config.gpus)
+        if environment.is_ready():
+            return str(environment.python)
+        command = f"run `stretto engine install {config.use}{'' if config.gpus else ' --cpu'}`, or "
+    raise EngineError(
+        f"is missing: {command}set it to the interpreter of an environment with the server "
+        "(path/to/venv/bin/python), or set inference.urls to running servers"
+    )
 
 
 def _check_attached(config: ServerEngineConfig) -> Iterator[Problem]:

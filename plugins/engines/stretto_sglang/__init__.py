@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from stretto import Component, Problem, hookimpl
@@ -45,6 +46,7 @@ class SglangConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown
     """An SGLang server. Without `gpus` it runs on the CPU, with PyTorch's own attention; its cache then holds
     `slots` times `context_length` tokens. SGLang ignores the seeds of samples."""
 
+    requirements: ClassVar[Path | None] = Path(__file__).with_name("requirements")
     sends_kept_tokens: ClassVar[bool] = True
 
     def unfit(self, sampling: Sampling) -> str:

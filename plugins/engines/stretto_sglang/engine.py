@@ -18,7 +18,7 @@ import msgspec
 from stretto.component import Context
 from stretto.engine import Sampling
 from stretto.errors import EngineError, WeightsError
-from stretto.serving.config import Flag, flags
+from stretto.serving.config import Flag, flags, interpreter_of
 from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
@@ -111,8 +111,9 @@ class SglangEngine(ServerEngine):
             env["SGLANG_USE_CPU_ENGINE"] = "1"
         if Path(self._model).is_dir():
             env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-        assert config.python is not None, "refused by check"
-        return ServerCommand((config.python, str(_SERVE), *flags(opts, config.args)), env | config.env)
+        return ServerCommand(
+            (interpreter_of(config), str(_SERVE), *flags(opts, config.args)), env | config.env
+        )
 
     async def greet(self, server: Server) -> None:
         """Check the server's key and settings, such as streams of segments instead of whole answers."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 from stretto import Component, Problem, hookimpl
 from stretto.component import PositiveInt
@@ -42,6 +43,8 @@ _RESERVED = {
 class VllmConfig(ServerEngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A vLLM server. Without `gpus` it runs on the CPU, where attention heads of a dimension below 32 are not
     supported."""
+
+    requirements: ClassVar[Path | None] = Path(__file__).with_name("requirements")
 
     kv_cache_gb: PositiveInt = 1
     """Without GPUs: memory of the KV cache in GiB. On GPUs the cache gets the memory that `share` leaves."""

@@ -19,7 +19,7 @@ import msgspec
 from stretto.component import Context
 from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
-from stretto.serving.config import Flag, flags
+from stretto.serving.config import Flag, flags, interpreter_of
 from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
@@ -124,8 +124,7 @@ class VllmEngine(ServerEngine):
             env |= {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if Path(self._model).is_dir():
             env["HF_HUB_OFFLINE"] = "1"
-        assert config.python is not None, "refused by check"
-        module = (config.python, "-m", "vllm.entrypoints.cli.main", "serve", self._model)
+        module = (interpreter_of(config), "-m", "vllm.entrypoints.cli.main", "serve", self._model)
         return ServerCommand((*module, *flags(opts, config.args)), env | config.env)
 
     async def greet(self, server: Server) -> None:

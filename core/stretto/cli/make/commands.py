@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from stretto.component import Kind
 
 app = typer.Typer()
+engine = typer.Typer(no_args_is_help=True, help="Install the servers of inference engines.")
+app.add_typer(engine, name="engine")
 
 
 @app.command(cls=WithOverrides)
@@ -246,6 +248,18 @@ def doctor(
     shown += [] if distributions else examine_machine()
     _list_observations(shown)
     raise typer.Exit(int(any(line.level == "fault" for line in shown)))
+
+
+@engine.command("install")
+def engine_install(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The inference engine: vllm or sglang.")],
+    cpu: Annotated[bool, typer.Option("--cpu", help="The build for CPUs.")] = False,
+) -> None:
+    """Install the tested version of an engine's server below the cache folder, where runs find it. Print its
+    interpreter."""
+    from stretto.cli.make.engine import install
+
+    typer.echo(install(name, cpu=cpu))
 
 
 @app.command()

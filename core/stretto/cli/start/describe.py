@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.placement import DEFAULT_GROUP, Placement
@@ -12,8 +13,10 @@ from stretto.cli.start.check_chat import chat_lines
 from stretto.cli.start.check_memory import memory_lines
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
+from stretto.errors import EngineError
 from stretto.launcher import Resources
 from stretto.models.files import folder_of_model, parameters_in
+from stretto.serving.config import ServerEngineConfig, interpreter_of
 from stretto.training.config import ModelTrainingConfig
 
 
@@ -32,7 +35,7 @@ def describe(assembly: Assembly) -> str:
     )
     for key, (number, place) in assembly.numbers.in_force().items():
         lines.append(f"number     {key} is {number}: {place}")
-    lines += ["", f"model      {config.model or 'none'}", *chat_lines(assembly)]
+    lines += ["", f"model      {config.model or 'none'}", *chat_lines(assembly), *_server_lines(config)]
     lines += [*_placement_lines(config, placement), *memory_lines(assembly)]
     for call in graph.calls:
         reads = ", ".join(call.reads) or "-"
@@ -74,6 +77,12 @@ def describe(assembly: Assembly) -> str:
     lines += _copy_lines(config, placement)
     lines.append(f"writes to  {assembly.folder}")
     return "\n".join(lines)
+
+
+def _server_lines(config: RunConfig) -> Iterator[str]:
+    if isinstance(config.inference, ServerEngineConfig) and not config.inference.urls:
+        with suppress(EngineError):  # the check has warned
+            yield f"server     {interpreter_of(config.inference)}"
 
 
 def _variant_lines(config: RunConfig) -> Iterator[str]:
