@@ -23,9 +23,17 @@ ROOT = Path(__file__).parents[2]
 FILE = "quickstart/run.yaml"
 SMALL = "evaluation=null queue.batch_size=4"
 WITHOUT_EXTRAS = (
-    *("--help", "doctor", "plugins", "plugins algorithm grpo", "schema", "new reward brevity"),
+    *(
+        "--help",
+        "doctor",
+        "plugins",
+        "plugins algorithm grpo",
+        "schema",
+        "new reward brevity",
+        "engine install --help",
+    ),
     *("status RUN", "runs", "samples RUN --step 1", "compare RUN RUN", "report RUN", "audit RUN", "logs RUN"),
-    *("watch RUN", "export RUN", "export RUN --samples rows.jsonl"),
+    *("watch RUN", "export RUN", "export RUN --samples rows.jsonl", "engine install --help"),
 )
 WITH_TORCH = (
     *(f"check {FILE}", f"check {FILE} --graph", f"sweep {FILE} steps=1 {SMALL} --seeds 1,2"),
