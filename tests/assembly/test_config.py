@@ -584,3 +584,12 @@ def test_the_example_files_are_what_the_schema_says() -> None:
     assert len(files) >= 2
     for file in files:
         validator.validate(yaml.safe_load(file.read_text()))
+
+
+def test_the_gsm8k_example_finds_its_rows_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = Path(__file__).parents[2] / "examples"
+    monkeypatch.chdir(tmp_path)
+    config: Any = compose(examples / "gsm8k_grpo.yaml", []).config
+    assert config.dataset.path == str(examples / "gsm8k" / "train.jsonl")
