@@ -7,7 +7,7 @@
 - Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
 - For other programs: `export` writes a run's model, or its samples.
 - Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
-- Extend it: `new` writes a plugin package, `engine install` an environment for vLLM or SGLang.
+- Extend it: `new` writes a plugin package; `engine` installs the server of vLLM or SGLang.
 
 Exit status: 0 the command succeeded; 1 a run failed, or an audit found violations; 2 a mistake was found
 before the run started a worker, or a run cannot be audited; 130 interrupted.
