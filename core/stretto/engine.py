@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Prot
 import msgspec
 
 from stretto.array import Array
-from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Share
+from stretto.component import Head, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from stretto.launcher import Resources
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ __all__ = [
     "Emit",
     "Finish",
     "GenerateRequest",
-    "HostMemory",
+    "HeldModel",
     "InferenceConfig",
     "InferenceEngine",
     "Load",
@@ -134,13 +134,29 @@ def default_canary_bound(dtype: str | None) -> float:
     return 0.1 if dtype == "float32" else 0.3
 
 
-class HostMemory(NamedTuple):
-    """The host memory that one process of an engine needs."""
+class Memory(NamedTuple):
+    """What one process of an engine needs of its device: of its GPU, or of the host if it has none."""
 
-    size: int
-    """Bytes, at most."""
-    parts: str = ""
-    """The settings on which the size depends, as text for users."""
+    parts: Mapping[str, int]
+    """Bytes at most, by name: `weights`, `gradients`, `optimizer`, `casts`, `activations`, `cache`, ..."""
+    settings: str = ""
+    """The settings on which the sizes depend, as text for users."""
+    parameters: int = 0
+    """Number of parameters of the process's models, if a training engine counted them."""
+
+    @property
+    def size(self) -> int:
+        """Sum of the parts."""
+        return sum(self.parts.values())
+
+
+class HeldModel(NamedTuple):
+    """A model in a process of training."""
+
+    source: str
+    """Folder or hub id."""
+    head: Head
+    trainable: bool
 
 
 class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -174,14 +190,16 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
             return None
         return self.canary.bound or default_canary_bound(getattr(self, "dtype", None))
 
-    def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
-        """Return the memory that one process needs for weights and cache; None if not known before the start.
+    def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
+        """Return the memory that one process needs; None if not known before the start.
 
         Args:
             model: the run's model.
+            parameters: number of its parameters.
             samples_in_flight: see `Context`.
+            available: bytes that the process may use of its device; infinite if not known.
         """
-        del model, samples_in_flight
+        del model, parameters, samples_in_flight, available
         return None
 
 
@@ -397,14 +415,14 @@ class TrainingConfig(Resources, frozen=True, kw_only=True, forbid_unknown_fields
         each layer."""
         return 1
 
-    def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
-        """Return the memory that one process needs besides activations; None if not known before the start.
+    def memory(self, models: Sequence[HeldModel], longest: int) -> Memory | None:
+        """Return the memory that one process needs; None if not known before the start.
 
         Args:
-            trained: number of parameters of the group's models that are trained.
-            frozen: number of parameters of the group's other models.
+            models: the models of the group.
+            longest: number of tokens of the longest sequence; 0 if not known.
         """
-        del trained, frozen
+        del models, longest
         return None
 
 

@@ -13,6 +13,7 @@ from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start import check_memory
 from stretto.cli.start.check_memory import memory_lines, memory_problems
+from stretto.errors import ConfigError
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 MIB, GIB = 2**20, 2**30
@@ -36,13 +37,31 @@ def problems(*overrides: str, limited: bool = True) -> dict[str, tuple[str, str]
 def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, 16)
     cache = 5.5 * GIB
-    lines = [*memory_lines(assembled(f"inference.cache_gb={cache / GIB}", "inference.slots=40"))]
-    assert lines == [
-        "memory     training 0.3 GiB",
-        "           inference 5.8 GiB (40 slots x 96 tokens, cache at most 5.5 GiB)",
-        "           6.0 GiB of 16.0, besides activations",
+    table = [*memory_lines(assembled(f"inference.cache_gb={cache / GIB}", "inference.slots=40"))]
+    head, training, inference, *rest = (line.split() for line in table)
+    parts = ["weights", "gradients", "optimizer", "activations", "cache", "libraries"]
+    assert head == ["memory", "GiB", *parts, "sum", "of"]
+    assert training == [
+        "training",
+        "1",
+        "x",
+        "host",
+        "0.00",
+        "0.00",
+        "0.00",
+        "0.21",
+        "0.00",
+        "0.25",
+        "0.46",
+        "16.0",
     ]
-    assert "\nmemory     training 0.3 GiB\n" in called("check", QUICKSTART / "run.yaml").stdout
+    assert inference == ["inference", "1", "x", "host", *["0.00"] * 4, "5.50", "0.25", "5.75", "16.0"]
+    assert [" ".join(line) for line in rest[:3]] == [
+        "training: micro-batches of 4096 tokens",
+        "inference: 40 slots x 96 tokens, cache at most 5.5 GiB",
+        "host: 6.2 GiB of 16.0",
+    ]
+    assert "\nmemory     GiB       weights " in called("check", QUICKSTART / "run.yaml").stdout
 
 
 def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +70,10 @@ def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: py
     assert problems("inference.cache_gb=13")["model"][0] == "warning"  # over 80 %
     severity, message = problems("inference.cache_gb=60")["model"]
     assert severity == "error"
-    assert message.startswith("its engines take 60.5 GiB of memory, and this machine has 16.0: training 0.3")
+    assert message == (
+        "its engines need 60.7 GiB of memory, and this machine has 16.0; inference.cache_gb=15.0 frees 45 "
+        "GiB; it fits with inference.cache_gb=15.0; `--no-memory-limit` starts it anyway"
+    )
     assert problems("inference.cache_gb=60", limited=False)["model"][0] == "warning"
     refused = called("check", QUICKSTART / "run.yaml", "inference.cache_gb=60")
     assert refused.returncode == 2
@@ -65,8 +87,37 @@ def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: py
 def test_a_cache_without_a_size_keeps_within_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 slots of 96 tokens of 1.5 kB would take 4.5 MiB."""
     machine(monkeypatch, 0.02)
-    [_, engine, _] = memory_lines(assembled("evaluation.own_engine=false", "inference.slots=32"))
-    assert "cache at most 0.0025 GiB" in engine
+    table = memory_lines(assembled("evaluation.own_engine=false", "inference.slots=32"))
+    assert any("cache at most 0.0025 GiB" in line for line in table)
+
+
+def on_gpu(*overrides: str, gib: float) -> Assembly:
+    gpu = ("training.gpus=1", "training.share=0.5", "inference.gpus=1", "inference.share=0.5")
+    composed = compose(QUICKSTART / "run.yaml", (*gpu, *overrides))
+    return Assembly(composed, gpu_bytes=int(gib * GIB))
+
+
+def test_a_change_that_check_names_makes_the_run_fit() -> None:
+    """Libraries take half a GiB of a GPU in each process."""
+    assert not [*memory_problems(on_gpu(gib=2), limited=True)]
+    tokens = "training.micro_batch_tokens=16384"
+    [found] = memory_problems(on_gpu(tokens, gib=1.3), limited=True)
+    assert (found.path, found.severity) == ("training", "error")
+    assert found.message.startswith("needs 0.9 GiB of its GPU, and may use 0.6; training.micro_batch_tokens")
+    fits = found.message.partition("it fits with ")[2].partition(";")[0].split()
+    assert fits
+    assert not [*memory_problems(on_gpu(tokens, *fits, gib=1.3), limited=True)]
+
+
+def test_auto_fills_the_memory_with_a_micro_batch() -> None:
+    auto = "training.micro_batch_tokens=auto"
+    assembly = on_gpu(auto, gib=1.4)
+    tokens = assembly.config.training.micro_batch_tokens
+    assert 512 < tokens < 65536
+    [training] = [need for need in assembly.needs() if need.section == "training"]
+    assert 0.85 * training.limit < training.size <= 0.9 * training.limit
+    with pytest.raises(ConfigError, match="'auto' needs a number: the GPUs are not known here"):
+        Assembly(compose(QUICKSTART / "run.yaml", ("training.gpus=1", auto)))
 
 
 def test_weights_that_do_not_fit_into_shared_memory_are_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ makes its `Assembly` from the configuration that the kernel sends.
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,13 @@ import msgspec
 from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed, is_utf8
 from stretto.assembly.dataflow import Graph, graph_of
-from stretto.assembly.placement import Placement, group_of_worker, sections
+from stretto.assembly.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
+from stretto.assembly.run_memory import Need, needs, on_host
 from stretto.assembly.variants import run_of_variant
 from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
 from stretto.component import Context
 from stretto.config import RunConfig
+from stretto.engine import HeldModel
 from stretto.errors import ConfigError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
 from stretto.machine.cores import available_memory
@@ -39,6 +42,15 @@ _ROWS_PER_GROUP = 0.4
 group, so a step takes about a tenth longer."""
 _IN_TIME = 0.8
 """An evaluation ends within this share of the time until the next evaluation."""
+
+
+_TOKENS = "micro_batch_tokens"
+_SMALLEST_PASS, _LARGEST_PASS, _STEP = 512, 65536, 256
+"""Tokens of a micro-batch. A larger pass than the largest is no faster on any device."""
+_TRIED_PASSES = (1024, 4096)
+"""Tokens of the micro-batches from which `auto` follows."""
+_ROOM = 0.9
+"""Share of the memory that `auto` fills: allocators lose some to fragments."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +81,22 @@ class Assembly:
     """The parts of a run that follow from its run file. Each part is made at its first use.
 
     `folder` is empty in a process that cannot access the run's folder, and None for a new run, which gets an
-    id. A worker receives the numbers of workers in force from the kernel.
+    id. A worker receives the numbers of workers in force from the kernel. `gpu_bytes` is the memory of each
+    GPU that the run will get; None: of this machine's GPUs.
     """
 
     def __init__(
-        self, composed: Composed, *, folder: str | Path | None = None, run: str = "", worker: str = _KERNEL
+        self,
+        composed: Composed,
+        *,
+        folder: str | Path | None = None,
+        run: str = "",
+        worker: str = _KERNEL,
+        gpu_bytes: int | None = None,
     ) -> None:
         path = self.folder = _new_folder(composed.config) if folder is None else Path(folder)
-        composed = decided(composed) if folder is None else composed
+        self.gpu_bytes = gpu_bytes
+        composed = decided(composed, gpu_bytes) if folder is None else composed
         self.numbers = WorkerNumbers(composed, path if worker == _KERNEL else None)
         self.composed = composed.with_numbers(self.numbers.in_force())
         self.context = Context(
@@ -192,6 +212,12 @@ class Assembly:
         """The tokenizer of the run's model, for the run's rows. Raises ConfigError if none can be loaded."""
         return load_tokenizer(self.config.model, self.config.dataset)
 
+    def needs(self) -> list[Need]:
+        """Return what each kind of engine needs of the memory of its device, except engines that do not say
+        it."""
+        engines = sum(worker.role == "inference" for worker in self.workers)
+        return needs(self.config, self.placement, engines, self.samples_in_flight, self.gpu_bytes)
+
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the modules of a worker's process that take long to import."""
         if worker.role == "trainer":
@@ -213,7 +239,7 @@ class Assembly:
         return variant
 
 
-def decided(composed: Composed) -> Composed:
+def decided(composed: Composed, gpu_bytes: int | None = None) -> Composed:
     """Return a run with the unset values filled in that depend on the machine and on today's date."""
     config = composed.config
     if config.evaluation is not None and config.evaluation.own_engine is None:
@@ -222,7 +248,7 @@ def decided(composed: Composed) -> Composed:
     if folder is not None and CLOCK not in template and writes_date(folder):
         template = {**template, CLOCK: date.today().isoformat()}
         composed = composed.with_value("dataset.template", template)
-    return composed
+    return _with_pass_sizes(composed, gpu_bytes)
 
 
 def _has_room(config: RunConfig) -> bool:
@@ -235,9 +261,10 @@ def _has_room(config: RunConfig) -> bool:
     folder = folder_of_model(config.model)
     if config.model is None or folder is None:
         return False
-    trainer = config.training.host_memory(parameters_in(folder), 0)
-    engine = section.host_memory(config.model, 0)
-    return bool(trainer and engine and trainer.size + 2 * engine.size <= available_memory() / 2)
+    available = available_memory()
+    trainer = config.training.memory([HeldModel(config.model, "policy", trainable=True)], 0)
+    engine = section.memory(config.model, parameters_in(folder), 0, available)
+    return bool(trainer and engine and trainer.size + 2 * engine.size <= available / 2)
 
 
 def _new_folder(config: RunConfig) -> Path:
@@ -252,3 +279,32 @@ def _new_folder(config: RunConfig) -> Path:
 def new_run_id(folder: Path) -> str:
     """Return an id for a run in this folder. It is unique on a bus that several runs share."""
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"
+
+
+def _with_pass_sizes(composed: Composed, gpu_bytes: int | None) -> Composed:
+    """Return the run with a number for each `micro_batch_tokens: auto`: as many as the memory has room for.
+    Raise ConfigError if that is not known."""
+    for path in [DEFAULT_GROUP, *(f"groups.{name}" for name in composed.config.groups.__struct_fields__)]:
+        if getattr(composed.section(path), _TOKENS, None) == "auto":
+            composed = composed.with_value(f"{path}.{_TOKENS}", _pass_size(composed, path, gpu_bytes))
+    return composed
+
+
+def _pass_size(composed: Composed, path: str, gpu_bytes: int | None) -> int:
+    """Activations grow by the same number of bytes for each token, so two sizes tell all others."""
+    sizes = list[float]()
+    for tokens in _TRIED_PASSES:
+        assembly = Assembly(composed.with_value(f"{path}.{_TOKENS}", tokens), folder="", gpu_bytes=gpu_bytes)
+        known = assembly.needs()
+        need = next((need for need in known if need.section == path), None)
+        if need is None or need.limit == math.inf or "activations" not in need.memory.parts:
+            why = "the GPUs are not known here" if need is not None else f"{path} does not say its memory"
+            why = need.memory.settings if need is not None and need.limit < math.inf else why
+            raise ConfigError(f"{path}.{_TOKENS}: 'auto' needs a number: {why}", path=f"{path}.{_TOKENS}")
+        others = 0 if need.on_gpu else on_host(known) - need.number * need.size
+        room = _ROOM * (need.limit - others) / (1 if need.on_gpu else need.number)
+        sizes.append(room - need.size)
+    first, second = sizes
+    per_token = (first - second) / (_TRIED_PASSES[1] - _TRIED_PASSES[0])
+    tokens = int(_TRIED_PASSES[0] + first / per_token) // _STEP * _STEP
+    return min(_LARGEST_PASS, max(_SMALLEST_PASS, tokens))

@@ -12,6 +12,7 @@ from stretto.errors import ConfigError
 from stretto.models.safetensors import Place, places_in
 
 __all__ = [
+    "cache_bytes",
     "end_tokens_in",
     "fetch_config",
     "folder_of_model",
@@ -69,6 +70,20 @@ def positions_of(model: str | None) -> int | None:
     """Return the number of a model's positions; None if its config has no such key."""
     config = text_config(model)
     return config.get("max_position_embeddings", config.get("n_positions"))
+
+
+def cache_bytes(model: str | None, item: int) -> int:
+    """Return the bytes of a token's keys and values, with `item` bytes a number; 0 if a model's config does
+    not say it, or has layers other than full attention."""
+    text = text_config(model)
+    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
+    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
+    size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
+    hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
+    recurrent = any(word in key for key in text for word in ("mamba", "ssm", "linear_"))
+    if not layers or not kv_heads or not size or hybrid or recurrent:
+        return 0
+    return 2 * layers * kv_heads * size * item
 
 
 def modelling_imports(model: str | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
-from stretto.engine import InferenceConfig, Sampling
+from stretto.engine import InferenceConfig, Memory, Sampling
 from stretto.errors import EngineError
-from stretto.models.files import text_config
+from stretto.models.files import cache_bytes, text_config
 from stretto.serving.environment import environment_of
 
 if TYPE_CHECKING:
@@ -69,6 +70,17 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     requirements: ClassVar[Path | None] = None
     """Folder with what `stretto engine install` installs: `gpu.txt` pins the server alone, `name==version`,
     and pip resolves the rest; `cpu.txt` pins all packages. None: there is no such command for this engine."""
+
+    def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
+        """See `InferenceConfig`. A server takes the rest of its share of a GPU for the cache."""
+        del samples_in_flight
+        if not self.gpus or self.urls:
+            return None
+        item = 4 if self.dtype == "float32" else 2
+        context = context_of_model(self, model)
+        weights, least = parameters * item // self.tensor_parallel, context * cache_bytes(model, item)
+        rest = available - weights if available < math.inf else 0
+        return Memory({"weights": weights, "cache": int(max(rest, least))}, f"samples of {context} tokens")
 
     def unfit(self, sampling: Sampling) -> str:
         """Return the reason why this kind of server does not support `sampling`; empty if it does."""

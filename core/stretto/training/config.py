@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -18,11 +18,12 @@ from stretto.component import (
     Problem,
     Share,
 )
-from stretto.engine import HostMemory, TrainingConfig
+from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.errors import offer
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
+from stretto.training.memory import MicroBatch, counted, is_lossless
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -36,6 +37,8 @@ Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _WARMUP = 10
 """Default of `warmup_steps`. A run with fewer steps is a trial run: the default causes no warning."""
 _FINAL_LR_RATIO = 0.1
+_LEAST = 1024  # tokens that a pass needs with `auto`, which takes what all others leave
+_TYPICAL_LENGTH = 512  # tokens of a sequence, if the run does not say how long its samples may be
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,10 +100,10 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     sample from rounded weights; the canary shows the difference."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on. `auto` uses a GPU if the process can see one."""
-    micro_batch_tokens: PositiveInt = 4096
+    micro_batch_tokens: PositiveInt | Literal["auto"] = 4096
     """Maximum number of tokens in one forward and backward pass. A longer sequence gets a pass of its own.
     This changes memory and speed, never the gradient. With `shared_prefixes`, tokens of a shared prefix count
-    once."""
+    once. `auto`: as many as the memory has room for when the run starts; `config.yaml` has the number."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of a batch. `packed`: no padding, attention within each sequence. `padded`: one padded row for
     each sequence. `auto`: test at the start whether the model supports `packed`, else use `padded` (models
@@ -134,16 +137,57 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
 
-    def host_memory(self, trained: int, frozen: int) -> HostMemory | None:
-        """See `TrainingConfig`. Counts float32 parameters, gradients, AdamW's two means, the copy to publish,
-        and with `dtype: bfloat16` another copy of the parameters."""
-        if self.gpus:
+    @property
+    def tokens_per_pass(self) -> int:
+        """`micro_batch_tokens` of a composed run, where 'auto' has become a number."""
+        if self.micro_batch_tokens == "auto":
+            raise ValueError("micro_batch_tokens is 'auto', which only a run file can have")
+        return self.micro_batch_tokens
+
+    @property
+    def shards(self) -> int:
+        """Number of processes over which parameters, gradients and optimizer state are split."""
+        return self.processes // self.data_parallel
+
+    def memory(self, models: Sequence[HeldModel], longest: int) -> Memory | None:
+        """See `TrainingConfig`."""
+        if not all(known_config(model.source) for model in models):
             return None
-        state_copies = 0 if self.lora else 3 if self.optimizer == "adamw" else 1
-        size = 4 * (trained * (2 + state_copies) + frozen) + (
-            2 * (trained + frozen) if self.dtype == "bfloat16" else 0
+        tokens = max(_LEAST if self.micro_batch_tokens == "auto" else self.micro_batch_tokens, longest)
+        length = min(tokens, longest or _TYPICAL_LENGTH)
+        counts = counted([self._micro_batch(model, tokens, length) for model in models])
+        fault = next((f"; activations are not known: {count.fault}" for count in counts if count.fault), "")
+        trained = sum(count.trained for count in counts) // self.shards
+        parts = {
+            "weights": sum(count.weights for count in counts) // self.shards,
+            "gradients": 4 * trained,
+            "optimizer": (8 if self.optimizer == "adamw" else 0) * trained,
+            # One model computes at a time.
+            "casts": max(count.casts for count in counts),
+            "activations": max(count.activations for count in counts),
+        }
+        parameters = sum(count.parameters for count in counts)
+        sizes = {name: size for name, size in parts.items() if size}
+        return Memory(sizes, f"micro-batches of {tokens} tokens{fault}", parameters)
+
+    def _micro_batch(self, model: HeldModel, tokens: int, length: int) -> MicroBatch:
+        lora = self.lora if model.trainable else None
+        return MicroBatch(
+            model=model.source,
+            head=model.head,
+            trainable=model.trainable,
+            rank=0 if lora is None else lora.rank,
+            targets=() if lora is None else lora.targets,
+            gradient_checkpointing=self.gradient_checkpointing and model.trainable,
+            chunked_logits=self.chunked_logits,
+            may_be_packed=self.packing != "padded",
+            low=self.dtype == "bfloat16",
+            lossless=is_lossless(model.source),
+            sharded=self.shards > 1,
+            on_gpu=self.gpus > 0,
+            tokens=tokens,
+            length=length,
         )
-        return HostMemory(size // self.processes)
 
 
 class GroupTrainingConfig(ModelTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

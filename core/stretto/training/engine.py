@@ -338,7 +338,7 @@ class HFTraining:
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:
         """Return the head's figure for every token, (T,) float32; 0 for tokens without a figure."""
-        micro_batches = self._packing.split(batch, self._config.micro_batch_tokens, whole_groups=False)
+        micro_batches = self._packing.split(batch, self._config.tokens_per_pass, whole_groups=False)
         work = [self._work(micro, self._figure_mask(micro), temperature) for micro in micro_batches]
         result = [torch.zeros(micro.num_tokens) for micro in micro_batches]
 
@@ -382,7 +382,7 @@ class HFTraining:
         mask = batch["loss_mask"] & self._figure_mask(batch)
         micro_batches = self._packing.split(
             batch.with_columns({"loss_mask": mask}),
-            self._config.micro_batch_tokens,
+            self._config.tokens_per_pass,
             whole_groups=loss.unit == "group",
         )
         work = [

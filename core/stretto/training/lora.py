@@ -23,6 +23,7 @@ __all__ = [
     "add_adapters",
     "cast_frozen",
     "file_name",
+    "frozen_linear",
     "merge_adapters",
     "published_tensors",
 ]
@@ -61,15 +62,20 @@ def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert the frozen weights of linear modules, in place, as autocast would at each use. A weight that
     the dtype cannot hold stays in float32, so no number changes. Embeddings, heads and norms stay in float32
     too, and so do the states between layers."""
+    for parameter in frozen_linear(model):
+        low = parameter.data.to(dtype)
+        if torch.equal(low.float(), parameter.data):
+            parameter.data = low
+
+
+def frozen_linear(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """Yield the frozen parameters of linear modules, except embeddings and heads."""
     apart: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     others = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if _is_linear(module) else ():
-            if parameter.requires_grad or id(parameter) in others:
-                continue
-            low = parameter.data.to(dtype)
-            if torch.equal(low.float(), parameter.data):
-                parameter.data = low
+            if not parameter.requires_grad and id(parameter) not in others:
+                yield parameter
 
 
 def adapter_config(

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "checkpoint_activations",
     "compile_layers",
+    "empty_model",
     "image_arguments",
     "layers_of",
     "load_model",
@@ -108,6 +109,28 @@ def load_policy(source: str) -> PreTrainedModel:
         return _load(kind, source, torch.device("cpu"), dtype="auto", config=model_config)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTrainedModel, InputRows]:
+    """Make a model from its config alone, on torch's current device, and choose the form of its input rows as
+    far as the config tells it."""
+    model_config = _without_dropout(AutoConfig.from_pretrained(source))
+    text_config = model_config.get_text_config()
+    model_config.pad_token_id = text_config.pad_token_id = (
+        None  # or transformers looks for padding in the ids
+    )
+    kinds = getattr(text_config, "layer_types", None)
+    is_plain = {*kinds} <= {"full_attention"} if kinds else not getattr(text_config, "sliding_window", None)
+    has_images = reads_images(model_config)
+    is_packed = is_plain and not has_images and may_be_packed
+    if head != "policy":
+        model_config.num_labels = 1
+        kind: Any = AutoModelForTokenClassification
+    else:
+        kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    attention = ATTENTION if is_packed else None
+    model = kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+    return model.train(), PackedRows() if is_packed else PaddedRows()
 
 
 def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from stretto.component import Head
     from stretto.rl.batch import Drawn
 
-__all__ = ["ModelInputs", "Support", "Wanted", "return_figures"]
+__all__ = ["CHUNK_BYTES", "ModelInputs", "Support", "Wanted", "return_figures"]
 
 log = structlog.get_logger()
 
 # N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
 
-_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
+CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
 """Bytes of a chunk's float32 logits. Smaller chunks spend most time on adding up the head's gradient."""
 _KEPT_BYTES = 1 << 25
 """Logits of up to this many bytes are kept for the backward pass: with a small vocabulary, all of them."""
@@ -143,14 +143,19 @@ class ModelInputs:
     """The wanted tokens; `at` are indices into the model's output with its rows joined."""
 
 
-def return_figures(model: PreTrainedModel, head: Head, trial: ModelInputs | None) -> None:
+def return_figures(
+    model: PreTrainedModel, head: Head, trial: ModelInputs | None, *, chunk_bytes: int | None = None
+) -> None:
     """Replace the model's `forward`, in place. The new one also needs `wanted`, and returns the wanted
     tokens' figures in float32: a policy's logprob and entropy, (N, 2), with `Wanted.whole` also the logprob
     over the whole vocabulary, (N, 3); or a value or reward, (N, 1).
 
     `trial`: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
-    log the reason and compute all logits of a micro-batch together. None: do that without a trial."""
+    log the reason and compute all logits of a micro-batch together. None: do that without a trial.
+    `chunk_bytes`: compute in chunks of so many bytes without a trial, for a model without numbers."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
+    if head == "policy" and chunk_bytes is not None:
+        compute = _ChunkedLogits(model, chunk_bytes=chunk_bytes)
     if head == "policy" and trial is not None:
         if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
             log.info("the logits of a micro-batch are computed together", reason=reason)
@@ -182,13 +187,16 @@ class _WholeLogits:
 
 class _ChunkedLogits:
     """Logprobs and entropies from the hidden states, in chunks of `chunk` tokens; None: as many as fit
-    into `_CHUNK_BYTES`.
+    into `chunk_bytes`, or into `CHUNK_BYTES`.
 
     The backward pass of a plain head, a matrix, is written by hand. Any other head, such as one split over
     ranks or with an adapter, is called as a module, under activation checkpointing."""
 
-    def __init__(self, model: PreTrainedModel, chunk: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, chunk: int | None = None, chunk_bytes: int | None = None
+    ) -> None:
         config: Any = model.config.get_text_config()
+        self._chunk_bytes = chunk_bytes
         self._model: Any = model
         self._vocabulary: int = config.vocab_size
         self._chunk = chunk
@@ -214,7 +222,7 @@ class _ChunkedLogits:
         return _in_chunks(self._by_module, head, hidden, wanted, size)
 
     def _chunk_size(self, device: str, floats: int) -> int:
-        budget = _CHUNK_BYTES.get(device, _CHUNK_BYTES["cpu"])
+        budget = self._chunk_bytes or CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"])
         return self._chunk or max(1, budget // (4 * floats))
 
     def _of_kept_ids(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:

@@ -1,13 +1,15 @@
-"""The text for an error of full memory: what the process used, and which keys free most memory."""
+"""The text for an error of full memory: what the process held, what was counted before, what frees most."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from stretto.assembly.memory_changes import changes
 from stretto.assembly.placement import group_of_worker
 from stretto.user_code.faults import with_causes
 
@@ -25,34 +27,66 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
         return ""
     causes = [*with_causes(error)]
     if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-        text = "its GPU was full"
+        text, held = "its GPU was full", 0
         if torch.cuda.is_available():
-            (free, total), used = torch.cuda.mem_get_info(), torch.cuda.memory_allocated()
-            text += f": {_gib(used)} of tensors in this process, {_gib(total - free)} of {_gib(total)} in use"
+            (free, total), held = torch.cuda.mem_get_info(), torch.cuda.max_memory_allocated()
+            text += f", {_gib(total - free)} of {_gib(total)} in use by all processes"
     elif any(_OF_PROCESSORS in str(cause) for cause in causes):
-        used = psutil.Process().memory_info().rss
-        text = f"this machine's memory was full: {_gib(used)} in this process"
+        text, held = "this machine's memory was full", psutil.Process().memory_info().rss
     else:
         return ""
-    keys = ", ".join(_keys(worker, assembly))
-    return f"; {text}" + (f"; these keys free most: {keys}" if keys else "")
+    return f"; {text}" + "".join(f"; {part}" for part in _parts(held, worker, assembly) if part)
 
 
-def _keys(worker: str, assembly: Assembly) -> Iterator[str]:
-    """Yield keys of the run file with their values, first the key that frees the most memory."""
+def _parts(held: int, worker: str, assembly: Assembly) -> Iterable[str]:
+    """Return what the process held, what `stretto check` counts, and the keys that free most."""
     if worker.startswith("trainer-"):
-        group = assembly.placement.groups[group_of_worker(worker)[0]]
-        tokens = getattr(group.section, "micro_batch_tokens", None)
-        if getattr(group.section, "lora", True) is None:
-            yield f"{group.path}.lora={{}} (no gradients and optimizer for the model itself)"
-        if getattr(group.section, "gradient_checkpointing", True) is False:
-            yield f"{group.path}.gradient_checkpointing=true"
-        yield f"{group.path}.micro_batch_tokens (now {tokens})"
-    elif not worker.startswith(("rollout-", "verifier-")):
-        section = assembly.config.inference
-        for key in ("slots", "context_length", "cache_gb", "share"):
-            if hasattr(section, key):
-                yield f"inference.{key} (now {getattr(section, key)})"
+        section = assembly.placement.groups[group_of_worker(worker)[0]].path
+    elif worker.startswith(("rollout-", "verifier-")):
+        return (f"this process held {_gib(held)}",)
+    else:
+        section = "inference"
+    need = next((need for need in assembly.needs() if need.section == section), None)
+    tensors = _tensors() if worker.startswith("trainer-") else {}
+    rest = {"other": held - sum(tensors.values())} if tensors else {}
+    keys = ", ".join(map(str, changes(assembly, section)))
+    return (
+        f"this process held {_gib(held)}{_listed({**tensors, **rest})}" if held else "",
+        f"`stretto check` counts {_gib(need.size)}{_listed(need.memory.parts)}" if need else "",
+        keys,
+    )
+
+
+def _tensors() -> Mapping[str, int]:
+    """Return the bytes of all parameters, gradients and optimizer states in this process."""
+    import torch
+
+    objects = gc.get_objects()
+    # By type: asking some objects for their `__class__` warns or runs code.
+    parameters = [each for each in objects if issubclass(type(each), torch.nn.Parameter)]
+    states = [
+        value
+        for optimizer in objects
+        if issubclass(type(optimizer), torch.optim.Optimizer)
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    return {
+        "weights": _bytes(parameters),
+        "gradients": _bytes(gradients),
+        "optimizer": _bytes(states),
+    }
+
+
+def _bytes(tensors: Iterable[Any]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _listed(parts: Mapping[str, int]) -> str:
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    return f" ({listed})" if listed else ""
 
 
 def _gib(size: int) -> str:

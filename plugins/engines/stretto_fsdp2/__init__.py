@@ -75,6 +75,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
         return self.processes // self.tensor_parallel
 
     @property
+    def shards(self) -> int:
+        """See `ModelTrainingConfig`."""
+        return self.processes if self.shard else self.tensor_parallel
+
+    @property
     def ranks_together(self) -> int:
         """Number of ranks of a tensor-parallel group."""
         return self.tensor_parallel

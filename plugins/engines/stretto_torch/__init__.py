@@ -9,10 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
-from stretto.engine import FEW_SLOTS, HostMemory, InferenceConfig, slots_for
+from stretto.engine import FEW_SLOTS, InferenceConfig, Memory, slots_for
 from stretto.hooks import hookimpl
-from stretto.machine.cores import available_memory
-from stretto.models.files import folder_of_model, modelling_imports, parameters_in, positions_of, text_config
+from stretto.models.files import cache_bytes, modelling_imports, positions_of
 from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training
 
@@ -68,18 +67,19 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
     operators of torch, and keeps a second copy of the weights. `auto` uses it on AMD processors."""
 
-    def host_memory(self, model: str, samples_in_flight: int) -> HostMemory | None:
+    def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`."""
-        folder, token = folder_of_model(model), _bytes_of_a_token(self, model)
-        if self.gpus or folder is None or not token:
+        token = cache_bytes(model, _ITEM[self.dtype])
+        if not token:
             return None
-        memory = available_memory()
         context = self.context_length or min(positions_of(model) or LONGEST, LONGEST)
-        slots = self.slots or slots_within(self, samples_in_flight, context * token, memory)
-        cache = token * tokens_within(slots * context, context, token, memory)
-        cache = cache if self.cache_gb is None else int(self.cache_gb * 2**30)
-        parts = f"{slots} slots x {context} tokens, cache at most {cache / 2**30:.2g} GiB"
-        return HostMemory(parameters_in(folder) * _ITEM[self.dtype] + cache, parts)
+        slots = self.slots or slots_within(self, samples_in_flight, context * token, available)
+        if self.cache_gb is None:
+            cache = token * tokens_within(slots * context, context, token, available)
+        else:
+            cache = int(self.cache_gb * 2**30)
+        settings = f"{slots} slots x {context} tokens, cache at most {cache / 2**30:.2g} GiB"
+        return Memory({"weights": parameters * _ITEM[self.dtype], "cache": cache}, settings)
 
 
 _ITEM = {"float32": 4, "bfloat16": 2}  # bytes of one number
@@ -98,7 +98,7 @@ def slots_within(
 
 def tokens_within(most: int, least: int, token_bytes: int, memory: float) -> int:
     """Return the size of the cache, `least` to `most` tokens, for a run file without `cache_gb`."""
-    return min(most, max(least, int(memory * _CACHE_SHARE / token_bytes)))
+    return int(min(most, max(least, memory * _CACHE_SHARE / token_bytes)))
 
 
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
@@ -107,24 +107,13 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
     yield from context_problems(config.context_length, run, extends=False)
-    needed = _bytes_of_a_token(config, run.model) * (config.context_length or 0)
+    needed = cache_bytes(run.model, _ITEM[config.dtype]) * (config.context_length or 0)
     if config.cache_gb is not None and needed > config.cache_gb * 2**30:
         yield Problem(
             "inference.cache_gb",
             f"is {config.cache_gb:g}, but one sample of {config.context_length} tokens needs "
             f"{needed / 2**30:.3g}; raise it, or lower inference.context_length",
         )
-
-
-def _bytes_of_a_token(config: TorchInferenceConfig, model: str | None) -> int:
-    text = text_config(model)
-    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-    layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
-    size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
-    hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
-    if not layers or not kv_heads or not size or hybrid:
-        return 0  # the config does not say how much a token needs
-    return 2 * layers * kv_heads * size * _ITEM[config.dtype]
 
 
 @hookimpl

@@ -1,16 +1,15 @@
-"""Estimate how much of this machine's memory a run's engines take, before the run starts."""
+"""Say how much memory a run's engines take, before the run starts, and refuse what cannot fit."""
 
 from __future__ import annotations
 
+import math
 import shutil
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.placement import WorkerGroup
+from stretto.assembly.memory_changes import changes, fitting
+from stretto.assembly.run_memory import Need, on_host
 from stretto.component import Problem
-from stretto.engine import HostMemory
 from stretto.machine.cores import available_memory
 from stretto.models.files import folder_of_model, parameters_in
 from stretto.models.version_files import SHARED_MEMORY
@@ -18,96 +17,105 @@ from stretto.training.config import ModelTrainingConfig
 
 _GIB = 2**30
 _MUCH = 0.8
-"""Share of the memory above which the check warns: activations and other processes need the rest."""
-_LIBRARIES = _GIB // 4
-"""Bytes that torch and transformers take in each process of an engine."""
+"""Share of the memory above which the check warns: other processes need the rest."""
 _VERSIONS = 2
 """Number of versions of the weights in shared memory: the newest one, and the one being written."""
 
 
-class _Need(NamedTuple):
-    name: str
-    number: int
-    each: HostMemory
-
-    @property
-    def size(self) -> int:
-        return self.number * (self.each.size + _LIBRARIES)
-
-    def __str__(self) -> str:
-        several = f"{self.number} x " if self.number > 1 else ""
-        parts = f" ({self.each.parts})" if self.each.parts else ""
-        return f"{self.name} {several}{(self.each.size + _LIBRARIES) / _GIB:.1f} GiB{parts}"
-
-
 def memory_lines(assembly: Assembly) -> Iterator[str]:
-    """Yield a line for each kind of engine whose memory is known, and their sum."""
-    label = "memory"
-    for processes in (known := _processes(assembly)):
-        yield f"{label:10} {processes}"
-        label = ""
-    if known:
-        size = sum(processes.size for processes in known) / _GIB
-        yield f"{'':10} {size:.1f} GiB of {available_memory() / _GIB:.1f}, besides activations"
+    """Yield a table: a line for each kind of engine whose memory is known, and their sum."""
+    known = assembly.needs()
+    if not known:
+        return
+    yield from _table(known)
+    for need in known:
+        if need.memory.settings:
+            yield f"           {need.section}: {need.memory.settings}"
+    yield f"           host: {on_host(known) / _GIB:.1f} GiB of {available_memory() / _GIB:.1f}"
+    if version := _version_bytes(assembly):
+        free = shutil.disk_usage(SHARED_MEMORY).free
+        yield f"           {SHARED_MEMORY}: {_VERSIONS * version / _GIB:.2g} GiB of {free / _GIB:.1f} free"
+
+
+def _table(known: Sequence[Need]) -> Iterator[str]:
+    names = list(dict.fromkeys(name for need in known for name in need.memory.parts))
+    rows = [["memory", "GiB", *names, "libraries", "sum", "of"]]
+    for need in known:
+        parts = [need.memory.parts.get(name, 0) for name in names]
+        sizes = [*parts, need.size - need.memory.size, need.size]
+        device = f"{need.number} x GPU" if need.on_gpu else f"{need.number} x host"
+        of = "?" if need.limit == math.inf else f"{need.limit / _GIB:.1f}"
+        rows.append([need.section, device, *(f"{size / _GIB:.2f}" for size in sizes), of])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for section, device, *sizes in rows:
+        numbers = "  ".join(size.rjust(width) for size, width in zip(sizes, widths[2:], strict=True))
+        yield f"{section.ljust(max(10, widths[0]))} {device.ljust(widths[1])}  {numbers}"
 
 
 def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     """Yield a warning if a run takes most of the memory; if `limited`, an error if it takes more than all."""
     if assembly.config.launcher.use != "local":
         return
-    known, memory = _processes(assembly), available_memory()
-    size = sum(processes.size for processes in known)
+    known = assembly.needs()
+    for need in known:
+        if need.on_gpu and need.size > need.limit:
+            text = f"needs {need.size / _GIB:.1f} GiB of its GPU, and may use {need.limit / _GIB:.1f}"
+            advice = _advice(assembly, [need.section], _fits_on_gpu)
+            yield Problem(need.section, f"{text}; {advice}", "error" if limited else "warning")
+    size, memory = on_host(known), available_memory()
     if size > _MUCH * memory:
-        needs = ", ".join(map(str, known))
-        yield Problem(
-            "model",
-            f"its engines take {size / _GIB:.1f} GiB of memory, and this machine has {memory / _GIB:.1f}: "
-            f"{needs}; lower inference.slots, inference.context_length or inference.cache_gb, set "
-            "evaluation.own_engine to false, or use training.lora; `--no-memory-limit` starts it anyway",
-            "error" if size > memory and limited else "warning",
-        )
+        text = f"its engines need {size / _GIB:.1f} GiB of memory, and this machine has {memory / _GIB:.1f}"
+        sections = [need.section for need in known if not need.on_gpu]
+        advice = _advice(assembly, sections, _fits_on_host)
+        yield Problem("model", f"{text}; {advice}", "error" if size > memory and limited else "warning")
     yield from _shared_memory_problems(assembly)
 
 
+def _fits_on_gpu(known: Sequence[Need]) -> bool:
+    return all(need.size <= need.limit for need in known if need.on_gpu)
+
+
+def _fits_on_host(known: Sequence[Need]) -> bool:
+    return on_host(known) <= available_memory()
+
+
+def _advice(
+    assembly: Assembly,
+    sections: Sequence[str],
+    fits: Callable[[Sequence[Need]], bool],
+) -> str:
+    """Name the keys that free memory, the largest first, and those with which the run fits."""
+    found = sorted(
+        (change for section in sections for change in changes(assembly, section)),
+        key=lambda change: -change.freed,
+    )
+    if not found:
+        return "no key frees memory: choose a smaller model, or another machine"
+    chosen = " ".join(change.override for change in fitting(assembly, found, fits))
+    end = f"it fits with {chosen}" if chosen else "even together they do not make it fit"
+    return f"{', '.join(map(str, found))}; {end}; `--no-memory-limit` starts it anyway"
+
+
 def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
+    if version := _version_bytes(assembly):
+        size, free = _VERSIONS * version, shutil.disk_usage(SHARED_MEMORY).free
+        if size > free:
+            yield Problem(
+                "weights",
+                f"{_VERSIONS} versions of the weights take {size / _GIB:.1f} GiB, and {SHARED_MEMORY} has "
+                f"{free / _GIB:.1f} free: enlarge it (a container's --shm-size), or set weights.folder",
+                "environment",
+            )
+
+
+def _version_bytes(assembly: Assembly) -> int:
+    """Return the bytes of a version of the weights in shared memory; 0 if none is there, or a small one."""
     config, folder = assembly.config, folder_of_model(assembly.config.model)
     section = config.training
     is_sent = assembly.graph.samples and config.weights.use == "file"
     if not is_sent or folder is None or not isinstance(section, ModelTrainingConfig) or section.lora:
-        return
+        return 0
     if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
-        return
+        return 0
     item_bytes = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
-    size, free = _VERSIONS * item_bytes * parameters_in(folder), shutil.disk_usage(SHARED_MEMORY).free
-    if size > free:
-        yield Problem(
-            "weights",
-            f"{_VERSIONS} versions of the weights take {size / _GIB:.1f} GiB, and {SHARED_MEMORY} has "
-            f"{free / _GIB:.1f} free: enlarge it (a container's --shm-size), or set weights.folder",
-            "environment",
-        )
-
-
-@lru_cache(maxsize=1)  # the problems and the lines of `stretto check` need it
-def _processes(assembly: Assembly) -> list[_Need]:
-    """Return the memory that each kind of engine needs, except engines that do not report it."""
-    config, needs = assembly.config, list[_Need]()
-    for group in assembly.placement.groups.values():
-        if (memory := _memory_of_group(assembly, group)) is not None:
-            needs.append(_Need(group.path, len(group.workers), memory))
-    engines = [worker for worker in assembly.workers if worker.role == "inference"]
-    if config.model is not None and engines:
-        memory = config.inference.host_memory(config.model, assembly.samples_in_flight)
-        if memory is not None:
-            needs.append(_Need("inference", len(engines), memory))
-    return needs
-
-
-def _memory_of_group(assembly: Assembly, group: WorkerGroup) -> HostMemory | None:
-    sizes = {True: 0, False: 0}
-    for name in group.models:
-        folder = folder_of_model(assembly.config.source_of(name))
-        if folder is None:
-            return None
-        sizes[assembly.graph.models[name].trainable] += parameters_in(folder)
-    return group.section.host_memory(trained=sizes[True], frozen=sizes[False])
+    return item_bytes * parameters_in(folder)

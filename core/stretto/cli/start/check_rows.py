@@ -182,10 +182,10 @@ def _length_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterato
             )
         for group in assembly.placement.groups.values():
             section = group.section
-            if isinstance(section, ModelTrainingConfig) and section.micro_batch_tokens < longest:
+            if isinstance(section, ModelTrainingConfig) and section.tokens_per_pass < longest:
                 yield _warning(
                     f"{group.path}.micro_batch_tokens",
-                    f"is {section.micro_batch_tokens}, but a sequence can have {longest} tokens: the first "
+                    f"is {section.tokens_per_pass}, but a sequence can have {longest} tokens: the first "
                     f"row's prompt has {tokens}, and sampling.max_tokens is {config.sampling.max_tokens}. A "
                     "sequence above the limit gets a micro-batch of its own, which takes more memory",
                 )

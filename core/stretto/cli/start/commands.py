@@ -169,6 +169,10 @@ def check(
         bool, typer.Option("--mermaid", help="Print only the dataflow, as a Mermaid flowchart.")
     ] = False,
     no_memory_limit: NoMemoryLimit = False,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, metavar="GIB", help="Memory of each GPU, for a machine that is not this one."),
+    ] = None,
 ) -> None:
     """Check a run file, and print the run's processes, models and batches. No worker starts."""
     from stretto.assembly.assembly import Assembly
@@ -176,7 +180,8 @@ def check(
     from stretto.cli.start.acceptance import accepted
     from stretto.cli.start.describe import describe
 
-    assembly = Assembly(compose(file, overrides or ()))
+    gpu_bytes = None if gpu_memory is None else int(gpu_memory * 2**30)
+    assembly = Assembly(compose(file, overrides or ()), gpu_bytes=gpu_bytes)
     accepted(assembly, starting=False, memory_limit=not no_memory_limit)
     if mermaid:
         typer.echo(assembly.graph.mermaid())

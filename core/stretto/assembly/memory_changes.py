@@ -1,0 +1,96 @@
+"""Changes of a run file that free memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import Composed
+from stretto.assembly.run_memory import Need, longest_sample
+
+__all__ = ["Change", "changes", "fitting"]
+
+_SMALLEST_PASS = 512  # tokens of a micro-batch
+_FEWEST_SLOTS = 8
+_WORTH = 0.01
+"""Share of the memory of all engines that a change must free to be named."""
+
+
+class Change(NamedTuple):
+    """Another value of a key, which frees memory."""
+
+    path: str
+    value: Any
+    freed: int
+    """Bytes."""
+
+    @property
+    def override(self) -> str:
+        """The change as an argument of `stretto run`."""
+        value = "{}" if isinstance(self.value, msgspec.Struct) else str(self.value).lower()
+        return f"{self.path}={value}"
+
+    def __str__(self) -> str:
+        return f"{self.override} frees {self.freed / 2**30:.2g} GiB"
+
+
+def changes(assembly: Assembly, section: str) -> list[Change]:
+    """Return changes of a section that free memory, the largest first. No change has an effect on what is
+    learned, except `lora`, and `dtype` by rounding."""
+    before = _total(assembly)
+    result: list[Change] = []
+    for path, value in _candidates(assembly, section):
+        after = _total(_changed(assembly, assembly.composed.with_value(path, value)))
+        if (freed := before - after) > _WORTH * before:
+            result.append(Change(path, value, freed))
+    return sorted(result, key=lambda change: -change.freed)
+
+
+def fitting(
+    assembly: Assembly,
+    found: Sequence[Change],
+    fits: Callable[[Sequence[Need]], bool],
+) -> list[Change]:
+    """Return as few of these changes as make the run fit, first of those that do not change what is learned;
+    empty if all together do not."""
+    harmless = [change for change in found if not change.path.endswith((".lora", ".dtype"))]
+    for candidates in (harmless, found):
+        composed, applied = assembly.composed, list[Change]()
+        for change in candidates:
+            composed = composed.with_value(change.path, change.value)
+            applied.append(change)
+            if fits(_changed(assembly, composed).needs()):
+                return applied
+    return []
+
+
+def _changed(assembly: Assembly, composed: Composed) -> Assembly:
+    return Assembly(composed, folder=assembly.folder, gpu_bytes=assembly.gpu_bytes)
+
+
+def _total(assembly: Assembly) -> int:
+    return sum(need.number * need.size for need in assembly.needs())
+
+
+def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
+    section = assembly.composed.section(path)
+    if path == "inference":
+        if (slots := getattr(section, "slots", None)) is None or slots > _FEWEST_SLOTS:
+            yield "inference.slots", max(_FEWEST_SLOTS, (slots or 64) // 4)
+        if cache_gb := getattr(section, "cache_gb", None):
+            yield "inference.cache_gb", cache_gb / 4
+        if assembly.has_evaluator:
+            yield "evaluation.own_engine", False
+    elif getattr(section, "lora", True) is None:
+        values = {**msgspec.to_builtins(section), "lora": {}}
+        yield f"{path}.lora", msgspec.convert(values, type(section)).lora
+    if getattr(section, "gradient_checkpointing", True) is False:
+        yield f"{path}.gradient_checkpointing", True
+    tokens = max(_SMALLEST_PASS, longest_sample(assembly.config, assembly.placement))
+    if getattr(section, "micro_batch_tokens", 0) > tokens:
+        yield f"{path}.micro_batch_tokens", tokens
+    if getattr(section, "dtype", "") == "float32":
+        yield f"{path}.dtype", "bfloat16"

@@ -1,0 +1,87 @@
+"""What the engines of a run need of the memory of their devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from stretto.assembly.placement import Placement, WorkerGroup
+from stretto.config import RunConfig
+from stretto.engine import HeldModel, Memory
+from stretto.launcher import Resources
+from stretto.machine.cores import available_memory, gpu_memory
+from stretto.models.files import folder_of_model, parameters_in
+
+__all__ = ["Need", "longest_sample", "needs", "on_host"]
+
+_LIBRARIES = {True: 2**29, False: 2**28}
+"""Bytes that torch and its libraries take of a GPU (True), and of the host, in each process of an engine."""
+
+
+class Need(NamedTuple):
+    """The memory of one kind of process."""
+
+    section: str
+    """Dotted key of the engine's section."""
+    number: int
+    """Number of processes."""
+    on_gpu: bool
+    memory: Memory
+    limit: float
+    """Bytes that one process may use: on a GPU, its share; infinite if the GPU is not known."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of one process."""
+        return self.memory.size + _LIBRARIES[self.on_gpu]
+
+
+def needs(
+    config: RunConfig, placement: Placement, engines: int, samples_in_flight: int, gpu_bytes: int | None
+) -> list[Need]:
+    """Return what each kind of engine needs, except engines that do not say it. See `Assembly.needs`."""
+    result, parameters = list[Need](), 0
+    for group in placement.groups.values():
+        held = _held(config, placement, group)
+        if (memory := group.section.memory(held, longest_sample(config, placement))) is not None:
+            limit = _limit(group.section, gpu_bytes)
+            result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
+            parameters = memory.parameters if [model.source for model in held] == [config.model] else 0
+    section = config.inference
+    if folder := folder_of_model(config.model):
+        parameters = parameters_in(folder) or parameters  # without files, as counted from the config
+    if config.model is not None and engines and parameters:
+        limit = _limit(section, gpu_bytes)
+        memory = section.memory(config.model, parameters, samples_in_flight, limit)
+        if memory is not None:
+            result.append(Need("inference", engines, bool(section.gpus), memory, limit))
+    return result
+
+
+def longest_sample(config: RunConfig, placement: Placement) -> int:
+    """Return the number of tokens of the longest sample, as far as the run file says it; else 0."""
+    if not placement.graph.samples:
+        return config.dataset.max_tokens or 0
+    return config.sampling.max_tokens + (config.dataset.max_prompt_tokens or 0)
+
+
+def on_host(known: Sequence[Need]) -> int:
+    """Return the bytes of the host that these processes need together."""
+    return sum(need.number * need.size for need in known if not need.on_gpu)
+
+
+def _held(config: RunConfig, placement: Placement, group: WorkerGroup) -> list[HeldModel]:
+    held: list[HeldModel] = []
+    for name in group.models:
+        model, source = placement.graph.models[name], config.source_of(name)
+        if source is not None:
+            held.append(HeldModel(source, model.head, model.trainable))
+    return held
+
+
+def _limit(section: Resources, gpu_bytes: int | None) -> float:
+    if not section.gpus:
+        return available_memory()
+    size = gpu_bytes or gpu_memory()
+    return math.inf if size is None else section.share * size

@@ -1,0 +1,194 @@
+"""What a training process of Hugging Face models takes of its device. Importing it imports no torch.
+
+A small model gets an upper bound, from the shapes in its files. For any other model, a child process counts
+(`stretto.training.activations`), and the result is kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from stretto.component import Head
+from stretto.machine.cores import available_memory
+from stretto.machine.private_file import cache_folder, write_private
+from stretto.models.files import (
+    cache_bytes,
+    folder_of_model,
+    known_config,
+    tensors_of_model,
+    text_config,
+)
+
+__all__ = ["Counted", "MicroBatch", "counted", "is_lossless"]
+
+_SMALL = 1 / 50
+"""Share of the memory up to which activations are bounded from shapes, not counted in a child process."""
+_BYTES_OF_A_CHANNEL = 12
+"""Bound of a token's activations for each input and output channel of each matrix. 5 to 6 bytes were counted
+for the Llama, Qwen2 and GPT-2 types in float32, without checkpointing."""
+_CHUNKS = 5
+"""Tensors of a chunk's logits that live at once, at most."""
+_CHUNK_BYTES = 2**26
+_COUNT_S = 180.0
+
+
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """A micro-batch of a model, whose memory is to be counted."""
+
+    model: str
+    """Folder or hub id of the model. Only its config is read."""
+    head: Head
+    trainable: bool
+    rank: int
+    """Rank of the adapters; 0 without adapters."""
+    targets: tuple[str, ...]
+    """Linear modules that get an adapter."""
+    gradient_checkpointing: bool
+    chunked_logits: bool
+    may_be_packed: bool
+    low: bool
+    """Whether the passes compute in bfloat16."""
+    lossless: bool
+    """Whether bfloat16 can hold the numbers in the model's files."""
+    sharded: bool
+    """Whether the engine casts all parameters that it gathers, as FSDP2 does, and uses no autocast."""
+    on_gpu: bool
+    tokens: int
+    """Number of tokens in the micro-batch."""
+    length: int
+    """Number of tokens of each of its sequences."""
+
+
+class Counted(msgspec.Struct, frozen=True):
+    """What a model and a micro-batch hold in one process, in bytes, if nothing is split over processes."""
+
+    weights: int = 0
+    parameters: int = 0
+    trained: int = 0
+    """Number of parameters that have a gradient."""
+    casts: int = 0
+    """Copies of float32 parameters in the dtype of the computation, when activations are largest."""
+    activations: int = 0
+    """All other tensors of a forward and backward pass, at their largest sum."""
+    fault: str = ""
+    """Why the model's code cannot be counted; then `casts` and `activations` are 0."""
+
+
+def counted(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+    """Count each micro-batch. Small ones get upper bounds."""
+    bounds = [_from_shapes(micro_batch) for micro_batch in micro_batches]
+    limit = _SMALL * available_memory()
+    small = [bound for bound in bounds if bound is not None and bound.activations <= limit]
+    # The bound holds for layers of attention and feed-forward.
+    if len(small) == len(bounds) and all(cache_bytes(each.model, 1) for each in micro_batches):
+        return small
+    counts = _from_cache(micro_batches)
+    return [
+        msgspec.structs.replace(bound, casts=0, activations=0, fault=count.fault)
+        if count.fault and bound
+        else count
+        for count, bound in zip(counts, bounds, strict=True)
+    ]
+
+
+def is_lossless(model: str) -> bool:
+    """Return whether bfloat16 can hold the numbers in a model's files."""
+    folder = folder_of_model(model)
+    dtypes = {place.dtype for place in tensors_of_model(Path(folder)).values()} if folder else set[str]()
+    if dtypes:
+        return dtypes <= {"BF16"}
+    config = known_config(model)
+    return config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+def _from_cache(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+    """Count each micro-batch, in one child process or from the user's cache."""
+    files = [_cache_file(micro_batch) for micro_batch in micro_batches]
+    unknown = [batch for batch, file in zip(micro_batches, files, strict=True) if not file.is_file()]
+    counts = iter(_ask_child(unknown)) if unknown else iter(())
+    result: list[Counted] = []
+    for file in files:
+        if file.is_file():
+            result.append(msgspec.json.decode(file.read_bytes(), type=Counted))
+        else:
+            result.append(next(counts))
+            if not result[-1].fault:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_private(file, msgspec.json.encode(result[-1]))
+    return result
+
+
+def _ask_child(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+    command = (sys.executable, "-m", "stretto.training.activations")
+    try:
+        child = subprocess.run(
+            command,
+            input=msgspec.json.encode(micro_batches),
+            capture_output=True,
+            timeout=_COUNT_S,
+            check=False,
+        )
+        return msgspec.json.decode(child.stdout, type=list[Counted])
+    except subprocess.TimeoutExpired:
+        fault = f"counting took longer than {_COUNT_S:.0f} s"
+    except OSError as error:  # no memory for a process
+        fault = str(error)
+    except msgspec.DecodeError:
+        last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        fault = f"counting ended with status {child.returncode}: {' '.join(last)}"
+    return [Counted(fault=fault)] * len(micro_batches)
+
+
+def _cache_file(micro_batch: MicroBatch) -> Path:
+    versions = [_version(name) for name in ("stretto", "torch", "transformers", "peft")]
+    question = msgspec.json.encode((micro_batch, known_config(micro_batch.model), versions))
+    return cache_folder("memory") / f"{hashlib.sha256(question).hexdigest()}.json"
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _from_shapes(micro_batch: MicroBatch) -> Counted | None:
+    """Return numbers from the shapes in the model's files, with an upper bound for activations; None without
+    files."""
+    folder = folder_of_model(micro_batch.model)
+    shapes = {name: place.shape for name, place in tensors_of_model(Path(folder)).items()} if folder else {}
+    if not shapes:
+        return None
+    inner = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _is_outer(name)}
+    parameters, suffixes = (
+        sum(map(math.prod, shapes.values())),
+        tuple(f".{t}.weight" for t in micro_batch.targets),
+    )
+    adapted = sum(sum(shape) for name, shape in inner.items() if name.endswith(suffixes))
+    adapters = adapted * micro_batch.rank
+    trained = adapters if micro_batch.rank else parameters if micro_batch.trainable else 0
+    is_cast_once = micro_batch.low and micro_batch.lossless and trained < parameters
+    kept_low = sum(map(math.prod, inner.values())) if is_cast_once else 0
+    channels = sum(map(sum, inner.values())) + adapted
+    vocabulary = int(text_config(micro_batch.model).get("vocab_size", 0))
+    return Counted(
+        weights=4 * (parameters + adapters) - 2 * kept_low,
+        parameters=parameters + adapters,
+        trained=trained,
+        casts=2 * (parameters - kept_low) if micro_batch.low else 0,
+        activations=micro_batch.tokens * _BYTES_OF_A_CHANNEL * channels
+        + _CHUNKS * min(_CHUNK_BYTES, 4 * micro_batch.tokens * vocabulary),
+    )
+
+
+def _is_outer(name: str) -> bool:
+    """Return whether a tensor belongs to the embeddings or to the head."""
+    return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))

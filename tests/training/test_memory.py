@@ -1,0 +1,153 @@
+"""The memory of training, counted before a run, against the bytes that a real step holds."""
+
+from __future__ import annotations
+
+import subprocess
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fixture_types import Models
+from stretto.algorithm import Loss
+from stretto.engine import HeldModel, Memory
+from stretto.training import activations, memory
+from stretto.training.config import LoraConfig
+from stretto.training.engine import HFTraining
+from stretto.training.memory import Counted, MicroBatch
+from stretto_torch import TorchTrainingConfig
+from training_engines import batch_of, loaded_engine, plain_loss
+
+TOKENS, LENGTH = 1024, 64
+ADAPTERS = {
+    "gpt2": LoraConfig(rank=4, targets=("c_attn", "c_proj")),
+    "qwen2": LoraConfig(rank=4),
+    "gemma2": LoraConfig(rank=4, targets=("q_proj", "down_proj")),
+}
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors hold at once, of those that operators return inside it."""
+
+    def __init__(self, known: set[int]) -> None:
+        super().__init__()
+        self.known = known
+        """Addresses of tensors from before."""
+        self.live: dict[int, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, address = storage._cdata, storage.data_ptr()
+                if key not in self.live and address not in self.known and address:
+                    self.live[key] = storage.nbytes()
+                    weakref.finalize(storage, self.live.pop, key)
+        self.most = max(self.most, sum(self.live.values()))
+        return result
+
+
+@pytest.fixture(autouse=True)
+def counting_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Count also small models, in this process."""
+
+    def here(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+        return [activations.count(micro_batch) for micro_batch in micro_batches]
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    monkeypatch.setattr(memory, "_ask_child", here)
+
+
+def counted(model: Path, *, trainable: bool = True, **options: Any) -> Memory:
+    config = TorchTrainingConfig(micro_batch_tokens=TOKENS, **options)
+    found = config.memory([HeldModel(str(model), "policy", trainable)], LENGTH)
+    assert found is not None
+    assert "not known" not in found.settings, found.settings
+    return found
+
+
+def bytes_of_step(engine: HFTraining) -> dict[str, int]:
+    """The rows of `check` that a second step of three micro-batches really has."""
+    inner: Any = engine
+    number = 3 * TOKENS // LENGTH
+    batch = batch_of([LENGTH] * number, loss_mask=torch.ones(number * LENGTH, dtype=torch.bool))
+    loss = Loss(plain_loss, "token")
+    engine.train(batch, loss, temperature=1.0)
+    parameters = list(inner._model.parameters())
+    gradients = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    states = [value for state in inner._optimizer.state.values() for value in state.values() if value.ndim]
+    with PeakBytes({parameter.data_ptr() for parameter in parameters}) as peak:
+        engine.train(batch, loss, temperature=1.0)
+    return {
+        "weights": sum(parameter.nbytes for parameter in parameters),
+        "gradients": gradients,
+        "optimizer": sum(state.nbytes for state in states),
+        "passes": peak.most - gradients,
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
+def test_each_row_is_what_a_step_holds(
+    tiny_models: Models, architecture: str, adapters: bool, dtype: str, checkpointing: bool
+) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "gradient_checkpointing": checkpointing}
+    if adapters:
+        options["lora"] = ADAPTERS[architecture]
+    model = tiny_models(architecture)
+    rows = dict(counted(model, **options).parts)
+    rows["passes"] = rows.pop("casts", 0) + rows.pop("activations")
+    held = bytes_of_step(loaded_engine(model, micro_batch_tokens=TOKENS, **options))
+    assert rows == pytest.approx(held, rel=0.1)
+    assert sum(rows.values()) == pytest.approx(sum(held.values()), rel=0.1)
+
+
+def test_a_small_model_has_a_bound_without_a_count(
+    tiny_models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = {dtype: counted(tiny_models("llama"), dtype=dtype).parts for dtype in ("float32", "bfloat16")}
+    monkeypatch.setattr(memory, "_SMALL", 1)
+    monkeypatch.setattr(memory, "_ask_child", None)
+    for dtype, parts in exact.items():
+        bound = dict(counted(tiny_models("llama"), dtype=dtype).parts)
+        assert parts["activations"] <= bound.pop("activations") <= 40 * parts["activations"]
+        assert bound.pop("casts", 0) >= parts.get("casts", 0)
+        assert bound == {name: size for name, size in parts.items() if name in bound}
+
+
+def test_a_count_is_asked_for_once(tiny_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a child process, whose answer is that of this process."""
+    here = counted(tiny_models("qwen2"))
+    monkeypatch.undo()
+    monkeypatch.setattr(memory, "_SMALL", 0)
+    calls: list[Any] = []
+    run = subprocess.run
+    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_models("qwen2") / "cache"))
+    assert counted(tiny_models("qwen2")) == counted(tiny_models("qwen2")) == here
+    assert len(calls) == 1
+
+
+def test_a_model_that_cannot_be_counted_is_said(
+    tiny_models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("an operator without a fake")
+
+    monkeypatch.setattr(activations, "empty_model", refuse)
+    config = TorchTrainingConfig(micro_batch_tokens=TOKENS)
+    found = config.memory([HeldModel(str(tiny_models("qwen2")), "policy", trainable=True)], LENGTH)
+    assert found is not None
+    assert found.settings.endswith("; activations are not known: RuntimeError: an operator without a fake")
+    assert found.parts.keys() == {"weights", "gradients", "optimizer"}
+    assert not list(tmp_path.rglob("*.json"))  # the next check tries again
