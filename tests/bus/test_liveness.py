@@ -43,6 +43,7 @@ from stretto.engine import Load
 from stretto.kernel.fleet import fleet
 from stretto.kernel.fleet.fleet import Fleet, late_workers
 from stretto.launcher import Job, Resources
+from stretto.machine.cores import MemoryKills
 from stretto.workers.context import WorkerContext
 from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
@@ -569,3 +570,22 @@ def test_a_worker_works_for_a_later_kernel_when_that_has_welcomed_it() -> None:
     assert not context.has_successor.is_set()
     context.receive_dismissal(Dismissal(2))
     assert context.leave.is_set()
+
+
+async def test_a_worker_killed_for_lack_of_memory_is_lost_with_what_was_counted(tmp_path: Path) -> None:
+    counters, config = tmp_path / "vmstat", None
+    counters.write_text("nr_free_pages 7\noom_kill 3\n")
+    launcher = LocalLauncher(config, config)  # pyright: ignore[reportArgumentType]
+    workers, lost = fleet_of(tmp_path, launcher)
+    workers._memory_kills = MemoryKills(counters)  # pyright: ignore[reportPrivateUsage]
+    workers.memory_of = lambda worker: f"; {worker} was counted"
+    for number, kills in enumerate((3, 4)):
+        rollout = job(f"rollout-{number}", code="import time; time.sleep(600)", folder=tmp_path)
+        [handle] = await launcher.launch([rollout])
+        workers._handles[rollout.worker] = handle  # pyright: ignore[reportPrivateUsage]
+        join(workers, tmp_path, rollout.worker)
+        counters.write_text(f"nr_free_pages 7\noom_kill {kills}\nunevictable_pgs 0\n")
+        os.kill(psutil.Process().children()[-1].pid, signal.SIGKILL)
+        await workers._live(rollout)  # pyright: ignore[reportPrivateUsage]
+    ends = ["killed by signal 9", "killed by signal 9: this machine's memory was full; rollout-1 was counted"]
+    assert [how for _, how, _ in lost] == ends

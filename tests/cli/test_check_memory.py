@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -112,9 +113,10 @@ def test_a_change_that_check_names_makes_the_run_fit() -> None:
 def test_auto_fills_the_memory_with_a_micro_batch() -> None:
     auto = "training.micro_batch_tokens=auto"
     assembly = on_gpu(auto, gib=1.4)
-    tokens = assembly.config.training.micro_batch_tokens
+    section: Any = assembly.config.training
+    tokens = section.micro_batch_tokens
     assert 512 < tokens < 65536
-    [training] = [need for need in assembly.needs() if need.section == "training"]
+    [training] = [need for need in assembly.needs if need.section == "training"]
     assert 0.85 * training.limit < training.size <= 0.9 * training.limit
     with pytest.raises(ConfigError, match="'auto' needs a number: the GPUs are not known here"):
         Assembly(compose(QUICKSTART / "run.yaml", ("training.gpus=1", auto)))

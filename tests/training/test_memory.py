@@ -46,7 +46,7 @@ class PeakBytes(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                key, address = storage._cdata, storage.data_ptr()
+                key, address = id(storage), storage.data_ptr()
                 if key not in self.live and address not in self.known and address:
                     self.live[key] = storage.nbytes()
                     weakref.finalize(storage, self.live.pop, key)
@@ -130,9 +130,14 @@ def test_a_count_is_asked_for_once(tiny_models: Models, monkeypatch: pytest.Monk
     here = counted(tiny_models("qwen2"))
     monkeypatch.undo()
     monkeypatch.setattr(memory, "_SMALL", 0)
-    calls: list[Any] = []
-    run = subprocess.run
-    monkeypatch.setattr(memory.subprocess, "run", lambda *a, **k: calls.append(a) or run(*a, **k))
+    calls: list[object] = []
+    run: Any = subprocess.run
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        calls.append(arguments)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "run", noted)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_models("qwen2") / "cache"))
     assert counted(tiny_models("qwen2")) == counted(tiny_models("qwen2")) == here
     assert len(calls) == 1

@@ -212,11 +212,20 @@ class Assembly:
         """The tokenizer of the run's model, for the run's rows. Raises ConfigError if none can be loaded."""
         return load_tokenizer(self.config.model, self.config.dataset)
 
+    @cached_property
     def needs(self) -> list[Need]:
-        """Return what each kind of engine needs of the memory of its device, except engines that do not say
-        it."""
+        """What each kind of engine needs of the memory of its device, except engines that do not say it."""
         engines = sum(worker.role == "inference" for worker in self.workers)
         return needs(self.config, self.placement, engines, self.samples_in_flight, self.gpu_bytes)
+
+    def need_of(self, worker: str) -> Need | None:
+        """Return what a worker's engine needs of the memory of its device; None if it has none."""
+        path = "inference"
+        if worker.startswith("trainer-"):
+            path = self.placement.groups[group_of_worker(worker)[0]].path
+        elif worker.startswith(("rollout-", "verifier-")):
+            return None
+        return next((need for need in self.needs if need.section == path), None)
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the modules of a worker's process that take long to import."""
@@ -295,7 +304,7 @@ def _pass_size(composed: Composed, path: str, gpu_bytes: int | None) -> int:
     sizes = list[float]()
     for tokens in _TRIED_PASSES:
         assembly = Assembly(composed.with_value(f"{path}.{_TOKENS}", tokens), folder="", gpu_bytes=gpu_bytes)
-        known = assembly.needs()
+        known = assembly.needs
         need = next((need for need in known if need.section == path), None)
         if need is None or need.limit == math.inf or "activations" not in need.memory.parts:
             why = "the GPUs are not known here" if need is not None else f"{path} does not say its memory"

@@ -62,7 +62,7 @@ def fitting(
         for change in candidates:
             composed = composed.with_value(change.path, change.value)
             applied.append(change)
-            if fits(_changed(assembly, composed).needs()):
+            if fits(_changed(assembly, composed).needs):
                 return applied
     return []
 
@@ -72,7 +72,7 @@ def _changed(assembly: Assembly, composed: Composed) -> Assembly:
 
 
 def _total(assembly: Assembly) -> int:
-    return sum(need.number * need.size for need in assembly.needs())
+    return sum(need.number * need.size for need in assembly.needs)
 
 
 def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:

@@ -36,6 +36,10 @@ class Need(NamedTuple):
         """Bytes of one process."""
         return self.memory.size + _LIBRARIES[self.on_gpu]
 
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.memory.parts.items())
+        return f"`stretto check` counts {self.size / 2**30:.1f} GiB ({parts})"
+
 
 def needs(
     config: RunConfig, placement: Placement, engines: int, samples_in_flight: int, gpu_bytes: int | None

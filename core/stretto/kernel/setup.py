@@ -93,6 +93,7 @@ class RunSetup:
             max_restarts=config.launcher.max_restarts,
             values=values,
         )
+        self.fleet.memory_of = lambda worker: f"; {need}" if (need := assembly.need_of(worker)) else ""
         self.facts = RunFacts(self.fleet, resumed[1] if resumed else None)
         self.waits = Waits(sampled=self.graph.samples)
         self.on_stored: OnStored = lambda sequence, message, events: None

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "CoreUse", "available_cores", "available_memory", "gpu_memory"]
+__all__ = ["CoreMeter", "CoreUse", "MemoryKills", "available_cores", "available_memory", "gpu_memory"]
 
 _GPU_S = 20.0  # a driver that has not been used for long takes seconds to answer
 _LIST_S = 5.0
@@ -55,6 +55,25 @@ def _number_in(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+class MemoryKills:
+    """Notices when the system kills a process because memory is full."""
+
+    def __init__(self, counters: Path = Path("/proc/vmstat")) -> None:
+        self._counters = counters
+        self._seen = self._count()
+
+    def more(self) -> bool:
+        """Return whether the system has killed a process since the last call."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> int:
+        try:
+            return int(self._counters.read_text().partition("\noom_kill ")[2].split()[0])
+        except (OSError, IndexError):  # no Linux
+            return 0
 
 
 @lru_cache(maxsize=1)

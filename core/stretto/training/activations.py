@@ -121,7 +121,7 @@ class _Meter(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._parameters = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+        self._parameters = {id(parameter.untyped_storage()) for parameter in model.parameters()}
         self._sizes: dict[int, tuple[int, bool]] = {}
         """Storage -> its bytes, and whether it is a copy of a parameter in another dtype."""
         self._now = {True: 0, False: 0}
@@ -132,14 +132,16 @@ class _Meter(TorchDispatchMode):
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        is_cast = function is torch.ops.aten._to_copy.default and _storage(args[0])._cdata in self._parameters
+        is_cast = (
+            function is torch.ops.aten._to_copy.default and id(args[0].untyped_storage()) in self._parameters
+        )
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
-                self._add(_storage(tensor), is_cast)
+                self._add(tensor.untyped_storage(), is_cast)
         return result
 
     def _add(self, storage: torch.UntypedStorage, is_cast: bool) -> None:
-        key = storage._cdata
+        key = id(storage)
         if key in self._sizes or key in self._parameters:
             return
         self._sizes[key] = storage.nbytes(), is_cast
@@ -151,10 +153,6 @@ class _Meter(TorchDispatchMode):
     def _remove(self, key: int) -> None:
         size, is_cast = self._sizes.pop(key)
         self._now[is_cast] -= size
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()
 
 
 def _main() -> None:

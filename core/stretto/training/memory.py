@@ -128,20 +128,16 @@ def _from_cache(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
 
 def _ask_child(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
     command = (sys.executable, "-m", "stretto.training.activations")
+    question = msgspec.json.encode(micro_batches)
     try:
-        child = subprocess.run(
-            command,
-            input=msgspec.json.encode(micro_batches),
-            capture_output=True,
-            timeout=_COUNT_S,
-            check=False,
-        )
-        return msgspec.json.decode(child.stdout, type=list[Counted])
+        child = subprocess.run(command, input=question, capture_output=True, timeout=_COUNT_S, check=False)
     except subprocess.TimeoutExpired:
         fault = f"counting took longer than {_COUNT_S:.0f} s"
     except OSError as error:  # no memory for a process
         fault = str(error)
-    except msgspec.DecodeError:
+    else:
+        if not child.returncode:
+            return msgspec.json.decode(child.stdout, type=list[Counted])
         last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
         fault = f"counting ended with status {child.returncode}: {' '.join(last)}"
     return [Counted(fault=fault)] * len(micro_batches)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from stretto.assembly.memory_changes import changes
-from stretto.assembly.placement import group_of_worker
 from stretto.user_code.faults import with_causes
 
 if TYPE_CHECKING:
@@ -38,23 +37,17 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
     return f"; {text}" + "".join(f"; {part}" for part in _parts(held, worker, assembly) if part)
 
 
-def _parts(held: int, worker: str, assembly: Assembly) -> Iterable[str]:
-    """Return what the process held, what `stretto check` counts, and the keys that free most."""
-    if worker.startswith("trainer-"):
-        section = assembly.placement.groups[group_of_worker(worker)[0]].path
-    elif worker.startswith(("rollout-", "verifier-")):
-        return (f"this process held {_gib(held)}",)
-    else:
-        section = "inference"
-    need = next((need for need in assembly.needs() if need.section == section), None)
-    tensors = _tensors() if worker.startswith("trainer-") else {}
-    rest = {"other": held - sum(tensors.values())} if tensors else {}
-    keys = ", ".join(map(str, changes(assembly, section)))
-    return (
-        f"this process held {_gib(held)}{_listed({**tensors, **rest})}" if held else "",
-        f"`stretto check` counts {_gib(need.size)}{_listed(need.memory.parts)}" if need else "",
-        keys,
-    )
+def _parts(held: int, worker: str, assembly: Assembly) -> Iterator[str]:
+    """Yield what the process held, what `stretto check` counts, and the keys that free most."""
+    need = assembly.need_of(worker)
+    if held:
+        tensors = _tensors() if need is not None and "gradients" in need.memory.parts else {}
+        rest = {"other": held - sum(tensors.values())} if tensors else {}
+        listed = ", ".join(f"{name} {_gib(size)}" for name, size in {**tensors, **rest}.items())
+        yield f"this process held {_gib(held)}" + (f" ({listed})" if listed else "")
+    if need is not None:
+        yield str(need)
+        yield ", ".join(map(str, changes(assembly, need.section)))
 
 
 def _tensors() -> Mapping[str, int]:
@@ -82,11 +75,6 @@ def _tensors() -> Mapping[str, int]:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _listed(parts: Mapping[str, int]) -> str:
-    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    return f" ({listed})" if listed else ""
 
 
 def _gib(size: int) -> str:

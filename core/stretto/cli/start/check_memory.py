@@ -24,7 +24,7 @@ _VERSIONS = 2
 
 def memory_lines(assembly: Assembly) -> Iterator[str]:
     """Yield a table: a line for each kind of engine whose memory is known, and their sum."""
-    known = assembly.needs()
+    known = assembly.needs
     if not known:
         return
     yield from _table(known)
@@ -56,7 +56,7 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     """Yield a warning if a run takes most of the memory; if `limited`, an error if it takes more than all."""
     if assembly.config.launcher.use != "local":
         return
-    known = assembly.needs()
+    known = assembly.needs
     for need in known:
         if need.on_gpu and need.size > need.limit:
             text = f"needs {need.size / _GIB:.1f} GiB of its GPU, and may use {need.limit / _GIB:.1f}"

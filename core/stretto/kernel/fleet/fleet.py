@@ -29,6 +29,7 @@ from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
 from stretto.machine import clock
+from stretto.machine.cores import MemoryKills
 
 log = structlog.get_logger()
 
@@ -137,6 +138,9 @@ class Fleet:
         """Called with a worker that begins to drain."""
         self.explain: Callable[[str], str] = lambda worker: ""
         """Returns an explanation for an error message about a worker that ends again and again."""
+        self._memory_kills = MemoryKills()
+        self.memory_of: Callable[[str], str] = lambda worker: ""
+        """Returns what was counted before the start for the memory of a worker that the system killed."""
         self.needs: Callable[[Role], bool] = lambda role: True
         """Returns whether lost workers of a role start again."""
         self.hears: Callable[[], bool] = lambda: True
@@ -231,6 +235,8 @@ class Fleet:
                 how = f"{handle.place} does not end after SIGKILL"
             case _ if status < 0:
                 how = f"killed by signal {-status}"
+                if self._memory_kills.more():
+                    how += f": this machine's memory was full{self.memory_of(job.worker)}"
             case _ if status == UNKNOWN_STATUS:
                 how = "it ended"
             case _:
