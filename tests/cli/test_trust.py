@@ -73,12 +73,3 @@ def test_no_command_imports_a_strangers_plugins_unasked(folder: Path, command: s
     trusted = stretto(command, str(folder), "--trust-plugins")
     assert "belongs to" not in trusted.stderr
     assert imported.exists() == (command != "evaluate")  # which first looks for a checkpoint
-
-
-@as_root
-def test_service_times_of_a_strangers_run_are_not_read_unasked(folder: Path, tmp_path: Path) -> None:
-    os.chown(folder, STRANGER, -1)
-    own = tmp_path / "run.yaml"
-    own.write_text("name: own\ndataset: {use: jsonl, path: rows.jsonl}\n")
-    assert "--trust-plugins" in stretto("plan", str(own), "--from", str(folder)).stderr
-    assert not (tmp_path / "imported").exists()

@@ -36,8 +36,9 @@ def trajectories(
     version: int = 0,
     reward: float = 1.0,
     images: tuple[int | str, ...] | None = None,
+    lengths: tuple[int, int] = (2, 2),
 ) -> TrajectoryBundle:
-    """Two trajectories of four tokens, the last two of which are sampled."""
+    """Two trajectories with two tokens of a prompt and `lengths` sampled ones."""
     return TrajectoryBundle(
         ticket,
         attempt,
@@ -45,10 +46,10 @@ def trajectories(
         tuple(
             WireTrajectory(
                 id=f"{name_of(ticket, attempt, purpose)}/{index}",
-                tokens=Array.of([1, 2, 3, 4], np.int32),
-                loss_mask=Array.of([False, False, True, True], np.bool_),
-                logprobs=Array.of([0, 0, -0.5, -0.25], np.float32),
-                versions=Array.of([-1, -1, version, version], np.int32),
+                tokens=Array.of([1, 2, *range(3, 3 + length)], np.int32),
+                loss_mask=Array.of([False, False] + [True] * length, np.bool_),
+                logprobs=Array.of([0, 0, *((-0.5, -0.25) * length)[:length]], np.float32),
+                versions=Array.of([-1, -1] + [version] * length, np.int32),
                 reward=reward,
                 metrics={"accuracy": reward},
                 finish="stop",
@@ -56,7 +57,7 @@ def trajectories(
                 sample=index,
                 images=images,
             )
-            for index in (0, 1)
+            for index, length in enumerate(lengths)
         ),
     )
 

@@ -32,6 +32,19 @@ def test_cores_that_other_programs_use_are_neither_used_nor_idle() -> None:
     assert cores.idle < 0.2
 
 
+def test_processes_that_start_after_the_meter_count_from_its_first_reading() -> None:
+    began, meter = time.monotonic(), CoreMeter()
+    busy = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+    try:
+        while psutil.Process(busy.pid).cpu_times().user < 0.5:
+            time.sleep(0.05)
+        used = meter.read().used
+    finally:
+        busy.kill()
+        busy.wait()
+    assert used * available_cores() * (time.monotonic() - began) > 0.4
+
+
 def test_the_shares_of_the_cores_are_no_more_than_all() -> None:
     meter = CoreMeter()
     deadline = time.monotonic() + patience(0.1)

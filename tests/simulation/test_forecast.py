@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
+import re
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from typer.testing import CliRunner
 import stretto_plan
 from kept_samples import Kept
 from kernel_events import issued, write_events
-from stretto.bus.messages.events import Evaluation, EvaluationEnded
+from stretto.bus.messages.events import Evaluation, EvaluationEnded, GroupFigures, OutcomeRead
 from stretto.cli.main import app
 from stretto.errors import ConfigError, RunError
 from stretto.records.run_folder import RunFolder
@@ -101,6 +104,22 @@ def test_engines_that_compute_take_the_measured_time() -> None:
     assert seen.sampled_tokens == 640
     assert seen.engine_busy > 0.7
     assert 0.064 < seen.step_s < 0.064 + 20 * 0.002 + 0.03
+
+
+@pytest.mark.parametrize("costs", [{"fetch_s": 0.3}, {"score_s": 0.3}])
+def test_a_synchronous_run_waits_for_versions_and_scores(costs: dict[str, float]) -> None:
+    """8 groups are scored by one process, one after the other; a version is fetched once."""
+    given = run_file(
+        queue={"batch_size": 8, "max_staleness": 0},
+        inference={**TORCH, "slots": 64},
+        training=ONE_THREAD,
+        verifier={"children": 1},
+    )
+    times = msgspec.structs.replace(CHEAP, step_s=0.002, lengths=(20,), train_s=0.1)
+    cheap = forecast(given, times, cores=2, computes=False)
+    seen = forecast(given, msgspec.structs.replace(times, **costs), cores=2, computes=False)
+    expected_s = 0.3 if "fetch_s" in costs else 8 * 0.3
+    assert seen.step_s - cheap.step_s == pytest.approx(expected_s, rel=0.3)
 
 
 def test_processes_that_cost_more_make_a_run_slower() -> None:
@@ -197,23 +216,31 @@ def test_the_number_of_measured_steps_follows_from_their_time(pace: float, steps
 
 
 def test_a_run_is_compared_with_its_forecast(tmp_path: Path) -> None:
-    """A step takes 0.5 s there, without 0.25 s of waits for evaluations."""
+    """A step takes 0.5 s there, without 0.25 s of waits for checkpoints, and 1.2 processor seconds."""
     run = tmp_path / "run"
     run.mkdir()
     times = write_run(run / "config.yaml")
-    waits = {"wait/evaluation_s": 0.25, "wait/checkpoint_s": 0.0}
-    lines = [
-        {"step": step, "step_s": 0.75, "tokens": 100, "staleness": 1.5, **waits} for step in range(1, 31)
-    ]
+    figures = {"step_s": 0.75, "wait/checkpoint_s": 0.25, "train_s": 0.2, "generate_busy_s": 0.4}
+    figures |= {"tokens": 100, "staleness": 1.5, "cores_used": 0.8}
+    lines = [{"step": step, "time": float(step), **figures} for step in range(1, 31)]
+    lines[-1]["step_s"] = 99.0  # no ticket is issued for the last steps
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = CliRunner().invoke(app, ["plan", str(run), "--times", str(times), "--only"])
+    result = CliRunner().invoke(
+        app, ["plan", str(run), "--times", str(times), "--only", "--compare", "--cores", "2"]
+    )
     assert result.exit_code == 0, result.output
     forecast, itself = (line.split() for line in result.output.splitlines()[1:3])
-    assert itself == ["0.500", "200", "1.50", "the", "run", "itself"]
+    assert itself == ["0.500", "200", "1.50", "80%", "40%", "2.40", "the", "run", "itself"]
     assert f"{float(forecast[0]) / 0.5 - 1:+.0%} from what the run took" in result.output
+    error = float(forecast[0]) * float(forecast[6]) / 1.2 - 1
+    shown = re.search(r"and ([+-]\d+)% of its processor seconds", result.output)
+    assert shown is not None
+    assert int(shown[1]) == pytest.approx(100 * error, abs=2)
     (run / "metrics.jsonl").write_text(json.dumps(lines[0]) + "\n")
-    with pytest.raises(RunError, match="the run has 1 steps; expected at least 18"):
-        plan(run, times=times, only=True)
+    with pytest.raises(RunError, match=r"has 1 steps .*, and 1 of them .* expected at least 12"):
+        plan(run, times=times, only=True, compare=True)
+    with pytest.raises(ConfigError, match=r"--compare: .* is a file; expected the folder of a run"):
+        plan(run / "config.yaml", compare=True)
 
 
 # ----------------------------------------------------------------------------------------- records
@@ -236,8 +263,8 @@ def record(
     folder: Path, *, gpus: int, steps: int = 63, evaluation: tuple[float, float] | None = None
 ) -> Path:
     """Make the folder of a run. A step of its two engines and two trainers takes 1 s of the clock: 0.5 s of
-    work for each engine, with 10 of the 20 slots, and 0.05 s of training and half a millisecond for each of
-    100 sampled tokens, more or less. Each has one token of a prompt beside it."""
+    work for each engine, and 0.05 s of training and half a millisecond for each of 100 sampled tokens, more
+    or less. Each has one token of a prompt beside it. No event says how many samples the engines decoded."""
     (folder / "engines.py").write_text(OF_GPUS)
     run = folder / "run"
     run.mkdir(parents=True)
@@ -248,8 +275,8 @@ def record(
         inference={"use": "large", "gpus": gpus, "replicas": 2, "slots": 20},
         rollout={"concurrency": {"min": 8, "max": 64}},
     )
-    same = {"step_s": 1.0, "generate_busy_s": 0.5, "slots_used": 0.25, "swap_pause_s": 0.05}
-    same |= {"cores_used": 0.8, "staleness": 1.0, "wait/evaluation_s": 0.0, "wait/checkpoint_s": 0.0}
+    same = {"step_s": 1.0, "generate_busy_s": 0.5, "swap_pause_s": 0.05}
+    same |= {"cores_used": 0.8, "staleness": 1.0, "verify_busy_s": 0.2, "publish_s": 0.3, "receive_s": 0.1}
     lines = [
         {"step": step, "time": 100.0 + step, "tokens": tokens, "train_s": 0.05 + tokens / 2000, **same}
         for step, tokens in zip(range(1, steps + 1), itertools.cycle((90, 100, 110)), strict=False)
@@ -266,15 +293,73 @@ def record(
 
 
 def test_service_times_are_read_from_the_records_of_a_run(tmp_path: Path) -> None:
-    """An engine works 1 s for 100 tokens, 10 at a time: a step without samples is as long as 20 of them."""
+    """An engine works 1 s for 100 tokens, 20 at a time: a step without samples is as long as 20 of them."""
     folder = record(tmp_path, gpus=1)
     times = times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
-    assert times.sample_s == pytest.approx(1 / 100 / 3)
-    assert times.step_s == pytest.approx(20 / 100 / 3)
+    assert times.sample_s == pytest.approx(1 / 100 / 2, rel=0.01)
+    assert times.step_s == pytest.approx(20 / 100 / 2, rel=0.01)
+    assert not times.knows_slots
+    assert times.knows_tokens
     assert times.train_s == pytest.approx(0.05)
     assert times.token_s == pytest.approx(2 * 0.0005 / 2), "two processes, two tokens for each sampled one"
     assert times.swap_s == pytest.approx(0.05)
+    assert times.fetch_s == pytest.approx(0.3 + 0.1)
     assert times.lengths == (2, 2)
+
+
+def write_groups(run: Path, step_s: float, sample_s: float, slots: int, at_once: int, waves: int = 8) -> None:
+    """Write the groups of one engine that decodes as `ServiceTimes` say: in each wave groups of 2 samples
+    arrive together, `at_once` or half as many, and a group's request ends with its longest answer."""
+    rng, now, ticket = random.Random(1), 1000.0, 2
+    events: list[tuple[float, Any]] = []
+    kept = Kept(run)
+    kept.sequence = 1000  # behind those of `record`
+    for wave in range(waves):
+        lengths = [(rng.randint(5, 60), rng.randint(5, 60)) for _ in range(at_once // (1 + wave % 2))]
+        left = dict(enumerate(itertools.chain(*lengths)))
+        began, at = now, [now] * len(left)
+        while left:
+            running = list(left)[:slots]
+            now += step_s + sample_s * len(running)
+            for sample in running:
+                left[sample] -= 1
+                if not left[sample]:
+                    at[sample] = now
+                    del left[sample]
+        for group, answers in enumerate(lengths):
+            ended = max(at[2 * group : 2 * group + 2])
+            figures = GroupFigures(
+                *("train", ticket, 1, "rollout-0", ended - began, ended - began, 0.0, 2, 0.5, sum(answers), 0)
+            )
+            events += [(began, issued(ticket)), (ended, OutcomeRead(1, figures))]
+            kept.trained_group(ticket, lengths=answers)
+            ticket += 1
+    kept.flush()
+    write_events(run, sorted(events, key=itemgetter(0)))
+
+
+@pytest.mark.parametrize(("step_s", "sample_s"), [(0.01, 1e-5), (0.01, 2e-4), (0.001, 2e-4)])
+def test_groups_show_what_the_samples_of_a_decode_step_cost(
+    tmp_path: Path, step_s: float, sample_s: float
+) -> None:
+    """About 45 samples are decoded at once. The two engines of the run share the groups."""
+    folder = record(tmp_path, gpus=1)
+    run = composed(folder / "config.yaml", ["inference.slots=200"])
+    write_groups(folder, step_s, sample_s, slots=400, at_once=40)
+    times = times_of(RunFolder(folder), run, 2)
+    assert times.knows_slots
+    decoding = times.step_s / (1 / 100 - times.sample_s)
+    ratio = sample_s * 2 * decoding / step_s  # of the samples' part to the rest
+    share = ratio / (1 + ratio)
+    assert times.sample_s * 100 == pytest.approx(share, abs=0.12)
+
+
+def test_groups_that_waited_for_slots_do_not_show_it(tmp_path: Path) -> None:
+    folder = record(tmp_path, gpus=1)
+    write_groups(folder, 0.01, 2e-4, slots=40, at_once=60)
+    times = times_of(RunFolder(folder), composed(folder / "config.yaml"), 2)
+    assert not times.knows_slots
+    assert times.sample_s * 100 == pytest.approx(0.5, abs=0.03), "nearly all slots are taken"
 
 
 @pytest.mark.usefixtures("few_steps")
@@ -303,10 +388,12 @@ def test_gpus_are_split_between_training_and_inference(tmp_path: Path) -> None:
     """Generation takes longer than training, so three GPUs for training are too many."""
     folder = record(tmp_path, gpus=1)
     split = ["training.processes=3", "inference.replicas=1"]
-    result = CliRunner().invoke(app, ["plan", str(folder), *split, "--from", str(folder), "--gpus", "4"])
+    result = CliRunner().invoke(app, ["plan", str(folder), *split, "--gpus", "4"])
     assert result.exit_code == 0, result.output
     assert "training.processes=2 inference.replicas=2" in result.output
-    assert "inference.slots" not in result.output, "a record does not tell what they cost"
+    assert "inference.slots" not in result.output, "this record does not tell what they cost"
+    assert "guessed: a decode step" in result.output
+    assert "guessed: a train step" not in result.output, "its batches had different numbers of tokens"
     recommended = result.output.partition("recommended: training.processes=")[2]
     assert recommended.startswith(("1 inference.replicas=3: 1.", "2 inference.replicas=2: 1."))
     assert "not checked: " in result.output
@@ -315,14 +402,14 @@ def test_gpus_are_split_between_training_and_inference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("inference.gpus=2", "inference.gpus is 1 in .*, and 2 in the run file"),
+        ("inference.gpus=2", "inference.gpus is 1 in the run, and 2 here"),
         ("inference.gpus=0", "a process of training 1 GPUs and one of inference 0"),
     ],
 )
 def test_records_of_other_engines_are_refused(tmp_path: Path, override: str, message: str) -> None:
     folder = record(tmp_path, gpus=1)
     with pytest.raises(ConfigError, match=message):
-        plan(folder, [override], record=folder, gpus=4)
+        plan(folder, [override], gpus=4)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,7 @@ class CoreMeter:
         self._seconds: dict[psutil.Process, float] = {}
         """Processor time of each process up to the last reading."""
         self.read()
+        self._listed = 0.0  # the next reading looks for children again: a run starts its workers meanwhile
 
     def read(self) -> CoreUse:
         """Return the mean shares since the last call. The system counts processor time in steps of 0.01 s."""

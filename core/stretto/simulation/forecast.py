@@ -49,9 +49,16 @@ class ServiceTimes(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float = 0.0
     """Time that each token adds to a train step, for all processes together."""
     swap_s: float = 0.0
+    """Pause of an engine for a version."""
+    fetch_s: float = 0.0
+    """Time from a train step until the engines have its version, in which they sample."""
+    score_s: float = 0.0
+    """Time in which a process of a verifier scores a group."""
     lengths: tuple[int, ...] = ()
     knows_slots: bool = True
-    """Whether the times of a decode step also hold for another number of slots."""
+    """Whether the times of a decode step also hold for another number of samples in it."""
+    knows_tokens: bool = True
+    """Whether the times of a train step also hold for another number of tokens."""
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +70,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     mean_staleness: float
     max_staleness: float
     cores: dict[str, float]
-    """Role or `nats-server` -> mean cores in use."""
+    """Role or `nats-server` -> processor seconds of a step, divided by `step_s`."""
     callbacks: dict[str, float]
     """Role -> callbacks in a step; for `nats-server`, messages."""
     engine_s: float
@@ -130,6 +137,7 @@ def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, compu
             "step_s": times.step_s,
             "sample_s": times.sample_s,
             "swap_s": times.swap_s,
+            "fetch_s": times.fetch_s,
             "lengths": list(times.lengths),
         },
         "training": {
@@ -149,6 +157,7 @@ class _FaultlessUniverse(Universe):
         self, run: Mapping[str, Any], folder: Path, times: ServiceTimes, cores: int, *, computes: bool
     ) -> None:
         super().__init__(Tape(seed=1, run=dict(run), faults=()), folder)
+        self._score_s = times.score_s
         training = run["training"]
         self._host = self.world.host = Host(
             self.loop,
@@ -168,7 +177,7 @@ class _FaultlessUniverse(Universe):
             places: list[tuple[Any, str, Any]] = [
                 (engine, "_TICK_S", 0.01),
                 (patches, "_THREAD_S", _ON_ITS_WAY_S),
-                (processes, "_SCORE_S", _ON_ITS_WAY_S),
+                (processes, "_SCORE_S", max(self._score_s, _ON_ITS_WAY_S)),
                 (SimulatedServer, "delay_s", staticmethod(lambda: _ON_ITS_WAY_S)),
             ]
             if self._host.sleep_is_work:
@@ -185,14 +194,15 @@ class _FaultlessUniverse(Universe):
         file = self.folder / "run" / "metrics.jsonl"
         lines = [line for text in file.open() if "step_s" in (line := msgspec.json.decode(text))]
         first, steady = lines[len(lines) // _SKIPPED - 1], lines[len(lines) // _SKIPPED :]
-        steady_s, whole_s = steady[-1]["time"] - first["time"], self.loop.time() - self._began
+        steady_s = steady[-1]["time"] - first["time"]
+        step_s = steady_s / len(steady)
         tokens = sum(line["tokens"] for line in steady)
         return Forecast(
-            step_s=steady_s / len(steady),
+            step_s=step_s,
             tokens_per_s=tokens / steady_s,
             mean_staleness=statistics.mean(line["staleness"] for line in steady),
             max_staleness=max(line.get("staleness_max", line["staleness"]) for line in steady),
-            cores={role: used / whole_s for role, used in sorted(self._host.used.items())},
+            cores={role: used / len(lines) / step_s for role, used in sorted(self._host.used.items())},
             engine_s=self._host.computed_s["inference"] / len(lines),
             sampled_tokens=tokens / len(steady),
             callbacks={role: number / len(lines) for role, number in self._host.callbacks.items()},

@@ -27,7 +27,10 @@ _WORTH = 1.1
 def plan(
     file: Annotated[
         Path,
-        typer.Argument(metavar="FILE", help="The run file, or the folder of a run to compare."),
+        typer.Argument(
+            metavar="FILE_OR_RUN",
+            help="The run file; or the folder of a run, whose records have the service times.",
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's.")
@@ -36,24 +39,18 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Service times: read from this file if it exists, else measured and written to it.",
+            help="Service times: read from this file if it exists, else written to it.",
         ),
     ] = None,
-    record: Annotated[
-        Path | None,
-        typer.Option(
-            "--from",
-            metavar="RUN",
-            help="Folder of a run with these engines and this model: its records have the service times, "
-            "and nothing is measured.",
-        ),
-    ] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also show what RUN did, and the errors of its forecast.")
+    ] = False,
     gpus: Annotated[
         int | None,
         typer.Option(min=2, help="Try other splits of so many GPUs between training and inference."),
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="Cores of the machine; default: this one's.")
+        int | None, typer.Option(min=1, help="Cores of the run's machine; default: this one's.")
     ] = None,
     only: Annotated[
         bool, typer.Option("--only", help="Forecast the file alone, try no other values.")
@@ -65,25 +62,25 @@ def plan(
 ) -> None:
     """Forecast how fast a run is, on virtual time, and recommend values that make it faster.
 
-    The kernel and the workers are the real ones. What engines and processes cost is measured first, in a
-    minute, or some twenty steps if these are long, or read from the records of a run. docs/plan.md says what
-    the forecast does not contain.
+    The kernel and the workers are the real ones. What engines and processes cost is read from the records of
+    a run, or measured first, in a minute, or some twenty steps if these are long. docs/plan.md says what the
+    forecast does not contain.
     """
     from stretto.records.run_folder import RunFolder
     from stretto.simulation import composed
-    from stretto_plan.fitting import on_gpus
 
     past_run = RunFolder(file) if file.is_dir() else None
-    for folder in (past_run, RunFolder(record) if record else None):
-        if folder is not None:
-            folder.require_trust(trusted=trust_plugins)
-    file = file / "config.yaml" if past_run else file
+    if past_run:
+        past_run.require_trust(trusted=trust_plugins)
+        file = file / "config.yaml"
+    elif compare:
+        raise ConfigError(f"--compare: {file} is a file; expected the folder of a run")
     run = composed(file, overrides or ())
     num_cores = cores or len(os.sched_getaffinity(0))
     splits = _splits(run, gpus) if gpus else []
-    service, measured_s = _service_times(file, overrides or (), run, times, record, num_cores)
+    service, measured_s = _service_times(file, overrides or (), run, times, past_run, num_cores)
     planner = _Planner(run, service, num_cores, splits)
-    base = planner.forecast({})
+    plain_forecast = base = planner.forecast({})
     typer.echo(
         f"{'s/step':>8} {'tokens/s':>9} {'speed':>6} {'age':>5} {'engine':>7} {'trainer':>8} {'cores':>6}"
     )
@@ -97,8 +94,8 @@ def plan(
             f"the forecast of a step is {error:+.0%} from what was measured: something else used this host, "
             "or the run waits for what a forecast does not contain (docs/plan.md); trust the ratios alone"
         )
-    if past_run:
-        planner.compare(past_run)
+    if past_run and compare:
+        planner.compare(past_run, plain_forecast)
     if not only:
         best = planner.search()
         for eta in _STALENESS:
@@ -107,8 +104,8 @@ def plan(
                 changed = composed(file, [*(overrides or ()), value])  # slots may follow from it
                 planner.show(value, _Planner(changed, service, num_cores).forecast({}))
         typer.echo(planner.advice(best))
-    if on_gpus(run):
-        typer.echo("not checked: that twice as many GPUs of the trainer take half of the time for a token")
+    for guess in _guesses(run, service):
+        typer.echo(guess)
     seconds = base.step_s * run["steps"]
     duration = f"{seconds / 3600:.2f} h" if seconds >= _HOURS_FROM_S else f"{seconds:.0f} s"
     typer.echo(
@@ -151,7 +148,7 @@ def _service_times(
     overrides: Sequence[str],
     run: dict[str, Any],
     kept: Path | None,
-    record: Path | None,
+    record: RunFolder | None,
     cores: int,
 ) -> tuple[ServiceTimes, float | None]:
     """Return service times, and the seconds of a step if the service times are measured now."""
@@ -171,22 +168,39 @@ def _service_times(
     return times, step_s
 
 
-def _read_times(run: Mapping[str, Any], record: Path, cores: int) -> ServiceTimes:
-    from stretto.records.run_folder import RunFolder
+def _read_times(run: Mapping[str, Any], record: RunFolder, cores: int) -> ServiceTimes:
     from stretto.simulation import composed
     from stretto_plan.recorded import times_of
 
-    folder = RunFolder(record)
-    recorded_run = composed(folder.folder / "config.yaml")
+    recorded_run = composed(record.folder / "config.yaml")
     asked, recorded = _what_takes_time(run), _what_takes_time(recorded_run)
     for key, value in recorded.items():
         if value != asked[key]:
             raise ConfigError(
-                f"--from: {key} is {value!r} in {record}, and {asked[key]!r} in the run file; expected a run "
-                "with the same engines and model",
+                f"{key} is {value!r} in the run, and {asked[key]!r} here; its records tell only of its own "
+                "engines and model",
                 path=key,
             )
-    return times_of(folder, recorded_run, cores)
+    return times_of(record, recorded_run, cores)
+
+
+def _guesses(run: Mapping[str, Any], times: ServiceTimes) -> Iterator[str]:
+    """Yield what the records of a run do not show, with the forecasts that depend on it."""
+    from stretto_plan.fitting import on_gpus
+
+    if not times.knows_slots:
+        yield (
+            "guessed: a decode step with all slots takes twice as long as an empty one, for the run does not "
+            "show it; forecasts with other slots, batches or staleness depend on it"
+        )
+    if not times.knows_tokens:
+        yield (
+            "guessed: a train step takes time in proportion to its tokens, for the steps of the run do not "
+            "show more; forecasts with other batches or groups depend on it"
+        )
+    if on_gpus(run):
+        yield "guessed: a callback takes 50 µs of a core, a message 100 µs: the engines hide what they take"
+        yield "not checked: that twice as many GPUs of the trainer take half of the time for a token"
 
 
 def _what_takes_time(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,7 +226,10 @@ def _measure_times(
     from stretto_plan.measuring import measure
 
     for key, measurable in _immeasurable(run):
-        raise ConfigError(f"{key}: a forecast without `--from RUN` measures {measurable}", path=key)
+        raise ConfigError(
+            f"{key}: a forecast of a run file measures {measurable}; `stretto plan RUN` measures nothing",
+            path=key,
+        )
     typer.echo(
         "measuring: the run itself, for some steps; then again with fewer slots: a minute, or 20 long steps"
     )
@@ -261,13 +278,19 @@ class _Planner:
             f"{engine:>7.0%} {trainer:>8.0%} {sum(seen.cores.values()):>6.2f}  {what}"
         )
 
-    def compare(self, folder: RunFolder) -> None:
-        from stretto_plan.measuring import steady_part
+    def compare(self, folder: RunFolder, seen: Forecast) -> None:
+        """Show what a run did, without its waits for checkpoints, and the errors of its forecast."""
+        from stretto_plan.recorded import mean, processor_s, steady_steps
 
-        step_s, tokens, staleness = steady_part(folder.steps)
+        lines = steady_steps(folder)
+        step_s = mean(lines, "step_s") - mean(lines, "wait/checkpoint_s")
+        engine, trainer = (mean(lines, key) / step_s for key in ("generate_busy_s", "train_s"))
+        used_s = processor_s(lines, self._cores)
         typer.echo(
-            f"{step_s:>8.3f} {tokens / step_s:>9,.0f} {'':6} {staleness:>5.2f} {'':23}  the run itself\n"
-            f"the forecast of a step is {self.forecast({}).step_s / step_s - 1:+.0%} from what the run took"
+            f"{step_s:>8.3f} {mean(lines, 'tokens') / step_s:>9,.0f} {'':6} {mean(lines, 'staleness'):>5.2f} "
+            f"{engine:>7.0%} {trainer:>8.0%} {used_s / step_s:>6.2f}  the run itself\n"
+            f"the forecast of a step is {seen.step_s / step_s - 1:+.0%} from what the run took, and "
+            f"{sum(seen.cores.values()) * seen.step_s / used_s - 1:+.0%} of its processor seconds"
         )
 
     def search(self) -> dict[str, Any]:
@@ -295,13 +318,25 @@ class _Planner:
         return f"no other number makes the run faster by 10 %: {why}"
 
     def _choices(self) -> Iterator[Sequence[Mapping[str, int]]]:
-        slots, concurrency = self._run["inference"]["slots"], self._run["rollout"]["concurrency"]
+        inference, concurrency = self._run["inference"], self._run["rollout"]["concurrency"]
+        slots, replicas = inference["slots"], inference["replicas"]
         if self._splits:
             yield self._splits
         if self._times.knows_slots:
             yield [{"inference.slots": number} for number in (2 * slots, max(1, slots // 2))]
+        if self._has_cores_for(replicas + 1):
+            yield [{"inference.replicas": replicas + 1}]
         if isinstance(concurrency, int):
             yield [{"rollout.concurrency": 2 * concurrency}]
+
+    def _has_cores_for(self, replicas: int) -> bool:
+        """Whether so many engines fit beside the trainer. Engines that sleep need no core; GPUs are split."""
+        from stretto_plan.fitting import computes, on_gpus
+
+        if not computes(self._run):
+            return not on_gpus(self._run)
+        training, threads = self._run["training"], self._run["inference"]["threads"]
+        return threads * replicas + training["threads"] * training["processes"] <= self._cores
 
 
 def _text(numbers: Mapping[str, Any]) -> str:

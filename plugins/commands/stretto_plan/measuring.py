@@ -92,26 +92,15 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
         return _read(run, RunFolder(out), first, last)
 
 
-def steady_part(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Return mean seconds, sampled tokens and staleness of a run's steps. The first third, in which the queue
-    fills, and waits for evaluations and checkpoints do not count."""
-    steady = steps[len(steps) // 3 :]
-    if len(steady) < FEWEST_STEPS:
-        raise RunError(
-            f"the run has {len(steps)} steps; expected at least {3 * FEWEST_STEPS // 2} to compare with"
-        )
-    waits = ("wait/evaluation_s", "wait/checkpoint_s")
-    return (
-        statistics.mean(line["step_s"] - sum(line[wait] for wait in waits) for line in steady),
-        statistics.mean(line["tokens"] for line in steady),
-        statistics.mean(line["staleness"] for line in steady),
-    )
-
-
-def answers_of(folder: RunFolder) -> tuple[tuple[int, ...], float]:
-    """Return the lengths of kept answers, and the tokens per sampled token; () and 1 without answers."""
+def kept_answers(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return the kept trajectories of training tickets that have a sampled token."""
     rows = folder.samples.find(SampleFilter(purpose="train"), limit=None, texts=False)
-    answers = [row for row in rows[:: 1 + len(rows) // _MOST_LENGTHS] if row.get("sampled")]
+    return [row for row in rows if row.get("sampled")]
+
+
+def lengths_of(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], float]:
+    """Return the lengths of answers, and the tokens per sampled token; () and 1 without answers."""
+    answers = rows[:: 1 + len(rows) // _MOST_LENGTHS]
     if not answers:
         return (), 1.0
     lengths = tuple(row["sampled"] for row in answers)
@@ -186,7 +175,7 @@ def _role_of(process: psutil.Process, kernel: int) -> str:
 def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Reading) -> Measured:
     steps = last.step - first.step
     lines = [line for line in folder.steps if first.step < line["step"] <= last.step]
-    lengths, tokens_per_sampled = answers_of(folder)
+    lengths, tokens_per_sampled = lengths_of(kept_answers(folder))
     return Measured(
         run=run,
         step_s=(last.at - first.at) / steps,

@@ -51,6 +51,8 @@ class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unk
     `sigma`."""
     swap_s: NonNegativeFloat = 0.0
     """Seconds of pause at each weight swap."""
+    fetch_s: NonNegativeFloat = 0.0
+    """Seconds before this pause, in which the engine samples with the weights it has."""
     vocab_size: PositiveInt = 64
     """Number of different tokens that answers are drawn from."""
     script: Importable | None = None

@@ -88,7 +88,8 @@ class MockInference:
         self._end(self._intake.samples(request), "abort", "")
 
     async def swap(self, update: WeightUpdate) -> SwapReport:
-        """Pause for `swap_s` seconds, then serve the new version."""
+        """Sample for `fetch_s` seconds, pause for `swap_s` seconds, then serve the new version."""
+        await anyio.sleep(self._config.fetch_s)
         started_at = time.monotonic()
         async with self._paused:
             await anyio.sleep(self._config.swap_s)
