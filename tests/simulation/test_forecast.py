@@ -304,6 +304,7 @@ def test_service_times_are_read_from_the_records_of_a_run(tmp_path: Path) -> Non
     assert times.token_s == pytest.approx(2 * 0.0005 / 2), "two processes, two tokens for each sampled one"
     assert times.swap_s == pytest.approx(0.05)
     assert times.fetch_s == pytest.approx(0.3 + 0.1)
+    assert times.score_s == pytest.approx(0.2 / 8), "a batch has 8 groups"
     assert times.lengths == (2, 2)
 
 
@@ -338,20 +339,22 @@ def write_groups(run: Path, step_s: float, sample_s: float, slots: int, at_once:
     write_events(run, sorted(events, key=itemgetter(0)))
 
 
-@pytest.mark.parametrize(("step_s", "sample_s"), [(0.01, 1e-5), (0.01, 2e-4), (0.001, 2e-4)])
+@pytest.mark.parametrize(
+    ("step_s", "sample_s", "slots", "at_once"),
+    [(0.01, 1e-5, 200, 40), (0.01, 2e-4, 200, 40), (0.001, 2e-4, 200, 40), (0.01, 2e-4, 40, 80)],
+)
 def test_groups_show_what_the_samples_of_a_decode_step_cost(
-    tmp_path: Path, step_s: float, sample_s: float
+    tmp_path: Path, step_s: float, sample_s: float, slots: int, at_once: int
 ) -> None:
-    """About 45 samples are decoded at once. The two engines of the run share the groups."""
+    """The two engines of the run share the groups. In the last case half of the waves wait for slots."""
     folder = record(tmp_path, gpus=1)
-    run = composed(folder / "config.yaml", ["inference.slots=200"])
-    write_groups(folder, step_s, sample_s, slots=400, at_once=40)
+    run = composed(folder / "config.yaml", [f"inference.slots={slots}"])
+    write_groups(folder, step_s, sample_s, slots=2 * slots, at_once=at_once)
     times = times_of(RunFolder(folder), run, 2)
     assert times.knows_slots
     decoding = times.step_s / (1 / 100 - times.sample_s)
     ratio = sample_s * 2 * decoding / step_s  # of the samples' part to the rest
-    share = ratio / (1 + ratio)
-    assert times.sample_s * 100 == pytest.approx(share, abs=0.12)
+    assert times.sample_s * 100 == pytest.approx(ratio / (1 + ratio), abs=0.12)
 
 
 def test_groups_that_waited_for_slots_do_not_show_it(tmp_path: Path) -> None:

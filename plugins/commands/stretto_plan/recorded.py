@@ -121,19 +121,18 @@ def _engines(record: RunFolder, run: Mapping[str, Any], lines: _Lines) -> Servic
         token_s=token_s * (trainer_factor if computes(run) else training["processes"]),
         swap_s=mean(lines, "swap_pause_s"),
         fetch_s=mean(lines, "publish_s") + mean(lines, "receive_s"),
-        score_s=_score_s(record, lines),
+        score_s=_score_s(lines, run["queue"]["batch_size"]),
         lengths=lengths,
         knows_slots=known_share is not None,
         knows_tokens=train_s > 0,
     )
 
 
-def _score_s(record: RunFolder, lines: _Lines) -> float:
+def _score_s(lines: _Lines, batch_size: int) -> float:
     """Return the seconds in which a verifier scores a group; 0 if it also runs tools or an environment."""
     if any(key in line for line in lines for key in ("ticket_tool_s", "ticket_environment_s")):
         return 0.0
-    num_groups = sum(attempt.done is not None for attempt in record.history.attempts)
-    return math.fsum(line["verify_busy_s"] for line in record.steps) / max(1, num_groups)
+    return mean(lines, "verify_busy_s") / batch_size
 
 
 def _decoding(record: RunFolder, rows: _Lines, run: Mapping[str, Any]) -> tuple[float, float | None]:
