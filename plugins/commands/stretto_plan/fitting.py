@@ -14,8 +14,8 @@ ROLES = ("kernel", "rollout", "verifier", "inference", "trainer")
 STEPS = 24  # of a simulated run
 ROUNDS = 3
 """Number of fits: each forecast with new service times has another number of callbacks."""
-_GUESS_S = 5e-5  # for a callback
-GUESSED: dict[str, Any] = {"callback_s": dict.fromkeys(ROLES, _GUESS_S), "message_s": 2 * _GUESS_S}
+GUESS_S = 5e-5  # for a callback
+GUESSED: dict[str, Any] = {"callback_s": dict.fromkeys(ROLES, GUESS_S), "message_s": 2 * GUESS_S}
 """First guess of the service times of callbacks and messages."""
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from stretto.errors import RunError
 from stretto.records.run_folder import RunFolder
 from stretto.simulation import Forecast, ServiceTimes, forecast
-from stretto_plan.fitting import GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
+from stretto_plan.fitting import GUESS_S, GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
 from stretto_plan.measuring import FEWEST_STEPS, kept_answers, lengths_of
 
 _SURE = 3.0
@@ -66,17 +66,28 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
         times = _engines(record, run, lines)
     if on_gpus(run):
         return times  # servers and collectives spin on cores, so `cores_used` shows no other work
-    computed_s, step_s = 0.0, mean(lines, "step_s")
+    engine_s, trainer_s = 0.0, 0.0
     if computes(run):
-        computed_s = mean(lines, "generate_busy_s") * inference["replicas"] * inference["threads"]
-        computed_s += mean(lines, "train_s") * training["processes"] * training["threads"]
-    used_s, clock_times, share = processor_s(lines, cores), times, 1.0
+        engine_s = mean(lines, "generate_busy_s") * inference["replicas"] * inference["threads"]
+        trainer_s = mean(lines, "train_s") * training["processes"] * training["threads"]
+    used_s, step_s, clock_times, share, decode = (
+        processor_s(lines, cores),
+        mean(lines, "step_s"),
+        times,
+        1.0,
+        1.0,
+    )
     for _ in range(ROUNDS):
         simulated = forecast(shortened(run), times, cores=cores, computes=computes(run))
-        # Clock times include waits for a core, and the simulated host adds such waits again, but not those
-        # for other programs: the engines have not computed longer than the run used cores.
-        share = min(1.0, share * step_s / simulated.step_s, used_s / max(computed_s, 1e-9))
-        times = _overhead(_scaled(clock_times, share), max(0.0, used_s - share * computed_s), simulated)
+        rest_s = used_s
+        if computed_s := engine_s + trainer_s:
+            # Clock times include waits for a core. The simulated host adds such waits again, but not those for
+            # other programs: what the run used bounds what its engines have computed.
+            most = max(0.0, used_s - GUESS_S * _weight(simulated)) / computed_s
+            share = min(1.0, share * step_s / simulated.step_s, most)
+            decode *= share * engine_s / simulated.engine_s
+            rest_s = max(0.0, used_s - share * computed_s)
+        times = _overhead(_scaled(clock_times, decode, share), rest_s, simulated)
     return times
 
 
@@ -91,9 +102,10 @@ def mean(lines: _Lines, key: str) -> float:
     return statistics.mean(values) if values else 0.0
 
 
-def _scaled(times: ServiceTimes, factor: float) -> ServiceTimes:
-    names = ("step_s", "sample_s", "train_s", "token_s", "score_s")
-    return msgspec.structs.replace(times, **{name: factor * getattr(times, name) for name in names})
+def _scaled(times: ServiceTimes, decode: float, share: float) -> ServiceTimes:
+    factors = {"step_s": decode, "sample_s": decode, "train_s": share, "token_s": share, "score_s": share}
+    changed = {name: factor * getattr(times, name) for name, factor in factors.items()}
+    return msgspec.structs.replace(times, **changed)
 
 
 def _engines(record: RunFolder, run: Mapping[str, Any], lines: _Lines) -> ServiceTimes:
@@ -198,10 +210,13 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _overhead(times: ServiceTimes, rest_s: float, seen: Forecast) -> ServiceTimes:
-    """Fit the times of callbacks and messages, so that those of a step use `rest_s` processor seconds. A
-    message is assumed to cost twice as much as a callback."""
-    num_callbacks = sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
-    callback_s = rest_s / num_callbacks
+    """Fit the times of callbacks and messages, so that those of a step use `rest_s` processor seconds."""
+    callback_s = rest_s / _weight(seen)
     return msgspec.structs.replace(
         times, callback_s=dict.fromkeys(ROLES, callback_s), message_s=2 * callback_s
     )
+
+
+def _weight(seen: Forecast) -> float:
+    """Return the callbacks in a step, where a message is assumed to cost twice as much as a callback."""
+    return sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]
