@@ -198,8 +198,9 @@ def _guesses(run: Mapping[str, Any], times: ServiceTimes) -> Iterator[str]:
             "guessed: a train step takes time in proportion to its tokens, for the steps of the run do not "
             "show more; forecasts with other batches or groups depend on it"
         )
+    if on_gpus(run) or run["launcher"]["use"] != "local":
+        yield "guessed: a callback takes 50 µs of a core, a message 100 µs: no record shows what they take"
     if on_gpus(run):
-        yield "guessed: a callback takes 50 µs of a core, a message 100 µs: the engines hide what they take"
         yield "not checked: that twice as many GPUs of the trainer take half of the time for a token"
 
 

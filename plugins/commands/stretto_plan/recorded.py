@@ -64,26 +64,22 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
     times = ServiceTimes(**GUESSED)
     if inference["use"] != "mock":
         times = _engines(record, run, lines)
-    if on_gpus(run):
-        return times  # servers and collectives spin on cores, so `cores_used` shows no other work
+    if on_gpus(run) or run["launcher"]["use"] != "local":
+        # Servers and collectives spin on cores, and `cores_used` is of the kernel's machine alone.
+        return times
     engine_s, trainer_s = 0.0, 0.0
     if computes(run):
         engine_s = mean(lines, "generate_busy_s") * inference["replicas"] * inference["threads"]
         trainer_s = mean(lines, "train_s") * training["processes"] * training["threads"]
-    used_s, step_s, clock_times, share, decode = (
-        processor_s(lines, cores),
-        mean(lines, "step_s"),
-        times,
-        1.0,
-        1.0,
-    )
+    used_s, step_s = processor_s(lines, cores), mean(lines, "step_s")
+    clock_times, share, decode = times, 1.0, 1.0
     for _ in range(ROUNDS):
         simulated = forecast(shortened(run), times, cores=cores, computes=computes(run))
         rest_s = used_s
         if computed_s := engine_s + trainer_s:
-            # Clock times include waits for a core. The simulated host adds such waits again, but not those for
-            # other programs: what the run used bounds what its engines have computed.
-            most = max(0.0, used_s - GUESS_S * _weight(simulated)) / computed_s
+            # Clock times include waits for a core. The simulated host adds such waits again, but not those
+            # for other programs: what the run used bounds what its engines have computed.
+            most = max(1e-3, used_s - GUESS_S * _weight(simulated)) / computed_s
             share = min(1.0, share * step_s / simulated.step_s, most)
             decode *= share * engine_s / simulated.engine_s
             rest_s = max(0.0, used_s - share * computed_s)
