@@ -108,6 +108,8 @@ def test_a_change_that_check_names_makes_the_run_fit() -> None:
     fits = found.message.partition("it fits with ")[2].partition(";")[0].split()
     assert fits
     assert not [*memory_problems(on_gpu(tokens, *fits, gib=1.3), limited=True)]
+    [of_cluster] = memory_problems(on_gpu(tokens, "launcher=slurm", gib=1.3), limited=True)
+    assert of_cluster == found
 
 
 def test_auto_fills_the_memory_with_a_micro_batch() -> None:
@@ -118,7 +120,7 @@ def test_auto_fills_the_memory_with_a_micro_batch() -> None:
     assert 512 < tokens < 65536
     [training] = [need for need in assembly.needs if need.section == "training"]
     assert 0.85 * training.limit < training.size <= 0.9 * training.limit
-    with pytest.raises(ConfigError, match="'auto' needs a number: the GPUs are not known here"):
+    with pytest.raises(ConfigError, match="'auto' needs a number: the memory of its machine"):
         Assembly(compose(QUICKSTART / "run.yaml", ("training.gpus=1", auto)))
 
 

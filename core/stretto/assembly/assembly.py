@@ -265,7 +265,7 @@ def _has_room(config: RunConfig) -> bool:
     machine, and the trainer and both engines fit into half of its memory."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
-    if not section.may_be_doubled or section.gpus or not is_alone:
+    if not section.may_be_doubled or section.gpus or config.training.gpus or not is_alone:
         return False
     folder = folder_of_model(config.model)
     if config.model is None or folder is None:
@@ -307,8 +307,9 @@ def _pass_size(composed: Composed, path: str, gpu_bytes: int | None) -> int:
         known = assembly.needs
         need = next((need for need in known if need.section == path), None)
         if need is None or need.limit == math.inf or "activations" not in need.memory.parts:
-            why = "the GPUs are not known here" if need is not None else f"{path} does not say its memory"
-            why = need.memory.settings if need is not None and need.limit < math.inf else why
+            why = "the memory of its machine is not known here"
+            if need is not None and need.limit < math.inf:
+                why = need.memory.settings
             raise ConfigError(f"{path}.{_TOKENS}: 'auto' needs a number: {why}", path=f"{path}.{_TOKENS}")
         others = 0 if need.on_gpu else on_host(known) - need.number * need.size
         room = _ROOM * (need.limit - others) / (1 if need.on_gpu else need.number)

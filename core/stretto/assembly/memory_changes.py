@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -86,7 +87,8 @@ def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
             yield "evaluation.own_engine", False
     elif getattr(section, "lora", True) is None:
         values = {**msgspec.to_builtins(section), "lora": {}}
-        yield f"{path}.lora", msgspec.convert(values, type(section)).lora
+        with suppress(msgspec.ValidationError):  # an engine may refuse adapters beside other keys
+            yield f"{path}.lora", msgspec.convert(values, type(section)).lora
     if getattr(section, "gradient_checkpointing", True) is False:
         yield f"{path}.gradient_checkpointing", True
     tokens = max(_SMALLEST_PASS, longest_sample(assembly.config, assembly.placement))

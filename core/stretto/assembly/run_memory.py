@@ -29,7 +29,7 @@ class Need(NamedTuple):
     on_gpu: bool
     memory: Memory
     limit: float
-    """Bytes that one process may use: on a GPU, its share; infinite if the GPU is not known."""
+    """Bytes that one process may use: on a GPU, its share; infinite if its machine is not known."""
 
     @property
     def size(self) -> int:
@@ -49,14 +49,14 @@ def needs(
     for group in placement.groups.values():
         held = _held(config, placement, group)
         if (memory := group.section.memory(held, longest_sample(config, placement))) is not None:
-            limit = _limit(group.section, gpu_bytes)
+            limit = _limit(config, group.section, gpu_bytes)
             result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
             parameters = memory.parameters if [model.source for model in held] == [config.model] else 0
     section = config.inference
     if folder := folder_of_model(config.model):
         parameters = parameters_in(folder) or parameters  # without files, as counted from the config
     if config.model is not None and engines and parameters:
-        limit = _limit(section, gpu_bytes)
+        limit = _limit(config, section, gpu_bytes)
         memory = section.memory(config.model, parameters, samples_in_flight, limit)
         if memory is not None:
             result.append(Need("inference", engines, bool(section.gpus), memory, limit))
@@ -84,8 +84,11 @@ def _held(config: RunConfig, placement: Placement, group: WorkerGroup) -> list[H
     return held
 
 
-def _limit(section: Resources, gpu_bytes: int | None) -> float:
+def _limit(config: RunConfig, section: Resources, gpu_bytes: int | None) -> float:
+    if section.gpus and gpu_bytes is not None:
+        return section.share * gpu_bytes
+    if config.launcher.use != "local":
+        return math.inf
     if not section.gpus:
         return available_memory()
-    size = gpu_bytes or gpu_memory()
-    return math.inf if size is None else section.share * size
+    return math.inf if (size := gpu_memory()) is None else section.share * size

@@ -31,6 +31,8 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
     for need in known:
         if need.memory.settings:
             yield f"           {need.section}: {need.memory.settings}"
+    if assembly.config.launcher.use != "local":
+        return
     yield f"           host: {on_host(known) / _GIB:.1f} GiB of {available_memory() / _GIB:.1f}"
     if version := _version_bytes(assembly):
         free = shutil.disk_usage(SHARED_MEMORY).free
@@ -54,14 +56,14 @@ def _table(known: Sequence[Need]) -> Iterator[str]:
 
 def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     """Yield a warning if a run takes most of the memory; if `limited`, an error if it takes more than all."""
-    if assembly.config.launcher.use != "local":
-        return
     known = assembly.needs
     for need in known:
         if need.on_gpu and need.size > need.limit:
             text = f"needs {need.size / _GIB:.1f} GiB of its GPU, and may use {need.limit / _GIB:.1f}"
             advice = _advice(assembly, [need.section], _fits_on_gpu)
             yield Problem(need.section, f"{text}; {advice}", "error" if limited else "warning")
+    if assembly.config.launcher.use != "local":
+        return
     size, memory = on_host(known), available_memory()
     if size > _MUCH * memory:
         text = f"its engines need {size / _GIB:.1f} GiB of memory, and this machine has {memory / _GIB:.1f}"
