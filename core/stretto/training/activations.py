@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -64,7 +65,7 @@ def _count(micro_batch: MicroBatch) -> Counted:
         _compute(model, inputs, micro_batch)
     parameters = list(model.parameters())
     # FSDP2 keeps float32 and casts what it gathers.
-    weights = sum(4 * weight.numel() if micro_batch.sharded else weight.nbytes for weight in parameters)
+    weights = sum(4 * weight.numel() if micro_batch.gathered else weight.nbytes for weight in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     number = sum(parameter.numel() for parameter in parameters)
     return Counted(weights, number, trained, meter.casts, meter.activations)
@@ -76,7 +77,7 @@ def _make_fake(model: PreTrainedModel, micro_batch: MicroBatch) -> None:
     made: dict[int, nn.Parameter] = {}
 
     def fake_of(parameter: nn.Parameter) -> nn.Parameter:
-        is_low = micro_batch.low and (id(parameter) in cast_once or micro_batch.sharded)
+        is_low = micro_batch.low and (id(parameter) in cast_once or micro_batch.gathered)
         data = torch.empty(parameter.shape, dtype=torch.bfloat16 if is_low else torch.float32)
         fake = nn.Parameter(data, requires_grad=parameter.requires_grad)
         if parameter.requires_grad:
@@ -108,7 +109,7 @@ def _inputs(rows: InputRows, micro_batch: MicroBatch) -> ModelInputs:
 
 
 def _compute(model: Any, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
-    low = micro_batch.low and not micro_batch.sharded
+    low = micro_batch.low and not micro_batch.gathered
     with torch.set_grad_enabled(micro_batch.trainable):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             figures: Tensor = model(**inputs.arguments, wanted=inputs.wanted)
@@ -157,7 +158,9 @@ class _Meter(TorchDispatchMode):
 
 def _main() -> None:
     micro_batches = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MicroBatch])
-    sys.stdout.buffer.write(msgspec.json.encode([count(micro_batch) for micro_batch in micro_batches]))
+    with redirect_stdout(sys.stderr):  # a model's code may print
+        counts = [count(micro_batch) for micro_batch in micro_batches]
+    sys.stdout.buffer.write(msgspec.json.encode(counts))
 
 
 if __name__ == "__main__":

@@ -149,9 +149,14 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         """Number of processes over which parameters, gradients and optimizer state are split."""
         return self.processes // self.data_parallel
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a process gathers each layer before it computes, as FSDP2 does, without autocast."""
+        return False
+
     def memory(self, models: Sequence[HeldModel], longest: int) -> Memory | None:
-        """See `TrainingConfig`."""
-        if not all(known_config(model.source) for model in models):
+        """See `TrainingConfig`. The layers that FSDP2 gathers are not counted."""
+        if not models or not all(known_config(model.source) for model in models):
             return None
         tokens = max(_LEAST if self.micro_batch_tokens == "auto" else self.micro_batch_tokens, longest)
         length = min(tokens, longest or _TYPICAL_LENGTH)
@@ -163,7 +168,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
             "gradients": 4 * trained,
             "optimizer": (8 if self.optimizer == "adamw" else 0) * trained,
             # One model computes at a time.
-            "casts": max(count.casts for count in counts),
+            "casts": max(count.casts for count in counts) // self.shards,
             "activations": max(count.activations for count in counts),
         }
         parameters = sum(count.parameters for count in counts)
@@ -183,7 +188,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
             may_be_packed=self.packing != "padded",
             low=self.dtype == "bfloat16",
             lossless=is_lossless(model.source),
-            sharded=self.shards > 1,
+            gathered=self.gathers,
             on_gpu=self.gpus > 0,
             tokens=tokens,
             length=length,

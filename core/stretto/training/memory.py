@@ -58,7 +58,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the passes compute in bfloat16."""
     lossless: bool
     """Whether bfloat16 can hold the numbers in the model's files."""
-    sharded: bool
+    gathered: bool
     """Whether the engine casts all parameters that it gathers, as FSDP2 does, and uses no autocast."""
     on_gpu: bool
     tokens: int

@@ -80,6 +80,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
         return self.processes if self.shard else self.tensor_parallel
 
     @property
+    def gathers(self) -> bool:
+        """See `ModelTrainingConfig`."""
+        return self.shard
+
+    @property
     def ranks_together(self) -> int:
         """Number of ranks of a tensor-parallel group."""
         return self.tensor_parallel
