@@ -19,7 +19,7 @@ from stretto.engine import HeldModel, Memory
 from stretto.training import activations, memory
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
-from stretto.training.memory import Counted, MicroBatch
+from stretto.training.memory import Counted, MicroBatchShape
 from stretto_torch import TorchTrainingConfig
 from training_engines import batch_of, loaded_engine, plain_loss
 
@@ -58,7 +58,7 @@ class PeakBytes(TorchDispatchMode):
 def counting_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Count also small models, in this process."""
 
-    def here(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+    def here(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
         return [activations.count(micro_batch) for micro_batch in micro_batches]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

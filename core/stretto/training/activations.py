@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.lora import add_adapters, frozen_linear
-from stretto.training.memory import Counted, MicroBatch
+from stretto.training.memory import Counted, MicroBatchShape
 from stretto.training.model import checkpoint_activations, empty_model
 from stretto.training.token_head import CHUNK_BYTES, Wanted, return_figures
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["count"]
 
 
-def count(micro_batch: MicroBatch) -> Counted:
+def count(micro_batch: MicroBatchShape) -> Counted:
     """Count the bytes of a micro-batch and of its model."""
     try:
         return _count(micro_batch)
@@ -44,7 +44,7 @@ def count(micro_batch: MicroBatch) -> Counted:
         return Counted(fault=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def _count(micro_batch: MicroBatch) -> Counted:
+def _count(micro_batch: MicroBatchShape) -> Counted:
     with torch.device("meta"):
         model, rows = empty_model(micro_batch.model, micro_batch.head, micro_batch.may_be_packed)
         if micro_batch.rank:
@@ -71,7 +71,7 @@ def _count(micro_batch: MicroBatch) -> Counted:
     return Counted(weights, number, trained, meter.casts, meter.activations)
 
 
-def _make_fake(model: PreTrainedModel, micro_batch: MicroBatch) -> None:
+def _make_fake(model: PreTrainedModel, micro_batch: MicroBatchShape) -> None:
     """Replace meta tensors by fake ones, in the dtypes that the engine keeps."""
     cast_once = {id(weight) for weight in frozen_linear(model)} if micro_batch.lossless else set[int]()
     made: dict[int, nn.Parameter] = {}
@@ -98,7 +98,7 @@ def _drop_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _inputs(rows: InputRows, micro_batch: MicroBatch) -> ModelInputs:
+def _inputs(rows: InputRows, micro_batch: MicroBatchShape) -> ModelInputs:
     number, rest = divmod(micro_batch.tokens, micro_batch.length)
     lengths = [micro_batch.length] * number + ([rest] if rest else [])
     batch = Batch(lengths, {"tokens": torch.zeros(micro_batch.tokens, dtype=torch.long)}, {})
@@ -108,7 +108,7 @@ def _inputs(rows: InputRows, micro_batch: MicroBatch) -> ModelInputs:
     return inputs
 
 
-def _compute(model: Any, inputs: ModelInputs, micro_batch: MicroBatch) -> None:
+def _compute(model: Any, inputs: ModelInputs, micro_batch: MicroBatchShape) -> None:
     low = micro_batch.low and not micro_batch.gathered
     with torch.set_grad_enabled(micro_batch.trainable):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -157,7 +157,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _main() -> None:
-    micro_batches = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MicroBatch])
+    micro_batches = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MicroBatchShape])
     with redirect_stdout(sys.stderr):  # a model's code may print
         counts = [count(micro_batch) for micro_batch in micro_batches]
     sys.stdout.buffer.write(msgspec.json.encode(counts))

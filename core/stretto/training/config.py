@@ -23,7 +23,7 @@ from stretto.errors import offer
 from stretto.models.files import known_config, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
-from stretto.training.memory import MicroBatch, counted, is_lossless
+from stretto.training.memory import MicroBatchShape, counted, is_lossless
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -175,9 +175,9 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         sizes = {name: size for name, size in parts.items() if size}
         return Memory(sizes, f"micro-batches of {tokens} tokens{fault}", parameters)
 
-    def _micro_batch(self, model: HeldModel, tokens: int, length: int) -> MicroBatch:
+    def _micro_batch(self, model: HeldModel, tokens: int, length: int) -> MicroBatchShape:
         lora = self.lora if model.trainable else None
-        return MicroBatch(
+        return MicroBatchShape(
             model=model.source,
             head=model.head,
             trainable=model.trainable,

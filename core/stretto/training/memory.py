@@ -27,7 +27,7 @@ from stretto.models.files import (
     text_config,
 )
 
-__all__ = ["Counted", "MicroBatch", "counted", "is_lossless"]
+__all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 
 _SMALL = 1 / 50
 """Share of the memory up to which activations are bounded from shapes, not counted in a child process."""
@@ -40,7 +40,7 @@ _CHUNK_BYTES = 2**26
 _COUNT_S = 180.0
 
 
-class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
+class MicroBatchShape(msgspec.Struct, frozen=True, kw_only=True):
     """A micro-batch of a model, whose memory is to be counted."""
 
     model: str
@@ -82,7 +82,7 @@ class Counted(msgspec.Struct, frozen=True):
     """Why the model's code cannot be counted; then `casts` and `activations` are 0."""
 
 
-def counted(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+def counted(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     """Count each micro-batch. Small ones get upper bounds."""
     bounds = [_from_shapes(micro_batch) for micro_batch in micro_batches]
     limit = _SMALL * available_memory()
@@ -109,7 +109,7 @@ def is_lossless(model: str) -> bool:
     return config.get("dtype", config.get("torch_dtype")) == "bfloat16"
 
 
-def _from_cache(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+def _from_cache(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     """Count each micro-batch, in one child process or from the user's cache."""
     files = [_cache_file(micro_batch) for micro_batch in micro_batches]
     unknown = [batch for batch, file in zip(micro_batches, files, strict=True) if not file.is_file()]
@@ -126,7 +126,7 @@ def _from_cache(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
     return result
 
 
-def _ask_child(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
+def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     command = (sys.executable, "-m", "stretto.training.activations")
     question = msgspec.json.encode(micro_batches)
     try:
@@ -143,7 +143,7 @@ def _ask_child(micro_batches: Sequence[MicroBatch]) -> list[Counted]:
     return [Counted(fault=fault)] * len(micro_batches)
 
 
-def _cache_file(micro_batch: MicroBatch) -> Path:
+def _cache_file(micro_batch: MicroBatchShape) -> Path:
     versions = [_version(name) for name in ("stretto", "torch", "transformers", "peft")]
     question = msgspec.json.encode((micro_batch, known_config(micro_batch.model), versions))
     return cache_folder("memory") / f"{hashlib.sha256(question).hexdigest()}.json"
@@ -156,7 +156,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _from_shapes(micro_batch: MicroBatch) -> Counted | None:
+def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
     """Return numbers from the shapes in the model's files, with an upper bound for activations; None without
     files."""
     folder = folder_of_model(micro_batch.model)
