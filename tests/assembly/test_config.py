@@ -290,6 +290,7 @@ def test_a_file_that_is_nested_too_deeply_is_one_error(run_file: Path, depth: in
         ("groups.Critics.use=mock", ["cannot be the name of a worker group"]),
         ("groups.critics.slots=1", ["groups.critics.slots: unknown key 'slots'"]),
         ("training.threads=auto", ["override training.threads: 'auto' is gone; write a number, such as 1 "]),
+        ("training.cpu_offload=true", ["'cpu_offload' is gone; write `state: host`"]),
         ("training.processes=auto", ["override training.processes: 'auto' is gone; write a number, such "]),
         ("model=${oc.env:NO_SUCH_VARIABLE}", ["override model: Environment variable 'NO_SUCH_VARIABLE'"]),
     ],

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from commands import called
+from stretto.assembly import memory_changes
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start import check_memory
@@ -110,6 +111,18 @@ def test_a_change_that_check_names_makes_the_run_fit() -> None:
     assert not [*memory_problems(on_gpu(tokens, *fits, gib=1.3), limited=True)]
     [of_cluster] = memory_problems(on_gpu(tokens, "launcher=slurm", gib=1.3), limited=True)
     assert of_cluster == found
+
+
+def test_state_on_the_host_frees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_changes, "_WORTH", 0.0)
+
+    def freed(*overrides: str) -> int | None:
+        found = memory_changes.changes(on_gpu(*overrides, gib=2), "training")
+        return next((change.freed for change in found if change.override == "training.state=host"), None)
+
+    assert freed() == freed("training.use=fsdp2") == 12 * PARAMETERS  # gradients, AdamW's two states
+    for layout in ("use=pipeline", "use=fsdp2 training.shard=false", "state=host", "gpus=0"):
+        assert freed(*f"training.{layout}".split()) is None, layout
 
 
 def test_auto_fills_the_memory_with_a_micro_batch() -> None:

@@ -112,14 +112,31 @@ def test_each_row_is_what_a_step_holds(
     assert sum(rows.values()) == pytest.approx(sum(held.values()), rel=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_state_on_the_host_is_counted_there(tiny_models: Models, dtype: str) -> None:
+    model = tiny_models("qwen2")
+    rows = counted(model, state="host", dtype=dtype).parts
+    held = bytes_of_step(loaded_engine(model, micro_batch_tokens=TOKENS, state="host", dtype=dtype))
+    assert (rows["weights"], rows["optimizer"]) == (held["weights"], held["optimizer"])
+    assert rows["masters"] == rows["gradients"] == held["optimizer"] // 2
+    passes = held["passes"] + held["gradients"] - rows["gradients"]  # a step makes the float32 sums
+    assert rows.get("casts", 0) + rows["activations"] == pytest.approx(passes, rel=0.1)
+
+    on_gpu = counted(model, state="host", dtype=dtype, gpus=1)
+    assert on_gpu.parts.keys() <= {"weights", "casts", "activations"}
+    assert on_gpu.parts["weights"] == rows["weights"]
+    assert f"and {4 * rows['masters'] / 2**30:.2g} GiB of the host" in on_gpu.settings
+
+
 def test_a_small_model_has_a_bound_without_a_count(
     tiny_models: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = {dtype: counted(tiny_models("llama"), dtype=dtype).parts for dtype in ("float32", "bfloat16")}
+    every = [(dtype, state) for dtype in ("float32", "bfloat16") for state in ("device", "host")]
+    exact = {pair: counted(tiny_models("llama"), dtype=pair[0], state=pair[1]).parts for pair in every}
     monkeypatch.setattr(memory, "_SMALL", 1)
     monkeypatch.setattr(memory, "_ask_child", None)
-    for dtype, parts in exact.items():
-        bound = dict(counted(tiny_models("llama"), dtype=dtype).parts)
+    for (dtype, state), parts in exact.items():
+        bound = dict(counted(tiny_models("llama"), dtype=dtype, state=state).parts)
         assert parts["activations"] <= bound.pop("activations") <= 40 * parts["activations"]
         assert bound.pop("casts", 0) >= parts.get("casts", 0)
         assert bound == {name: size for name, size in parts.items() if name in bound}

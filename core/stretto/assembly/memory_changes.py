@@ -89,6 +89,8 @@ def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
         values = {**msgspec.to_builtins(section), "lora": {}}
         with suppress(msgspec.ValidationError):  # an engine may refuse adapters beside other keys
             yield f"{path}.lora", msgspec.convert(values, type(section)).lora
+    if section.gpus and getattr(section, "may_be_on_host", False) and section.state == "device":
+        yield f"{path}.state", "host"
     if getattr(section, "gradient_checkpointing", True) is False:
         yield f"{path}.gradient_checkpointing", True
     tokens = max(_SMALLEST_PASS, longest_sample(assembly.config, assembly.placement))

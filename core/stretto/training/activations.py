@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
-from stretto.training.lora import add_adapters, frozen_linear
+from stretto.training.lora import add_adapters, linear_parameters
 from stretto.training.memory import Counted, MicroBatchShape
 from stretto.training.model import checkpoint_activations, empty_model
 from stretto.training.token_head import CHUNK_BYTES, Wanted, return_figures
@@ -73,7 +73,11 @@ def _count(micro_batch: MicroBatchShape) -> Counted:
 
 def _make_fake(model: PreTrainedModel, micro_batch: MicroBatchShape) -> None:
     """Replace meta tensors by fake ones, in the dtypes that the engine keeps."""
-    cast_once = {id(weight) for weight in frozen_linear(model)} if micro_batch.lossless else set[int]()
+    cast_once = {
+        id(weight)
+        for weight in linear_parameters(model)
+        if (micro_batch.has_masters if weight.requires_grad else micro_batch.lossless)
+    }
     made: dict[int, nn.Parameter] = {}
 
     def fake_of(parameter: nn.Parameter) -> nn.Parameter:

@@ -94,6 +94,13 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the forward and backward passes, and of frozen weights of linear modules that it can hold.
     Trained parameters and optimizer state are always float32: small updates of RL are lost in bfloat16."""
+    state: Literal["device", "host"] = "device"
+    """Where the float32 weights, the sum of gradients and the optimizer of trained parameters are. `host`: in
+    the host's memory, and its processors compute the optimizer step. A GPU then has copies of the parameters
+    (with `dtype: bfloat16`, those of linear modules take 16 bits), and each gradient of a micro-batch until
+    the host has added it. Files and checkpoints are those of `device`, and on a CPU so are all bits. `fsdp2`
+    needs `shard: true`, and has all parameters on the host; `pipeline` refuses `host`. Off by default: no GPU
+    has run it."""
     publish_dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the published weights. null: `dtype`. With `bfloat16` a version has half the bytes of
     float32, and a weight transport with `deltas` sends a few hundredths of those bytes. The engines then
@@ -136,6 +143,8 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")
+        if self.state == "host" and not self.may_be_on_host:
+            raise ValueError("state: host needs the engine torch, or fsdp2 with shard: true")
 
     @property
     def tokens_per_pass(self) -> int:
@@ -154,6 +163,11 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         """Whether a process gathers each layer before it computes, as FSDP2 does, without autocast."""
         return False
 
+    @property
+    def may_be_on_host(self) -> bool:
+        """Whether `state: host` is possible."""
+        return True
+
     def memory(self, models: Sequence[HeldModel], longest: int) -> Memory | None:
         """See `TrainingConfig`. The layers that FSDP2 gathers are not counted."""
         if not models or not all(known_config(model.source) for model in models):
@@ -163,17 +177,28 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         counts = counted([self._micro_batch(model, tokens, length) for model in models])
         fault = next((f"; activations are not known: {count.fault}" for count in counts if count.fault), "")
         trained = sum(count.trained for count in counts) // self.shards
+        weights = sum(count.weights for count in counts) // self.shards
+        state = {"gradients": 4 * trained, "optimizer": (8 if self.optimizer == "adamw" else 0) * trained}
+        on_host = ""
+        if self._has_masters:
+            state["masters"] = 4 * trained
+        if self.state == "host" and self.gpus:
+            size = sum(state.values()) + (0 if self._has_masters else weights)
+            on_host, state = f", and {size / 2**30:.2g} GiB of the host", {}
         parts = {
-            "weights": sum(count.weights for count in counts) // self.shards,
-            "gradients": 4 * trained,
-            "optimizer": (8 if self.optimizer == "adamw" else 0) * trained,
+            "weights": weights,
+            **state,
             # One model computes at a time.
             "casts": max(count.casts for count in counts) // self.shards,
             "activations": max(count.activations for count in counts),
         }
         parameters = sum(count.parameters for count in counts)
         sizes = {name: size for name, size in parts.items() if size}
-        return Memory(sizes, f"micro-batches of {tokens} tokens{fault}", parameters)
+        return Memory(sizes, f"micro-batches of {tokens} tokens{on_host}{fault}", parameters)
+
+    @property
+    def _has_masters(self) -> bool:
+        return self.state == "host" and not self.gathers
 
     def _micro_batch(self, model: HeldModel, tokens: int, length: int) -> MicroBatchShape:
         lora = self.lora if model.trainable else None
@@ -189,6 +214,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
             low=self.dtype == "bfloat16",
             lossless=is_lossless(model.source),
             gathered=self.gathers,
+            has_masters=self._has_masters,
             on_gpu=self.gpus > 0,
             tokens=tokens,
             length=length,

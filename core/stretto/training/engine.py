@@ -1,8 +1,9 @@
 """(torch) A Hugging Face model in training: the common base of all engines that train one.
 
-Trained parameters and the optimizer are float32. Each token's loss is weighted by its share in the whole
-batch, over all ranks, so the gradient of micro-batches equals that of the unsplit batch. The layout
-(`stretto.training.layout`) decides which rank has which parameters, and reduces over ranks.
+Trained parameters and the optimizer are float32, on the device or on the host (`state`). Each token's loss is
+weighted by its share in the whole batch, over all ranks, so the gradient of micro-batches equals that of the
+unsplit batch. The layout (`stretto.training.layout`) decides which rank has which parameters, and reduces
+over ranks.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from stretto.training.checkpoint import (
     tensor_names,
     write_tensors,
 )
+from stretto.training.host_state import HostState
 from stretto.training.layout import Layout
 from stretto.training.lora import (
     adapter_config,
@@ -90,6 +92,7 @@ class HFTraining:
         self._head: Head = context.head
         self._trainable = context.trainable
         self._blank: Batch | None = None
+        self._host: HostState | None = None
         transformers_logging.disable_progress_bar()  # logs are files
 
     # ------------------------------------------------------------------------ loading and saving
@@ -103,14 +106,14 @@ class HFTraining:
         if folder is None and self._continued is not None:
             adapter = {
                 self._layout.name(file_name(name)): parameter
-                for name, parameter in self._model.named_parameters()
+                for name, parameter in self._parameters()
                 if ".lora_" in name
             }
             self._expect_all(self._continued, adapter)
             restore_parameters(self._continued, "adapter_model", adapter, self._layout, _PEFT_PREFIX)
         self._trained = {
             self._layout.name(file_name(name)): parameter
-            for name, parameter in self._model.named_parameters()
+            for name, parameter in self._parameters()
             if parameter.requires_grad
         }
         if self._adapter_only is not None:
@@ -122,6 +125,8 @@ class HFTraining:
             self._optimizer = self._make_optimizer()
         if folder is not None:
             self._restore(folder)
+        if self._host is not None:
+            self._host.update_copies()
 
     def save(self, folder: Path, copy_bytes: int = 0) -> Callable[[], object] | None:
         """Write a checkpoint, or copy it and return what writes it; see `stretto.training.checkpoint`."""
@@ -217,12 +222,21 @@ class HFTraining:
         return_figures(model, self._head, trial if config.chunked_logits else None)
         if config.dtype == "bfloat16" and self._layout.autocast:
             cast_frozen(model, torch.bfloat16)  # after the trials, which compute without autocast
+        if config.state == "host" and self._trainable and not self._layout.offloads:
+            self._host = HostState(model, getattr(torch, config.dtype))
         self._layout.distribute(model)
         if config.compile:
             compile_layers(model)
         return model
 
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the model's parameters, with masters in place of their copies."""
+        masters = {} if self._host is None else self._host.masters
+        for name, parameter in self._model.named_parameters():
+            yield name, masters.get(parameter, parameter)
+
     def _forget(self) -> None:
+        self._host = None
         if "_model" in self.__dict__:
             for name in ("_model", "_trained", "_optimizer"):
                 self.__dict__.pop(name, None)
@@ -265,7 +279,7 @@ class HFTraining:
             if not parameter.requires_grad and not name.endswith(".base_layer.weight")
         }
         shares = (
-            (self._layout.name(name), tensor)
+            (self._layout.name(name), self._trained.get(self._layout.name(file_name(name)), tensor).detach())
             for name, tensor in published_tensors(self._model)
             if (name in fixed) == frozen
         )
@@ -355,7 +369,8 @@ class HFTraining:
         self._check_trainable("trained")
         passes = self._loss_passes(batch, loss, temperature)
         self._layout.backward(self._model, passes.rows, passes.loss_of)
-        norm = self._layout.clip(self._model, self._config.clip_norm)
+        trained = self._model if self._host is None else nn.ParameterList(self._host.masters.values())
+        norm = self._layout.clip(trained, self._config.clip_norm)
         figures = dict(loss.summarise(passes.statistics.together(self._layout)))
         if loss.lr_scale is not None:
             self._lr_scale = loss.lr_scale(figures, self._lr_scale)
@@ -410,6 +425,8 @@ class HFTraining:
             group["lr"] = lr
         if not skipped:
             self._optimizer.step()
+            if self._host is not None:
+                self._host.update_copies()
         self._optimizer.zero_grad(set_to_none=True)
         self._steps += 1
 

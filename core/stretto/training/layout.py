@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,10 +39,13 @@ class Layout:
     """Number of ranks that compute a part together."""
     autocast: bool = True
     """Use autocast for `dtype: bfloat16`. If False, the layout itself casts the parameters."""
+    offloads: bool = False
+    """Whether the layout itself keeps parameters and optimizer in the host's memory."""
 
     def __init__(self, config: ModelTrainingConfig, context: Context) -> None:
         del context
         self._low = config.dtype == "bfloat16"
+        self._on_host = config.state == "host"
         torch.set_num_threads(config.threads)
         self.device = compute_device(config.device, config.share)
 
@@ -51,13 +54,15 @@ class Layout:
     @property
     def staging(self) -> torch.device:
         """The device on which the engine loads and tests the whole model before distribution."""
-        return self.device
+        return torch.device("cpu") if self._on_host else self.device
 
     def connect(self) -> None:
         """Connect to the other ranks, before all other calls; a second call does nothing."""
 
     def distribute(self, model: PreTrainedModel) -> None:
-        """Reduce a whole model to this rank's parts, in place; EngineError if that is not possible."""
+        """Reduce a whole model to this rank's parts on its device, in place; EngineError if that is not
+        possible."""
+        cast("nn.Module", model).to(self.device)
 
     def close(self) -> None:
         """Disconnect from the other ranks."""

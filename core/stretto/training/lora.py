@@ -23,7 +23,7 @@ __all__ = [
     "add_adapters",
     "cast_frozen",
     "file_name",
-    "frozen_linear",
+    "linear_parameters",
     "merge_adapters",
     "published_tensors",
 ]
@@ -62,19 +62,20 @@ def cast_frozen(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Convert the frozen weights of linear modules, in place, as autocast would at each use. A weight that
     the dtype cannot hold stays in float32, so no number changes. Embeddings, heads and norms stay in float32
     too, and so do the states between layers."""
-    for parameter in frozen_linear(model):
-        low = parameter.data.to(dtype)
-        if torch.equal(low.float(), parameter.data):
-            parameter.data = low
+    for parameter in linear_parameters(model):
+        if not parameter.requires_grad:
+            low = parameter.data.to(dtype)
+            if torch.equal(low.float(), parameter.data):
+                parameter.data = low
 
 
-def frozen_linear(model: PreTrainedModel) -> Iterator[nn.Parameter]:
-    """Yield the frozen parameters of linear modules, except embeddings and heads."""
+def linear_parameters(model: PreTrainedModel) -> Iterator[nn.Parameter]:
+    """Yield the parameters of linear modules, except embeddings and heads."""
     apart: list[Any] = [model.get_input_embeddings(), model.get_output_embeddings()]
     others = {id(parameter) for module in apart if module is not None for parameter in module.parameters()}
     for module in model.modules():
         for parameter in module.parameters(recurse=False) if _is_linear(module) else ():
-            if not parameter.requires_grad and id(parameter) not in others:
+            if id(parameter) not in others:
                 yield parameter
 
 
@@ -138,7 +139,9 @@ def merge_adapters(
         elif factor.startswith("B"):
             assert config is not None
             delta = config.alpha / config.rank * (tensor @ waiting.pop(f"{module}.A"))
-            yield f"{module}.weight", waiting.pop(module) + (delta.T if module in transposed else delta)
+            weight = waiting.pop(module)
+            delta = (delta.T if module in transposed else delta).to(weight.device)
+            yield f"{module}.weight", weight + delta
         else:
             yield file_name(name), tensor
 

@@ -58,6 +58,8 @@ class MicroBatchShape(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the passes compute in bfloat16."""
     lossless: bool
     """Whether bfloat16 can hold the numbers in the model's files."""
+    has_masters: bool
+    """Whether the parameters that the optimizer changes are others; see `state` of `ModelTrainingConfig`."""
     gathered: bool
     """Whether the engine casts all parameters that it gathers, as FSDP2 does, and uses no autocast."""
     on_gpu: bool
@@ -171,7 +173,10 @@ def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
     adapted = sum(sum(shape) for name, shape in inner.items() if name.endswith(suffixes))
     adapters = adapted * micro_batch.rank
     trained = adapters if micro_batch.rank else parameters if micro_batch.trainable else 0
-    is_cast_once = micro_batch.low and micro_batch.lossless and trained < parameters
+    # Either all matrices are trained, or only adapters, which are small.
+    is_cast_once = micro_batch.low and (
+        micro_batch.lossless if trained < parameters else micro_batch.has_masters
+    )
     kept_low = sum(map(math.prod, inner.values())) if is_cast_once else 0
     channels = sum(map(sum, inner.values())) + adapted
     vocabulary = int(text_config(micro_batch.model).get("vocab_size", 0))

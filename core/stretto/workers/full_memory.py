@@ -26,22 +26,22 @@ def out_of_memory(error: BaseException, worker: str, assembly: Assembly) -> str:
         return ""
     causes = [*with_causes(error)]
     if any(isinstance(cause, torch.OutOfMemoryError) for cause in causes):
-        text, held = "its GPU was full", 0
+        text, held, device = "its GPU was full", 0, "cuda"
         if torch.cuda.is_available():
             (free, total), held = torch.cuda.mem_get_info(), torch.cuda.max_memory_allocated()
             text += f", {_gib(total - free)} of {_gib(total)} in use by all processes"
     elif any(_OF_PROCESSORS in str(cause) for cause in causes):
-        text, held = "this machine's memory was full", psutil.Process().memory_info().rss
+        text, held, device = "this machine's memory was full", psutil.Process().memory_info().rss, "cpu"
     else:
         return ""
-    return f"; {text}" + "".join(f"; {part}" for part in _parts(held, worker, assembly) if part)
+    return f"; {text}" + "".join(f"; {part}" for part in _parts(held, device, worker, assembly) if part)
 
 
-def _parts(held: int, worker: str, assembly: Assembly) -> Iterator[str]:
+def _parts(held: int, device: str, worker: str, assembly: Assembly) -> Iterator[str]:
     """Yield what the process held, what `stretto check` counts, and the keys that free most."""
     need = assembly.need_of(worker)
     if held:
-        tensors = _tensors() if need is not None and "gradients" in need.memory.parts else {}
+        tensors = _tensors(device) if worker.startswith("trainer-") else {}
         rest = {"other": held - sum(tensors.values())} if tensors else {}
         listed = ", ".join(f"{name} {_gib(size)}" for name, size in {**tensors, **rest}.items())
         yield f"this process held {_gib(held)}" + (f" ({listed})" if listed else "")
@@ -50,8 +50,8 @@ def _parts(held: int, worker: str, assembly: Assembly) -> Iterator[str]:
         yield ", ".join(map(str, changes(assembly, need.section)))
 
 
-def _tensors() -> Mapping[str, int]:
-    """Return the bytes of all parameters, gradients and optimizer states in this process."""
+def _tensors(device: str) -> Mapping[str, int]:
+    """Return the bytes of this process's parameters, gradients and optimizer states on a type of device."""
     import torch
 
     objects = gc.get_objects()
@@ -67,14 +67,14 @@ def _tensors() -> Mapping[str, int]:
     ]
     gradients = [each.grad for each in parameters if each.grad is not None]
     return {
-        "weights": _bytes(parameters),
-        "gradients": _bytes(gradients),
-        "optimizer": _bytes(states),
+        "weights": _bytes(parameters, device),
+        "gradients": _bytes(gradients, device),
+        "optimizer": _bytes(states, device),
     }
 
 
-def _bytes(tensors: Iterable[Any]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _bytes(tensors: Iterable[Any], device: str) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.device.type == device)
 
 
 def _gib(size: int) -> str:

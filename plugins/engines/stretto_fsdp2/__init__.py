@@ -50,8 +50,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     `after_steps` (10) is the number of steps at the start that are not compressed; steps of the warm-up are
     not compressed either. `{}` uses the values in brackets.
     Updates are approximate; docs/benchmarks.md has the cost."""
-    cpu_offload: bool = False
-    """Keep parameters and optimizer in host memory, and run the optimizer step there; needs `shard`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,8 +57,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
             raise ValueError(
                 f"processes ({self.processes}) must be a multiple of tensor_parallel ({self.tensor_parallel})"
             )
-        if self.cpu_offload and not self.shard:
-            raise ValueError("cpu_offload needs shard: true")
         plain_copies = not self.shard and self.tensor_parallel == 1 and self.reduce_dtype == "float32"
         if self.power_sgd is not None and not plain_copies:
             raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
@@ -81,6 +77,11 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
 
     @property
     def gathers(self) -> bool:
+        """See `ModelTrainingConfig`."""
+        return self.shard
+
+    @property
+    def may_be_on_host(self) -> bool:
         """See `ModelTrainingConfig`."""
         return self.shard
 

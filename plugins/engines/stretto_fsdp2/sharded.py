@@ -37,7 +37,7 @@ class ShardedLayout(RankLayout):
     def __init__(self, config: Fsdp2TrainingConfig, context: Context) -> None:
         super().__init__(config, context, width=config.tensor_parallel, inner="tp")
         self._shards = config.shard
-        self._offloads = config.cpu_offload
+        self.offloads = config.state == "host"
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
         self._power_sgd_config = config.power_sgd
         if config.power_sgd is not None:  # compressed gradients disturb a warm-up
@@ -61,9 +61,7 @@ class ShardedLayout(RankLayout):
         root = MixedPrecisionPolicy(low, self._reduce_dtype, torch.float32 if low else None)
         # Only the root casts its output: the next layer expects the dtype that this one computes in.
         inner = MixedPrecisionPolicy(low, self._reduce_dtype)
-        offload = (
-            CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self._offloads else OffloadPolicy()
-        )
+        offload = CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.offloads else OffloadPolicy()
         for module in [*layers_of(model), model]:
             fully_shard(
                 module,

@@ -40,6 +40,11 @@ class PipelineTrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, for
         """Number of parts of a batch, one for each pipeline."""
         return self.processes // self.stages
 
+    @property
+    def may_be_on_host(self) -> bool:
+        """See `ModelTrainingConfig`."""
+        return False
+
 
 def _make(config: PipelineTrainingConfig, context: Context) -> TrainingEngine:
     from stretto.training.engine import HFTraining
