@@ -121,7 +121,6 @@ def test_state_on_the_host_is_counted_there(tiny_models: Models, dtype: str) -> 
     assert rows["masters"] == rows["gradients"] == held["optimizer"] // 2
     passes = held["passes"] + held["gradients"] - rows["gradients"]  # a step makes the float32 sums
     assert rows.get("casts", 0) + rows["activations"] == pytest.approx(passes, rel=0.1)
-
     on_gpu = counted(model, state="host", dtype=dtype, gpus=1)
     assert on_gpu.parts.keys() <= {"weights", "casts", "activations"}
     assert on_gpu.parts["weights"] == rows["weights"]
