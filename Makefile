@@ -17,6 +17,7 @@
 # make test-chaos  kills in all configurations, the same bits with kills as without, and the search for planted mistakes
 # make test-integration   the tests against real SGLang and vLLM servers, which it installs below the user's cache
 # make test-gpu    what only GPUs can show; skipped without CUDA
+# make gpu-report  what one GPU does, in five minutes, with the torch that is there: no set-up; ARGS="--only memory lora"
 # make test-hosts      runs on two hosts made of network namespaces, with a cable that is cut (root); five minutes
 # make test-clusters   these and a real Slurm of two nodes on this machine (Debian, and root), a Ray of three, a NATS
 #                   cluster whose servers are killed, runs whose workers come and go, and replays; half an hour
@@ -51,7 +52,7 @@ PYTEST = $(BIN)/python $(if $(SECOND_CHANCE),.ci/second_chance.py,-m pytest -q)
 BUDGET ?= 420
 SET ?= default
 
-.PHONY: quickstart vision test test-slow test-sample test-slowly test-wheel test-nightly test-universes test-chaos test-integration test-gpu test-hosts test-clusters coverage lint lines format docs bench clean
+.PHONY: quickstart vision test test-slow test-sample test-slowly test-wheel test-nightly test-universes test-chaos test-integration test-gpu gpu-report test-hosts test-clusters coverage lint lines format docs bench clean
 
 quickstart: $(VENV)/installed
 	$(BIN)/stretto run examples/quickstart/run.yaml $(ARGS)
@@ -93,6 +94,9 @@ test-integration: $(VENV)/installed
 
 test-gpu: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m gpu $(ARGS)
+
+gpu-report:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu_report.py $(ARGS)
 
 test-hosts: $(VENV)/installed
 	$(BIN)/python -m pytest -q -rs -m cluster tests/hosts $(ARGS)
