@@ -11,6 +11,7 @@ The most valuable parts come first, since the last ones are left out when the ti
 - `training`, `training-large`: the rate of a large product, and steps with attention in a call for each
   sequence and by varlen;
 - `lora`: the same with adapters and a base in bfloat16;
+- `host`: steps with float32 weights and the optimizer in the host's memory;
 - `decoding`: an engine whose slots are full from the first token to the last;
 - `memory`: what `stretto check` predicts for four trainers, beside the most that torch has allocated;
 - `collective`: a run with both on the GPU. `auto` has to choose gloo there, and `nccl` has to be refused.
@@ -218,6 +219,10 @@ def lora(setting: Setting) -> Rows:
     return {name: partial(train, setting, name, lora=LoraConfig()) for name in ("small", "large")}
 
 
+def host(setting: Setting) -> Rows:
+    return {name: partial(train, setting, name, state="host") for name in ("small", "large")}
+
+
 def train_config(**options: Any) -> TorchTrainingConfig:
     tokens = 16_384 if card_gib() > 100 else 4096  # 1.5 B parameters take 84 or 43 GiB
     section: Figures = {"micro_batch_tokens": tokens, **COMMON, **options}
@@ -371,6 +376,7 @@ PARTS: dict[str, tuple[Callable[[Setting], Rows], float]] = {
     "training": (partial(training, "small"), 60),
     "training-large": (partial(training, "large"), 75),
     "lora": (lora, 60),
+    "host": (host, 75),
     "decoding": (decoding, 60),
     "memory": (memory, 90),
     "collective": (collective, 110),

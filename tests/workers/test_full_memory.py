@@ -51,7 +51,7 @@ HELD = rf"this process held {SIZE} \(weights {SIZE}, gradients {SIZE}, optimizer
 def test_full_memory_ends_with_what_was_held_and_counted(
     worker: str, error: Exception, pattern: str, tmp_path: Path
 ) -> None:
-    torch_engine = {"use": "torch", "micro_batch_tokens": 32768}
+    torch_engine = {"use": "torch", "micro_batch_tokens": 16384}
     file = write_run(
         tmp_path,
         model=str(QUICKSTART / "model"),

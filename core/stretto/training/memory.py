@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from stretto.component import Head
-from stretto.machine.cores import available_memory
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import (
     cache_bytes,
@@ -29,8 +28,8 @@ from stretto.models.files import (
 
 __all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 
-_SMALL = 1 / 50
-"""Share of the memory up to which activations are bounded from shapes, not counted in a child process."""
+_SMALL = 2**29
+"""Bytes of activations up to which they are bounded from shapes, not counted in a child process."""
 _BYTES_OF_A_CHANNEL = 12
 """Bound of a token's activations for each input and output channel of each matrix. 5 to 6 bytes were counted
 for the Llama, Qwen2 and GPT-2 types in float32, without checkpointing."""
@@ -87,8 +86,7 @@ class Counted(msgspec.Struct, frozen=True):
 def counted(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     """Count each micro-batch. Small ones get upper bounds."""
     bounds = [_from_shapes(micro_batch) for micro_batch in micro_batches]
-    limit = _SMALL * available_memory()
-    small = [bound for bound in bounds if bound is not None and bound.activations <= limit]
+    small = [bound for bound in bounds if bound is not None and bound.activations <= _SMALL]
     # The bound holds for layers of attention and feed-forward.
     if len(small) == len(bounds) and all(cache_bytes(each.model, 1) for each in micro_batches):
         return small
