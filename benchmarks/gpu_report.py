@@ -184,8 +184,7 @@ def product_rate() -> float:
     """Operations per second of large products in bfloat16."""
     size = 8192 if HAS_GPU else 256
     matrix = torch.randn(size, size, device=DEVICE).bfloat16()
-    seconds = timed(lambda: matrix @ matrix, 8)
-    return 2 * size**3 / seconds
+    return 2 * size**3 / timed(lambda: matrix @ matrix, 8)
 
 
 def peak_rate() -> float:
@@ -198,9 +197,8 @@ def tested() -> Figures:
     if not HAS_GPU:
         return NO_GPU
     command = [sys.executable, "-m", "pytest", "-q", "-rfs", "-m", "gpu", "tests/gpu"]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True, check=False
-    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, text=True, check=False)
     reasons = re.findall("^(?:FAILED|ERROR).*", done.stdout, re.MULTILINE)
     outcome = {"outcome": done.stdout.strip().rpartition("\n")[2]}
     return {**outcome, "failed": reasons} if done.returncode else outcome
@@ -272,8 +270,7 @@ def memory(setting: Setting) -> Rows:
 def predicted(setting: Setting, file: tuple[str, Figures]) -> float:
     """The GiB that `stretto check` counts for a trainer."""
     held = HeldModel(str(setting.model(file[0])), "policy", trainable=True)
-    config = train_config(micro_batch_tokens=4096, **file[1])
-    found = config.memory([held], PROMPT + setting.answer)
+    found = train_config(micro_batch_tokens=4096, **file[1]).memory([held], PROMPT + setting.answer)
     assert found is not None
     assert "not known" not in found.settings, found.settings
     return found.size / 2**30
@@ -284,8 +281,7 @@ def beside(setting: Setting, name: str, options: Figures, count: float) -> Figur
     if HAS_GPU and count > card_gib():
         return {"predicted_gib": count, "left_out": "does not fit on this card"}
     peak = train(setting, name, micro_batch_tokens=4096, **options).get("peak_gib")
-    measured = {"peak_gib": peak, "ratio": count / peak} if peak else NO_GPU
-    return {"predicted_gib": count, **measured}
+    return {"predicted_gib": count, **({"peak_gib": peak, "ratio": count / peak} if peak else NO_GPU)}
 
 
 def decoding(setting: Setting) -> Rows:

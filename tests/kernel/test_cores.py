@@ -37,7 +37,7 @@ def test_processes_that_start_after_the_meter_count_from_its_first_reading() -> 
     busy = subprocess.Popen(["sh", "-c", "while :; do :; done"])
     try:
         while psutil.Process(busy.pid).cpu_times().user < 0.5:
-            time.sleep(0.05)
+            time.sleep(patience(0.05))
         used = meter.read().used
     finally:
         busy.kill()
