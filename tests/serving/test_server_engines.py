@@ -412,6 +412,13 @@ async def test_weights_that_are_refused_leave_the_old_ones(tmp_path: Path) -> No
         assert answers.versions["a", 0] == [0] * 5
 
 
+def test_a_server_takes_no_key_for_a_flag() -> None:
+    """In URL-safe base64, one key of 64 begins with "-"."""
+    keys = {Server.draw_address()[1] for _ in range(64)}
+    assert len(keys) == 64
+    assert all(key.isalnum() for key in keys)
+
+
 async def test_an_attached_server_is_used_and_its_loss_told(tmp_path: Path) -> None:
     port, _ = Server.draw_address()
     process = subprocess.Popen([sys.executable, str(STAND_IN), str(port), "secret"], stdout=subprocess.PIPE)

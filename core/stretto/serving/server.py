@@ -93,7 +93,8 @@ class Server:
         """Return a free port of the loopback interface, and a new random key."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            return probe.getsockname()[1], secrets.token_urlsafe(24)
+            # No other characters: a program takes an argument that begins with "-" for a flag.
+            return probe.getsockname()[1], secrets.token_hex(24)
 
     @classmethod
     async def start(cls, command: ServerCommand, port: int, key: str, log: Path) -> Server:
