@@ -105,31 +105,26 @@ def load_policy(source: str) -> PreTrainedModel:
     """Load a model on the CPU, in its files' dtype, to publish it. Raise EngineError if that fails."""
     try:
         model_config = AutoConfig.from_pretrained(source)
-        kind = AutoModelForImageTextToText if reads_images(model_config) else AutoModelForCausalLM
+        kind = _kind_of(model_config, "policy")
         return _load(kind, source, torch.device("cpu"), dtype="auto", config=model_config)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
 def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTrainedModel, InputRows]:
-    """Make a model from its config alone, on torch's current device, and choose the form of its input rows as
-    far as the config tells it."""
+    """Make a model from its config alone, on torch's current device, and choose the form of its input rows by
+    that config."""
     model_config = _without_dropout(AutoConfig.from_pretrained(source))
     text_config = model_config.get_text_config()
-    model_config.pad_token_id = text_config.pad_token_id = (
-        None  # or transformers looks for padding in the ids
-    )
+    # With an id for padding, transformers reads the numbers of the ids, and they may have none.
+    model_config.pad_token_id = text_config.pad_token_id = None
     kinds = getattr(text_config, "layer_types", None)
     is_plain = {*kinds} <= {"full_attention"} if kinds else not getattr(text_config, "sliding_window", None)
-    has_images = reads_images(model_config)
-    is_packed = is_plain and not has_images and may_be_packed
-    if head != "policy":
-        model_config.num_labels = 1
-        kind: Any = AutoModelForTokenClassification
-    else:
-        kind = AutoModelForImageTextToText if has_images else AutoModelForCausalLM
+    is_packed = is_plain and not reads_images(model_config) and may_be_packed
     attention = ATTENTION if is_packed else None
-    model = kind.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+    model = _kind_of(model_config, head).from_config(
+        model_config, dtype=torch.float32, attn_implementation=attention
+    )
     return model.train(), PackedRows() if is_packed else PaddedRows()
 
 
@@ -179,7 +174,7 @@ def _vision_language(
         )
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
-    model = _load(AutoModelForImageTextToText, source, device, config=model_config)
+    model = _load(_kind_of(model_config, head), source, device, config=model_config)
     return model, PaddedRows(image_arguments(model))
 
 
@@ -199,12 +194,18 @@ def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[st
 def _from_pretrained(
     source: str, config: Any, head: Head, attention: str | None, device: torch.device
 ) -> PreTrainedModel:
+    kind, new_head = _kind_of(config, head), head != "policy"
+    return _load(kind, source, device, new_head=new_head, config=config, attn_implementation=attention)
+
+
+def _kind_of(config: Any, head: Head) -> Any:
+    """Return transformers' class for a model with this head. The config of a value or reward head gets one
+    output for each token."""
     if head == "policy":
-        return _load(AutoModelForCausalLM, source, device, config=config, attn_implementation=attention)
+        return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
     config.num_labels = 1
     config.classifier_dropout = 0.0
-    kind = AutoModelForTokenClassification
-    return _load(kind, source, device, new_head=True, config=config, attn_implementation=attention)
+    return AutoModelForTokenClassification
 
 
 def _load(
