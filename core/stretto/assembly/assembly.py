@@ -23,7 +23,7 @@ from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed, is_utf8
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
-from stretto.assembly.run_memory import Need, needs, on_host
+from stretto.assembly.run_memory import SMALLEST_PASS, Need, longest_sample, needs, on_host
 from stretto.assembly.variants import run_of_variant
 from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
 from stretto.component import Context
@@ -42,10 +42,8 @@ _ROWS_PER_GROUP = 0.4
 group, so a step takes about a tenth longer."""
 _IN_TIME = 0.8
 """An evaluation ends within this share of the time until the next evaluation."""
-
-
 _TOKENS = "micro_batch_tokens"
-_SMALLEST_PASS, _LARGEST_PASS, _STEP = 512, 65536, 256
+_LARGEST_PASS, _STEP = 65536, 256
 """Tokens of a micro-batch. A larger pass than the largest is no faster on any device."""
 _TRIED_PASSES = (1024, 4096)
 """Tokens of the micro-batches from which `auto` follows."""
@@ -220,20 +218,17 @@ class Assembly:
 
     def need_of(self, worker: str) -> Need | None:
         """Return what a worker's engine needs of the memory of its device; None if it has none."""
-        path = "inference"
-        if worker.startswith("trainer-"):
-            path = self.placement.groups[group_of_worker(worker)[0]].path
-        elif worker.startswith(("rollout-", "verifier-")):
-            return None
+        path = self._section_path(worker)
         return next((need for need in self.needs if need.section == path), None)
+
+    def _section_path(self, worker: str) -> str:
+        """Return the dotted key of a worker's section."""
+        role = worker.partition("-")[0]
+        return role if role != "trainer" else self.placement.groups[group_of_worker(worker)[0]].path
 
     def imports_of(self, worker: Worker) -> tuple[str, ...]:
         """Return the modules of a worker's process that take long to import."""
-        if worker.role == "trainer":
-            path = self.placement.groups[group_of_worker(worker.id)[0]].path
-        else:
-            path = str(worker.role)
-        components = self.composed.components
+        path, components = self._section_path(worker.id), self.composed.components
         find_imports = components[path].imports if path in components else None
         return () if find_imports is None else tuple(find_imports(self.composed.section(path), self.config))
 
@@ -271,7 +266,8 @@ def _has_room(config: RunConfig) -> bool:
     if config.model is None or folder is None:
         return False
     available = available_memory()
-    trainer = config.training.memory([HeldModel(config.model, "policy", trainable=True)], 0)
+    policy, longest = HeldModel(config.model, "policy", trainable=True), longest_sample(config, sampled=True)
+    trainer = config.training.memory([policy], longest)  # as `needs` asks: a large model is counted once
     engine = section.memory(config.model, parameters_in(folder), 0, available)
     return bool(trainer and engine and trainer.size + 2 * engine.size <= available / 2)
 
@@ -317,4 +313,4 @@ def _pass_size(composed: Composed, path: str, gpu_bytes: int | None) -> int:
     first, second = sizes
     per_token = (first - second) / (_TRIED_PASSES[1] - _TRIED_PASSES[0])
     tokens = int(_TRIED_PASSES[0] + first / per_token) // _STEP * _STEP
-    return min(_LARGEST_PASS, max(_SMALLEST_PASS, tokens))
+    return min(_LARGEST_PASS, max(SMALLEST_PASS, tokens))

@@ -10,11 +10,10 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed
-from stretto.assembly.run_memory import Need, longest_sample
+from stretto.assembly.run_memory import SMALLEST_PASS, Need, longest_sample
 
 __all__ = ["Change", "changes", "fitting"]
 
-_SMALLEST_PASS = 512  # tokens of a micro-batch
 _FEWEST_SLOTS = 8
 _WORTH = 0.01
 """Share of the memory of all engines that a change must free to be named."""
@@ -93,7 +92,7 @@ def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
         yield f"{path}.state", "host"
     if getattr(section, "gradient_checkpointing", True) is False:
         yield f"{path}.gradient_checkpointing", True
-    tokens = max(_SMALLEST_PASS, longest_sample(assembly.config, assembly.placement))
+    tokens = max(SMALLEST_PASS, longest_sample(assembly.config, sampled=assembly.graph.samples))
     if getattr(section, "micro_batch_tokens", 0) > tokens:
         yield f"{path}.micro_batch_tokens", tokens
     if getattr(section, "dtype", "") == "float32":

@@ -13,7 +13,9 @@ from stretto.launcher import Resources
 from stretto.machine.cores import available_memory, gpu_memory
 from stretto.models.files import folder_of_model, parameters_in
 
-__all__ = ["Need", "longest_sample", "needs", "on_host"]
+__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host"]
+
+SMALLEST_PASS = 512  # tokens of a micro-batch
 
 _LIBRARIES = {True: 2**29, False: 2**28}
 """Bytes that torch and its libraries take of a GPU (True), and of the host, in each process of an engine."""
@@ -46,9 +48,10 @@ def needs(
 ) -> list[Need]:
     """Return what each kind of engine needs, except engines that do not say it. See `Assembly.needs`."""
     result, parameters = list[Need](), 0
+    longest = longest_sample(config, sampled=placement.graph.samples)
     for group in placement.groups.values():
         held = _held(config, placement, group)
-        if (memory := group.section.memory(held, longest_sample(config, placement))) is not None:
+        if (memory := group.section.memory(held, longest)) is not None:
             limit = _limit(config, group.section, gpu_bytes)
             result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
             parameters = memory.parameters if [model.source for model in held] == [config.model] else 0
@@ -63,9 +66,10 @@ def needs(
     return result
 
 
-def longest_sample(config: RunConfig, placement: Placement) -> int:
-    """Return the number of tokens of the longest sample, as far as the run file says it; else 0."""
-    if not placement.graph.samples:
+def longest_sample(config: RunConfig, *, sampled: bool) -> int:
+    """Return the most tokens that a sequence can have by the run file, or 0 if it does not say it. `sampled`:
+    the policy samples the sequences."""
+    if not sampled:
         return config.dataset.max_tokens or 0
     return config.sampling.max_tokens + (config.dataset.max_prompt_tokens or 0)
 
