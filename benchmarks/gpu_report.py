@@ -148,7 +148,7 @@ def make_model(keys: Any, folder: Path) -> None:
 
 
 def collect() -> None:
-    """Free the memory of what has ended, and measure the peak anew."""
+    """Free unused memory, and reset the peak."""
     gc.collect()
     if HAS_GPU:
         torch.cuda.empty_cache()

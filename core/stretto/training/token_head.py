@@ -152,7 +152,7 @@ def return_figures(
 
     `trial`: inputs on which a policy's logits in chunks are compared with the model's own. If they differ,
     log the reason and compute all logits of a micro-batch together. None: do that without a trial.
-    `chunk_bytes`: compute in chunks of so many bytes without a trial, for a model without numbers."""
+    `chunk_bytes`: compute in chunks of this size without a trial, for a model without numbers."""
     compute: Any = _OtherHead(model) if head != "policy" else _WholeLogits(model)
     if head == "policy" and chunk_bytes is not None:
         compute = _ChunkedLogits(model, chunk_bytes=chunk_bytes)

@@ -331,7 +331,7 @@ class _Planner:
             yield [{"rollout.concurrency": 2 * concurrency}]
 
     def _has_cores_for(self, replicas: int) -> bool:
-        """Whether so many engines fit beside the trainer. Engines that sleep need no core; GPUs are split."""
+        """Whether the cores suffice for these engines. Those that sleep need none; GPUs are split."""
         from stretto_plan.fitting import computes, on_gpus
 
         if not computes(self._run):

@@ -88,7 +88,7 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
 
 
 def processor_s(lines: _Lines, cores: int) -> float:
-    """Return the processor seconds of a step on a machine with so many cores."""
+    """Return the processor seconds of a step on a machine with this number of cores."""
     return cores * statistics.mean(line["cores_used"] * line["step_s"] for line in lines)
 
 
