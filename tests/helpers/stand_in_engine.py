@@ -69,5 +69,11 @@ class StandInEngine(ServerEngine):
             raise WeightsError(error.reason, version=version) from error
         return update.hashes()
 
+    async def free_memory(self, server: Server) -> None:
+        await server.post("/free", deadline_s=patience())
+
+    async def take_memory(self, server: Server, part: str) -> None:
+        await server.post("/take", part, deadline_s=patience())
+
     async def score(self, server: Server, text: ServerText) -> list[float]:
         return [-1.0] * (len(text.tokens) - 1)

@@ -1,13 +1,16 @@
 """stand_in_server.py PORT KEY: an HTTP server that "samples" in stated time, for tests of server engines.
 
 Token k of an answer is `(sum of the prompt + k) % 97` whatever the weights are, so that a token left out or
-doubled is seen; its logprob is minus the version. It has a child process, as real servers do.
+doubled is seen; its logprob is minus the version. It has a child process, as real servers do. It counts the
+parts of memory that it has, and ends at what would break a real server: to free memory that a request uses or
+that is free, to take memory that it has, to load without memory for weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +26,7 @@ class StandIn:
         self.version = ""
         self.aborted: set[str] = set()
         self.known: set[str] = set()
+        self.memory = {"weights", "kv_cache"}
 
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -36,6 +40,7 @@ class StandIn:
         prompt, answer = ask["tokens"][: ask["prompt"]], ask["tokens"][ask["prompt"] :]
         for position in range(len(answer), len(answer) + ask["max_tokens"]):
             await asyncio.sleep(TOKEN_S)
+            self.require(self.memory == {"weights", "kv_cache"})
             aborted = ask["id"] in self.aborted
             last = position + 1 == len(answer) + ask["max_tokens"]
             event = {
@@ -61,11 +66,31 @@ class StandIn:
         asked = await request.json()
         if not list(Path(asked["folder"]).glob("*.safetensors")):
             return web.json_response({"error": {"message": f"no weights in {asked['folder']}"}}, status=400)
+        self.require("weights" in self.memory)
         self.version = asked["version"]
         return web.json_response({})
 
+    async def free(self, request: web.Request) -> web.Response:
+        self.check(request)
+        self.require(self.memory == {"weights", "kv_cache"} and not self.known)
+        self.memory, self.version = set(), ""
+        return web.json_response({})
+
+    async def take(self, request: web.Request) -> web.Response:
+        self.check(request)
+        part = await request.json()
+        self.require(part not in self.memory and (part == "weights" or self.version != ""))
+        self.memory.add(part)
+        return web.json_response({})
+
+    def require(self, right: bool) -> None:
+        if not right:
+            os._exit(1)
+
     async def state(self, request: web.Request) -> web.Response:
-        return web.json_response({"running": sorted(self.known - self.aborted), "version": self.version})
+        running = sorted(self.known - self.aborted)
+        state = {"running": running, "version": self.version, "memory": sorted(self.memory)}
+        return web.json_response(state)
 
     def check(self, request: web.Request) -> None:
         if request.headers.get("Authorization") != f"Bearer {self.key}":
@@ -85,6 +110,8 @@ def main() -> None:
             web.post("/generate", stand_in.generate),
             web.post("/abort", stand_in.abort),
             web.post("/load", stand_in.load),
+            web.post("/free", stand_in.free),
+            web.post("/take", stand_in.take),
         ]
     )
     web.run_app(app, host="127.0.0.1", port=int(port), print=None)

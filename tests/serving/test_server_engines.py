@@ -73,6 +73,7 @@ def run_file(tmp_path: Path) -> Path:
             "evaluation.own_engine",
             "needs one more server",
         ),
+        ([URLS, "inference.sleep=true"], "inference.sleep", "servers that the workers start"),
         (["inference.deterministic=true"], "inference.deterministic", "cannot repeat answers"),
         (["inference.args={port: 1}"], "inference.args.port", "the worker sets --port"),
         (["inference.args={max_num_seqs: 1}"], "inference.args.max_num_seqs", "set inference.slots instead"),
@@ -247,6 +248,38 @@ async def test_a_killed_server_is_started_again_and_no_token_is_lost_or_doubled(
         assert all(answers.tokens["a", sample] == right(120) for sample in range(6))
         assert process_of(tmp_path).pid != server.pid
         assert not child.is_running(), "a process of the lost server is left"
+
+
+async def memory_of(engine: Engine) -> list[str]:
+    server = engine._current_server()  # pyright: ignore[reportPrivateUsage]
+    return (await server.get("/state", deadline_s=patience()))["memory"]
+
+
+async def test_a_server_sleeps_until_a_swap_and_a_killed_one_is_replaced_by_one_that_sleeps(
+    tmp_path: Path,
+) -> None:
+    """The stand-in ends if a call comes in a wrong order."""
+    async with started(tmp_path, None, sleep=True, restarts=1) as (engine, answers):
+        for version in (0, 0, 1):
+            await engine.sleep()
+            await engine.sleep()
+            assert (engine.load().version, await memory_of(engine)) == (-1, [])
+            if version:
+                process_of(tmp_path).kill()  # the swap takes memory of the next server, which it has freed
+            await engine.swap(version_of(tmp_path / f"{version}-{len(answers.finish)}", version))
+            assert await memory_of(engine) == ["kv_cache", "weights"]
+            count = len(answers.finish)
+            engine.generate(request(f"{count}", 2, tokens=10))
+            await until(lambda count=count: len(answers.finish) == count + 2)
+            assert answers.tokens[f"{count}", 1] == right(10)
+            assert set(answers.versions[f"{count}", 1]) == {version}
+
+
+async def test_a_server_killed_when_it_goes_to_sleep_is_replaced_by_one_that_sleeps(tmp_path: Path) -> None:
+    async with started(tmp_path, sleep=True) as (engine, _):
+        process_of(tmp_path).kill()
+        await engine.sleep()
+        assert await memory_of(engine) == []
 
 
 async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     """The worker restarts a server that has samples to decode and sends nothing for this many seconds."""
     restarts: NonNegativeInt = 3
     """Maximum number of restarts of a lost server within ten minutes. After that the worker fails."""
+    may_sleep: ClassVar[bool] = True
     requirements: ClassVar[Path | None] = None
     """Folder with what `stretto engine install` installs: `gpu.txt` pins the server alone, `name==version`,
     and pip resolves the rest; `cpu.txt` pins all packages. None: there is no such command for this engine."""
@@ -157,6 +158,8 @@ def _check_attached(config: ServerEngineConfig) -> Iterator[Problem]:
             "inference.urls",
             f"names {len(config.urls)} server(s) for {config.replicas} replicas; expected one for each",
         )
+    if config.sleep:
+        yield Problem("inference.sleep", "needs servers that the workers start: remove inference.urls")
     for key in ("args", "env"):
         if getattr(config, key):
             yield Problem(

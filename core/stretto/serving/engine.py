@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import anyio
 import numpy as np
@@ -93,6 +93,7 @@ class ServerEngine(Streams, ABC):
         """Held while the engine swaps weights, scores, or replaces the server."""
         self._version = -1
         """The version that the server serves; -1 for none."""
+        self._asleep = False
         self._weight_files: _WeightFiles | None = None
         self._pauses: list[float] = []
 
@@ -131,6 +132,15 @@ class ServerEngine(Streams, ABC):
             WeightsError: if the weights do not fit; the server keeps its old weights.
             ServerLost: if the engine cannot know which weights the server has now.
         """
+
+    @abstractmethod
+    async def free_memory(self, server: Server) -> None:
+        """Make the server, which is idle, free the memory of weights and cache. Raise ServerLost if it does
+        not."""
+
+    @abstractmethod
+    async def take_memory(self, server: Server, part: Literal["weights", "kv_cache"]) -> None:
+        """Make the server, which sleeps, take the memory of a part again. Raise ServerLost if it does not."""
 
     @abstractmethod
     async def score(self, server: Server, text: ServerText) -> list[float]:
@@ -179,6 +189,25 @@ class ServerEngine(Streams, ABC):
         raise WeightsError(
             f"version {version} was given to {_LOADS} servers, and each was lost: {reason}", version=version
         )
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`. A server that is lost meanwhile is replaced by one that sleeps."""
+        async with self._control:
+            if self._asleep:
+                return
+            server, replaced = self._current_server(), self._replaced
+            self._asleep, self._version = True, -1
+            if self._weight_files is not None:
+                self._weight_files.drop()
+                self._weight_files = None
+            self._samples.hold()
+            try:
+                await self._samples.drain(server)
+                await self.free_memory(server)
+                return
+            except ServerLost as error:
+                server.distrust(f"at its sleep: {error}")
+        await replaced.wait()
 
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
@@ -236,7 +265,12 @@ class ServerEngine(Streams, ABC):
         self._samples.hold()
         try:
             await self._samples.drain(server)
+            if self._asleep:
+                await self.take_memory(server, "weights")
             hashes = await self._load_on(server, update, update.folder)
+            if self._asleep:
+                await self.take_memory(server, "kv_cache")
+                self._asleep = False
         except ServerLost as error:
             server.distrust(str(error))
             raise
@@ -403,7 +437,9 @@ class ServerEngine(Streams, ABC):
         self._restart_times.append(now)
 
     async def _reload(self, server: Server) -> None:
-        """Load the lost server's weights into a new server. If the files are gone, wait for the next swap."""
+        """Bring a new server into the lost one's state. If its weights are gone, wait for the next swap."""
+        if self._asleep:
+            await self.free_memory(server)
         if self._weight_files is None:
             return
         note, folder = self._weight_files.note, self._weight_files.folder

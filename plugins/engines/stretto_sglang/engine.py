@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio.to_thread
 import msgspec
@@ -102,6 +102,7 @@ class SglangEngine(ServerEngine):
         if self._reads_images:
             env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _MODELS}
         if config.gpus:
+            opts["--enable-memory-saver"] = bool(config.sleep)
             if config.share < 1:
                 opts["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
         else:
@@ -196,6 +197,20 @@ class SglangEngine(ServerEngine):
             raise ServerLost(f"it may have loaded a part of version {version}: {error.reason}") from error
         checksums = await self._read_checksums(server)
         return await anyio.to_thread.run_sync(self._checksums.hashes, update.hashes(), folder, checksums)
+
+    async def free_memory(self, server: Server) -> None:
+        """See `ServerEngine`. A server that is not idle would end."""
+        await self._change_memory(server, "release", ["weights", "kv_cache"])
+
+    async def take_memory(self, server: Server, part: Literal["weights", "kv_cache"]) -> None:
+        """See `ServerEngine`."""
+        await self._change_memory(server, "resume", [part])
+
+    async def _change_memory(self, server: Server, change: str, tags: Sequence[str]) -> None:
+        try:
+            await server.post(f"/{change}_memory_occupation", {"tags": tags}, deadline_s=_LOAD_S)
+        except ServerRefused as error:
+            raise ServerLost(str(error)) from error
 
     async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`."""

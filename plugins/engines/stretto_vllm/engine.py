@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
@@ -116,6 +116,7 @@ class VllmEngine(ServerEngine):
             "VLLM_NO_USAGE_STATS": "1",
         }
         if config.gpus:
+            opts["--enable-sleep-mode"] = bool(config.sleep)
             opts["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
             # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.
@@ -214,6 +215,20 @@ class VllmEngine(ServerEngine):
         except ServerRefused as error:
             raise ServerLost(str(error)) from error
         return self._hashes
+
+    async def free_memory(self, server: Server) -> None:
+        """See `ServerEngine`. At level 2, vLLM keeps no copy of the weights."""
+        await self._change_memory(server, "/sleep?level=2")
+
+    async def take_memory(self, server: Server, part: Literal["weights", "kv_cache"]) -> None:
+        """See `ServerEngine`."""
+        await self._change_memory(server, f"/wake_up?tags={part}")
+
+    async def _change_memory(self, server: Server, path: str) -> None:
+        try:
+            await server.post(path, deadline_s=_LOAD_S)
+        except ServerRefused as error:
+            raise ServerLost(str(error)) from error
 
     async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""
