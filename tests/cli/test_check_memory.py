@@ -113,6 +113,20 @@ def test_a_change_that_check_names_makes_the_run_fit() -> None:
     assert of_cluster == found
 
 
+def test_engines_that_sleep_leave_training_their_share() -> None:
+    """Half of 1.5 GiB is 0.75, all is 1.0, without the 0.5 that the engine's libraries keep."""
+    large = ("training.micro_batch_tokens=12288", "dataset.max_prompt_tokens=12000")
+    awake = on_gpu(*large, "inference.sleep=false", gib=1.5)
+    [found] = memory_problems(awake, limited=True)
+    assert "inference.sleep=true frees 0.25 GiB" in found.message
+    asleep = on_gpu(*large, "inference.sleep=auto", gib=1.5)
+    assert asleep.config.inference.sleep is True
+    assert not [*memory_problems(asleep, limited=True)]
+    assert [need.limit / GIB for need in asleep.needs] == [1.0, 0.75]
+    assert on_gpu("inference.sleep=auto", gib=2).config.inference.sleep is False, "it fits without"
+    assert on_gpu(*large, "inference.sleep=auto", gib=0.6).config.inference.sleep is False, "it never fits"
+
+
 def test_state_on_the_host_frees_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_changes, "_WORTH", 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -40,11 +41,11 @@ class Change(NamedTuple):
 def changes(assembly: Assembly, section: str) -> list[Change]:
     """Return changes of a section that free memory, the largest first. No change has an effect on what is
     learned, except `lora`, and `dtype` by rounding."""
-    before = _total(assembly)
+    before, size = _total(assembly), sum(need.number * need.size for need in assembly.needs)
     result: list[Change] = []
     for path, value in _candidates(assembly, section):
         after = _total(_changed(assembly, assembly.composed.with_value(path, value)))
-        if (freed := before - after) > _WORTH * before:
+        if (freed := before - after) > _WORTH * size:
             result.append(Change(path, value, freed))
     return sorted(result, key=lambda change: -change.freed)
 
@@ -72,7 +73,12 @@ def _changed(assembly: Assembly, composed: Composed) -> Assembly:
 
 
 def _total(assembly: Assembly) -> int:
-    return sum(need.number * need.size for need in assembly.needs)
+    """Return the bytes of all processes, less those of GPUs that they may use, where these are known."""
+    total = 0
+    for need in assembly.needs:
+        known = need.on_gpu and need.limit < math.inf
+        total += need.number * (need.size - (int(need.limit) if known else 0))
+    return total
 
 
 def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
@@ -90,6 +96,9 @@ def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}.lora", msgspec.convert(values, type(section)).lora
     if section.gpus and getattr(section, "may_be_on_host", False) and section.state == "device":
         yield f"{path}.state", "host"
+    engine = assembly.config.inference
+    if path != "inference" and section.gpus and engine.gpus and engine.may_sleep and not engine.sleep:
+        yield "inference.sleep", True
     if getattr(section, "gradient_checkpointing", True) is False:
         yield f"{path}.gradient_checkpointing", True
     tokens = max(SMALLEST_PASS, longest_sample(assembly.config, sampled=assembly.graph.samples))

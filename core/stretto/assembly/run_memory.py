@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.config import RunConfig
-from stretto.engine import HeldModel, Memory
+from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.launcher import Resources
 from stretto.machine.cores import available_memory, gpu_memory
 from stretto.models.files import folder_of_model, parameters_in
 
-__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host"]
+__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share"]
 
 SMALLEST_PASS = 512  # tokens of a micro-batch
 
@@ -53,6 +53,8 @@ def needs(
         held = _held(config, placement, group)
         if (memory := group.section.memory(held, longest)) is not None:
             limit = _limit(config, group.section, gpu_bytes)
+            if (share := training_share(config, group.section)) > group.section.share:
+                limit = _limit_in_turns(memory, limit, share / group.section.share)
             result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
             parameters = memory.parameters if [model.source for model in held] == [config.model] else 0
     section = config.inference
@@ -72,6 +74,19 @@ def longest_sample(config: RunConfig, *, sampled: bool) -> int:
     if not sampled:
         return config.dataset.max_tokens or 0
     return config.sampling.max_tokens + (config.dataset.max_prompt_tokens or 0)
+
+
+def training_share(config: RunConfig, section: TrainingConfig) -> float:
+    """Return the share of each GPU that a process of training may use: engines that sleep leave it theirs."""
+    engine = config.inference
+    lent = engine.share if engine.sleep and engine.gpus and section.gpus else 0.0
+    return min(1.0, section.share + lent)
+
+
+def _limit_in_turns(memory: Memory, own: float, factor: float) -> float:
+    """Return the bytes of training's turn. Between its turns, what it keeps must fit into its own share."""
+    kept = memory.size - memory.parts.get("activations", 0) + _LIBRARIES[True]
+    return own * factor - _LIBRARIES[True] if kept <= own else own
 
 
 def on_host(known: Sequence[Need]) -> int:

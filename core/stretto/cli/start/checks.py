@@ -464,6 +464,8 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
                 f"drawn from, and the engine {use!r} of `{path}` {what}; use these "
                 "options in `evaluation.sampling`, or another engine",
             )
+    if sampler.sleep and not sampler.may_sleep:
+        yield Problem("inference.sleep", f"engine {sampler.use!r} cannot free its device's memory; remove it")
     if sampling.temperature > _HIGH_TEMPERATURE:
         yield _warning(
             "sampling.temperature",

@@ -23,6 +23,7 @@ import structlog
 from stretto.algorithm import Call, Loss, Stateful
 from stretto.assembly.contracts import expect_contract
 from stretto.assembly.placement import group_of_worker, model_folder, split_call, split_groups
+from stretto.assembly.run_memory import training_share
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
 from stretto.bus.messages.base import Message
@@ -222,7 +223,7 @@ class TrainerWorker:
         context, group = self._context, self._group
         config, model = context.composed.config, self._graph.models[name]
         settings, source = config.models.get(name), config.source_of(name)
-        section = group.section
+        section = msgspec.structs.replace(group.section, share=training_share(config, group.section))
         if settings is not None and settings.lr is not None:
             section = msgspec.structs.replace(section, lr=settings.lr)
         lora = section.lora if isinstance(section, ModelTrainingConfig) else None
@@ -391,6 +392,10 @@ class TrainerWorker:
             for store in self._stores:
                 store.end()
             self._keep_note(message.needed)
+            if self._context.composed.config.inference.sleep and self._group.section.gpus:
+                import torch
+
+                torch.cuda.empty_cache()  # engines that wake on this device need the room
             self._version += 1
             if self._publication is not None:
                 self._note = self._publication.begin(self._version, message.needed)
