@@ -43,6 +43,7 @@ __all__ = [
     "Load",
     "PartlyFrozenEngine",
     "Sampling",
+    "SleepingEngine",
     "SwapReport",
     "TrainingConfig",
     "TrainingEngine",
@@ -176,6 +177,13 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     sends_kept_tokens: ClassVar[bool] = False
     """Whether the engine sends `Chunk.kept`, and reports logprobs of the distribution that it really draws
     from, also under `logit_bias`."""
+    sleep: bool | Literal["auto"] = False
+    """Let generation and training take turns, for engines that share a device with the trainer. The engines
+    sample (`queue.max_staleness` + 1) batches and the rows of due evaluations, then free the memory of
+    weights and cache while the trainer trains these batches. `auto` does so if both use the same GPUs and
+    their memory does not suffice otherwise."""
+    may_sleep: ClassVar[bool] = False
+    """Whether the engine is a `SleepingEngine`."""
     deterministic: bool = False
     """Give bitwise identical answers, whatever other requests the engine serves. This costs some speed. The
     first start of an engine tests what the processor needs for this, which takes up to some minutes. The
@@ -384,6 +392,20 @@ class VisionEngine(InferenceEngine, Protocol):
 
         Args:
             images: files of the images that every sequence has, in the order of their places.
+        """
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(InferenceEngine, Protocol):
+    """An inference engine that can give back the memory of its device, for `InferenceConfig.sleep`."""
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and cache. Return when it is free. Called without unfinished requests,
+        from `start` on, also for an engine that sleeps already.
+
+        The engine then serves no version, as before its first `swap`, until the next `swap` has loaded all
+        weights again.
         """
         ...
 

@@ -20,6 +20,7 @@ def small(seed: int, faults: int | None = None) -> Tape:
     rng = Random(f"small {seed}")
     run = _run(rng, steps=10, engines=2, rollouts=1, verifiers=1) | _workflow(f"small {seed}")
     _give_own_engine(run, f"small {seed}")
+    _let_sleep(run, f"small {seed}")
     return _tape(small, seed, run, draw(rng, _number(rng, faults), 7.5))
 
 
@@ -29,6 +30,7 @@ def large(seed: int, faults: int | None = None) -> Tape:
     run = _run(rng, steps=25, engines=3, rollouts=2, verifiers=2) | _workflow(f"large {seed}")
     run["queue"]["batch_size"] = 8
     _give_own_engine(run, f"large {seed}")
+    _let_sleep(run, f"large {seed}")
     return _tape(large, seed, run, draw(rng, _number(rng, faults), 18.0))
 
 
@@ -61,6 +63,12 @@ def _give_own_engine(run: dict[str, Any], name: str) -> None:
     if "evaluation" in run and Random(f"engine {name}").random() < 0.5:
         run["evaluation"]["own_engine"] = True
         run["inference"]["replicas"] -= 1
+
+
+def _let_sleep(run: dict[str, Any], name: str) -> None:
+    """Let generation and training take turns in a quarter of the universes."""
+    if Random(f"sleep {name}").random() < 1 / 4:
+        run["inference"]["sleep"] = True
 
 
 def _number(rng: Random, faults: int | None) -> int:

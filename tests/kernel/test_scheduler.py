@@ -107,6 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             evaluation_every=st.integers(0, 2),
             evaluation_pace=st.sampled_from([0.0, 0.3, 2.0]),
             max_divergence=st.sampled_from([None, 0.01]),
+            alternates=st.booleans(),
             variants=st.just({"a": 1.0, "b": 3.0}),
         )
     )
@@ -471,11 +472,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, size, reason = self.scheduler, self.settings.batch_size, self.scheduler.waits_for
         assert reason is not None
         match reason.kind:
+            case "groups" if self.settings.alternates:
+                assert scheduler.tickets.unfinished
             case "groups":
                 assert len(scheduler.tickets.finished) < size
             case "evaluation":
-                ends = scheduler.version == self.settings.steps
-                assert ends or len(scheduler.evaluation.needed_versions) == 2
+                ends = scheduler.version == self.settings.steps or self.settings.alternates
+                needed = scheduler.evaluation.needed_versions
+                assert needed if ends else len(needed) == 2
             case kind:
                 assert kind == "late_ticket"
                 assert self.settings.on_late == "wait"
@@ -493,6 +497,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             ticket.deadline < self.scheduler.version + 1 + place // self.settings.batch_size
             for place, ticket in enumerate(left)
         )
+
+    @invariant()
+    def engines_sleep_only_while_nothing_needs_them(self) -> None:
+        scheduler = self.scheduler
+        assert scheduler.engines_sleep == (self.settings.alternates and bool(self.training or self.holds))
+        if scheduler.engines_sleep:
+            assert not scheduler.tickets.unfinished
+            assert scheduler.evaluation.under_way is None
 
     @invariant()
     def at_most_one_evaluation_waits(self) -> None:

@@ -34,6 +34,7 @@ from stretto_torch.prefixes import Prefixes
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
 from stretto_torch.size_classes import SizeClasses
+from stretto_torch.sleep import Resident
 from torch_engine import make_model
 
 # ------------------------------------------------------------------------- shapes, size classes, the pool
@@ -487,3 +488,19 @@ def test_fixed_shapes_give_the_same_answers() -> None:
         free = answers(fixed=False)
         assert answers(fixed=True) == free
     assert {name: len(tokens) for name, tokens in free.items()} == {f"{i}": 5 + 4 * i for i in range(30)}
+
+
+def test_memory_that_is_freed_is_the_systems_and_comes_back_as_zeros() -> None:
+    """Of memory that torch or numpy allocated, whole or as a part, and of weights that a file holds."""
+    size = 2**24
+    tensors = [torch.ones(size), torch.from_numpy(np.ones(size, np.float32))[5:], torch.ones(2, size)[1]]
+    resident, views = Resident([*tensors, tensors[0][7:], torch.ones(3)]), [t[:size:99] for t in tensors]
+    before = psutil.Process().memory_full_info().pss
+    resident.free()
+    freed = before - psutil.Process().memory_full_info().pss
+    assert freed == pytest.approx(4 * 4 * size, rel=0.01)
+    resident.restore()
+    for tensor, view in zip(tensors, views, strict=True):
+        assert not view[20:-20].any()  # a page may be shared with other memory at both ends
+        tensor.fill_(2)
+        assert (view == 2).all()

@@ -15,6 +15,8 @@ from commands import called
 from stretto.errors import ConfigError, RunError
 from stretto.simulation import Fault, Outcome, Tape, describe, run_tape, search, shrink, tapes_of
 from stretto.simulation.oracles import PLANTED
+from stretto_mock.inference import MockInference
+from stretto_mock.training import MockTraining
 from universes import small
 
 RUN = """\
@@ -278,3 +280,36 @@ def test_wrong_arguments(run_file: Path, arguments: list[str], message: str) -> 
     file = [str(run_file)] if "--replay" not in arguments else []
 
     assert message in simulate(run_file.parent, *file, *arguments, status=2)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_no_engine_has_weights_during_a_step_if_engines_sleep(
+    staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[MockInference] = []
+    train, make = MockTraining.train, MockInference.__init__
+
+    def watched(self: MockTraining, *args: Any, **kwargs: Any) -> Any:
+        with (tmp_path / "steps").open("a") as file:  # a universe is a process of its own
+            file.write(f"{len(engines)} engines, {sum(each.load().version >= 0 for each in engines)} awake\n")
+        return train(self, *args, **kwargs)
+
+    def made(self: MockInference, *args: Any) -> None:
+        engines.append(self)
+        make(self, *args)
+
+    monkeypatch.setattr(MockTraining, "train", watched)
+    monkeypatch.setattr(MockInference, "__init__", made)
+    tape, evaluation = small(3), {"every": 2, "rows": 4, "own_engine": True}
+    queue = {**tape.run["queue"], "max_staleness": staleness}
+    models, seen = list[str](), list[set[str]]()
+    for sleep in (True, False):
+        inference = {**tape.run["inference"], "sleep": sleep}
+        models.append(completed(tape, queue=queue, inference=inference, evaluation=evaluation).model)
+        seen.append(set((tmp_path / "steps").read_text().splitlines()))
+        (tmp_path / "steps").unlink()
+
+    assert seen[0] == {"3 engines, 0 awake"}
+    assert seen[1] <= {"3 engines, 2 awake", "3 engines, 3 awake"}
+    if not staleness:
+        assert models[0] == models[1]

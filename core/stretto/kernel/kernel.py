@@ -356,7 +356,11 @@ class Kernel:
     def _demand(self) -> Demand:
         scheduler, rounds = self._scheduler, self._scheduler.evaluation
         resting = scheduler.tickets.resting or not self._setup.graph.samples
-        return Demand(rounds.under_way, rounds.needed_versions, resting, scheduler.version == 0)
+        return Demand(
+            *(rounds.under_way, rounds.needed_versions, resting),
+            untrained=scheduler.version == 0,
+            asleep=scheduler.engines_sleep,
+        )
 
     async def _do(self, command: Command) -> None:
         match command:

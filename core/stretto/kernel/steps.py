@@ -80,6 +80,11 @@ class Steps:
 
     async def train(self, start: StartBatch) -> None:
         """Train a batch. Publish its weights during the next step, unless samples for that step need them."""
+        alternates = self._scheduler.settings.alternates
+        if alternates:
+            self._setup.waits.lacks(Cause("swap", start.version))
+            await self._engines.until_asleep()
+            self._setup.waits.lacks(None)
         waits = self._setup.waits.end()
         self.under_way = refs_of(start.groups)
         version, config = start.version + 1, self._setup.config
@@ -87,6 +92,7 @@ class Steps:
         must_save |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         # Rows of a dataset have no version: the next step does not wait for the weights of this step.
         publishes_later = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
+        publishes_later &= not alternates  # engines that wake load the newest weights, and no others
 
         async def run_step() -> tuple[StepResult, float, float, WeightsNote | None]:
             result, busy_s = await self._run_calls(start)

@@ -148,6 +148,27 @@ class SwapTests:
             assert (sample.finish, set(sample.versions)) == ("length", {now + 1})
             served.assert_own_logprobs(needy, sample)
 
+    def test_an_engine_that_slept_serves_what_the_next_swap_loads(
+        self, under_test: ComponentUnderTest, models: tuple[TinyModel, TinyModel], tmp_path: Path
+    ) -> None:
+        """The same weights too, of which nothing is left, and without what it knew of a prompt."""
+        if not under_test.config.may_sleep:
+            pytest.skip("its section does not say `may_sleep`")
+        engine = self.serving(under_test, models[0].folder, tmp_path / "run", sleep=True)
+        prompt = request(400).prompt_ids.numpy().tolist()
+        with engine.running() as served:
+            for number in (0, 0, 1):
+                served.sleep()
+                served.sleep()
+                assert served.load().version == -1
+                report = served.swap(models[number].reference)
+                assert report.digest == digest_of(hashes_of(models[number].reference.tensors()).items())
+                query = request(prompt, n=2, max_tokens=5)
+                served.ask(query)
+                for sample in served.finished(query):
+                    assert set(sample.versions) == {served.version}
+                    served.assert_own_logprobs(query, sample)
+
     @needs_model
     @pytest.mark.parametrize("fault", ["missing", "shape", "unknown"])
     def test_weights_that_do_not_fit_leave_the_old_ones(

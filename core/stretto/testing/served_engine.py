@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 import numpy as np
@@ -18,7 +18,16 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numpy.typing import NDArray
 
 from stretto.array import Array
-from stretto.engine import Chunk, Finish, GenerateRequest, InferenceEngine, Load, Sampling, SwapReport
+from stretto.engine import (
+    Chunk,
+    Finish,
+    GenerateRequest,
+    InferenceEngine,
+    Load,
+    Sampling,
+    SleepingEngine,
+    SwapReport,
+)
 from stretto.errors import EngineError, one_job
 from stretto.models.digest import tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
@@ -134,6 +143,10 @@ class ServedEngine:
         """Return the engine's logprobs of given sequences."""
         arrays = [np.array(sequence, np.int32) for sequence in sequences]
         return self._portal.call(self.engine.logprobs, arrays)
+
+    def sleep(self) -> None:
+        """Put the engine to sleep, once it has ended all requests."""
+        self._portal.call(cast("SleepingEngine", self.engine).sleep)
 
     def swap(self, reference: Reference | NoModel) -> SwapReport:
         """Make the engine serve the weights of a model as the next version."""

@@ -37,7 +37,14 @@ from stretto.bus.messages.inference import (
     SwapDone,
 )
 from stretto.bus.messages.membership import Heartbeat, WorkerProcess
-from stretto.engine import Chunk, GenerateRequest, InferenceEngine, SwapReport, VisionEngine
+from stretto.engine import (
+    Chunk,
+    GenerateRequest,
+    InferenceEngine,
+    SleepingEngine,
+    SwapReport,
+    VisionEngine,
+)
 from stretto.errors import BusError, EngineError, WeightsError
 from stretto.machine import clock
 from stretto.models.digest import differing_names, digest_of
@@ -120,6 +127,8 @@ class InferenceWorker:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 await engine.start(self._emit, tasks)
+                if context.composed.config.inference.sleep:
+                    await self._sleep()  # it may be training's turn
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)
                 await self._bus.subscribe(context.subject("generate"), Generate, self._generate)
@@ -267,6 +276,9 @@ class InferenceWorker:
         async with self._swapping:
             if self._served is not None and order <= self._order:
                 return self._served
+            if message.note is None:
+                self._order, self._served = order, await self._sleep()
+                return self._served
             audience = message.note.version if message.exact else None
             result = await self._load_version(message.note, audience)
             if result.fault:
@@ -276,6 +288,13 @@ class InferenceWorker:
             # The error matters for training only, so it is not measured on the weights of an evaluation.
             self._served = result if message.exact else await self._measure_engine_error(result, message)
             return self._served
+
+    async def _sleep(self) -> SwapDone:
+        """Drop unfinished requests, which nobody waits for any more, and free the engine's device."""
+        self._drop_other_audiences("nobody")
+        self._note = None
+        await cast("SleepingEngine", self._engine).sleep()
+        return SwapDone(SwapReport(-1, "", 0.0))
 
     def _drop_other_audiences(self, audience: Audience) -> None:
         """Drop unfinished requests of another audience, and accept none until the weights are loaded."""

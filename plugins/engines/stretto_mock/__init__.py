@@ -6,6 +6,7 @@ They have no model. Answers are random tokens of random length, or texts from a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 from stretto import Component, InferenceConfig, Problem, TrainingConfig, hookimpl
 from stretto.component import Importable, NonNegativeFloat, PositiveFloat, PositiveInt
@@ -30,6 +31,8 @@ class MockTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkno
 
 class MockInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the inference engine `mock`."""
+
+    may_sleep: ClassVar[bool] = True
 
     tokens_per_s: PositiveFloat = 10_000.0
     """Tokens per second with all slots busy. Each slot has an equal part of this speed, even if others are

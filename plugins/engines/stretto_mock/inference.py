@@ -98,6 +98,12 @@ class MockInference:
         self._pauses.append(time.monotonic() - started_at if self._config.swap_s else 0.0)
         return SwapReport(self._version, update.note.digest, self._pauses[-1])
 
+    async def sleep(self) -> None:
+        """Serve no version until the next swap; there is no memory to free."""
+        if self._intake.waiting or self._running:
+            raise EngineError("the engine was put to sleep with unfinished requests")
+        self._version = -1
+
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
     ) -> list[NDArray[np.float32]]:

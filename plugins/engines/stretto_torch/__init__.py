@@ -37,6 +37,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     """
 
     may_be_doubled: ClassVar[bool] = True
+    may_sleep: ClassVar[bool] = True
     sends_kept_tokens: ClassVar[bool] = True
 
     slots: PositiveInt | None = None

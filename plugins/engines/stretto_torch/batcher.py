@@ -21,6 +21,7 @@ from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
 from stretto_torch.images import PromptImages
 from stretto_torch.model import LoadedModel
+from stretto_torch.sleep import Resident
 from stretto_torch.slot_sample import SlotSample
 from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
 
@@ -64,6 +65,7 @@ class Batcher:
             SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
         )
         """All unfinished samples. Call `step` at `intake.next_deadline` even if `busy` is False."""
+        self._resident = Resident([*model.targets.tensors, *model.decoder.cache.layers])
         self._chunks: list[Chunk] = []
         # Time of the end of the last step; None if no sample remained, or a swap or `logprobs` came after it.
         self._decoding_since: float | None = None
@@ -113,6 +115,7 @@ class Batcher:
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on. Return the duration in seconds."""
         start, self._decoding_since = monotonic(), None
+        self._resident.restore()
         self.model.targets.load(tensors)
         self.version = version
         ahead = [sample for sample in self.slots.running if sample.request.min_version > version]
@@ -126,6 +129,14 @@ class Batcher:
         self.figures.pause_s += pause_s
         self.figures.pause_max_s = max(self.figures.pause_max_s, pause_s)
         return pause_s
+
+    def sleep(self) -> None:
+        """Serve no version, and free the memory of weights and cache, until `swap` gets all tensors."""
+        self._end_all(self.intake, "abort")
+        self.version = -1
+        self.intake.serve(-1)
+        self.model.targets.unpack()
+        self._resident.free()
 
     # -------------------------------------------------------------------------------- state and steps
 

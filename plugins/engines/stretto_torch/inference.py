@@ -82,11 +82,16 @@ class _ScoreCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class _SleepCommand:
+    done: Future[None] = field(default_factory=Future[None])
+
+
+@dataclass(frozen=True, slots=True)
 class _Stop:
     pass
 
 
-_Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _Stop
+_Command = _GenerateCommand | _AbortCommand | _SwapCommand | _ScoreCommand | _SleepCommand | _Stop
 
 
 class TorchInferenceEngine:
@@ -162,6 +167,14 @@ class TorchInferenceEngine:
         with anyio.CancelScope(shield=True):
             await asyncio.wait([report])
         return report.result()
+
+    async def sleep(self) -> None:
+        """See `SleepingEngine`."""
+        if self._ended.is_set():
+            raise self._failure or EngineError("the torch inference engine was stopped")
+        command = _SleepCommand()
+        self._commands.put(command)
+        await asyncio.wrap_future(command.done)
 
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
@@ -264,6 +277,8 @@ class TorchInferenceEngine:
                 command.report.set_exception(error)
             elif isinstance(command, _ScoreCommand) and command.scores.set_running_or_notify_cancel():
                 command.scores.set_exception(error)
+            elif isinstance(command, _SleepCommand) and command.done.set_running_or_notify_cancel():
+                command.done.set_exception(error)
 
     # ---------------------------------------------------------------------- in the compute thread
 
@@ -329,6 +344,11 @@ class TorchInferenceEngine:
                         self._swaps_due.append(command)
                     case _ScoreCommand():
                         self._score(batcher, command)
+                    case _SleepCommand(done):
+                        batcher.sleep()
+                        self._held = {}
+                        if done.set_running_or_notify_cancel():
+                            done.set_result(None)
                     case _Stop():
                         self._end_swaps(EngineError("the torch inference engine was stopped"))
                         _log_totals(batcher)

@@ -34,10 +34,14 @@ class Linear:
         self._onednn = onednn and weight.numel() >= _WORTHWHILE
         self._packed: Tensor | None = None
 
+    def unpack(self) -> None:
+        """Drop the packed copy of the weight."""
+        self._packed = None
+
     def pack(self) -> None:
         """Make the packed copy of the weight, if oneDNN computes its products."""
         if self._onednn:
-            self._packed = None  # one copy at a time
+            self.unpack()  # one copy at a time
             reorder: Any = torch.ops.mkldnn._reorder_linear_weight
             self._packed = reorder(self._weight, _PACKED_FOR)
 

@@ -36,6 +36,16 @@ class Targets:
     """Additional names that a checkpoint may hold, for tensors that share memory with one of `by_name`."""
     products: Sequence[Linear] = ()
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The decoder's own weights, of which some may share memory."""
+        return [target.into for target in self.by_name.values()]
+
+    def unpack(self) -> None:
+        """Drop the packed copies of weights until the next `load`."""
+        for product in self.products:
+            product.unpack()
+
     def renamed(self, names: Mapping[str, str]) -> Targets:
         """Return the same targets with new names. `names`: old name -> new name, for names that change."""
         by_name = {names.get(name, name): target for name, target in self.by_name.items()}

@@ -77,13 +77,14 @@ class Abort(Message, frozen=True):
     request: str
 
 
-class Swap(Message, frozen=True, tag="Swap/2"):
-    """Kernel to inference worker, answered by `SwapDone`: serve this version."""
+class Swap(Message, frozen=True, tag="Swap/3"):
+    """Kernel to inference worker, answered by `SwapDone`: serve this version, or none."""
 
     lease_epoch: int
     number: int
     """Number of the swap, which always rises. The version may fall: to the version of an evaluation."""
-    note: WeightsNote
+    note: WeightsNote | None
+    """None: answer nobody, and sleep (`SleepingEngine`) until the next swap."""
     exact: bool = False
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
     trainer: WorkerProcess | None = None

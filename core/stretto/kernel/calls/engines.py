@@ -1,4 +1,5 @@
-"""Keeps each engine at the newest weights, or at the weights of the evaluation that the engine is lent to.
+"""Keeps each engine at the newest weights, at the weights of the evaluation that the engine is lent to, or
+asleep.
 
 Rollout workers hear of an engine only when it serves the right weights. The run fails if an engine serves
 other weights than announced or, with `inference.canary.on_drift: stop`, drifts too far from the trainer. The
@@ -62,6 +63,9 @@ class Engines:
         """Rank 0 of the lead group; None while trainers are lost."""
         self.note: WeightsNote | None = None
         self._announced = anyio.Event()
+        self._awake: set[str] = set()
+        """The workers that have, or may get, weights on their device."""
+        self._rested = anyio.Event()
         self.notes: dict[int, WeightsNote] = {}
         """Version -> note, of the newest version and of versions that evaluations need."""
 
@@ -108,6 +112,7 @@ class Engines:
             self._news.pop(member.worker).set()
             self._swaps.pop(member.worker, None)
             self._waits.gone(member.worker)
+            self._rests(member.worker)
         self._look_at_lending_in_use()
 
     def _notify_engines(self) -> None:
@@ -143,6 +148,16 @@ class Engines:
             with anyio.move_on_at(next_look):
                 await news.wait()
 
+    async def until_asleep(self) -> None:
+        """Wait until all engines sleep. They do so while the demand says it."""
+        while self._awake:
+            await self._rested.wait()
+
+    def _rests(self, worker: str) -> None:
+        self._awake.discard(worker)
+        self._rested.set()
+        self._rested = anyio.Event()
+
     async def keep_current(self, member: FleetMember) -> None:
         """Swap one worker to its target weights until the worker is gone. Outdated versions are skipped."""
         failures = 0
@@ -169,13 +184,19 @@ class Engines:
                 failures = failures + 1 if self._target(member) == target and self.trainer else 0
                 # After a failed swap to or from an evaluation, the worker answers no request.
                 served = None
-                log.warning("swap failed", worker=member.worker, version=note.version, error=str(error))
+                aim = f"serve version {note.version}" if note else "sleep"
+                log.warning("swap failed", worker=member.worker, aim=aim, error=str(error))
                 if failures == _TRIES:
-                    raise RunError(f"{member.worker} cannot serve version {note.version}: {error}") from error
+                    raise RunError(f"{member.worker} cannot {aim}: {error}") from error
                 await anyio.sleep(0.2 * max(1, failures))
                 continue
             if not self._is_present(member):
                 return  # the worker was lost before its answer came
+            if note is None:
+                failures, served, member.callable = 0, _served_by(target), False
+                self._rests(member.worker)
+                self.on_callable(member)
+                continue
             are_new = served is None or served[:2] != (note.version, note.digest)
             if are_new:
                 self.on_swapped(member.worker, done)
@@ -213,16 +234,24 @@ class Engines:
         self._mean_busy_s += added_s / max(1, len(members))
         return self._mean_busy_s
 
-    def _target(self, member: FleetMember) -> tuple[WeightsNote, bool] | None:
-        """Return the weights that a worker must serve, and whether only an evaluation may use the worker."""
+    def _target(self, member: FleetMember) -> tuple[WeightsNote | None, bool] | None:
+        """Return the weights that a worker must serve, None to sleep; and whether only an evaluation may use
+        the worker."""
+        if self._demand.asleep:
+            return None, False
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None and not member.is_evaluator else None
 
-    async def _swap(self, member: FleetMember, note: WeightsNote, *, exact: bool) -> SwapDone | None:
+    async def _swap(self, member: FleetMember, note: WeightsNote | None, *, exact: bool) -> SwapDone | None:
         """Swap a worker to these weights. Return None if the weights are published again meanwhile."""
-        if exact and not member.is_evaluator:  # it serves no training request until the next swap
-            self._waits.away(member.worker, Cause("evaluation", note.version))
+        if note is not None:
+            self._awake.add(member.worker)
+        if (exact or note is None) and not member.is_evaluator:
+            # It serves no training request until the next swap.
+            newest = self.note.version if self.note else -1
+            cause = Cause("evaluation", note.version) if note else Cause("swap", newest + 1)
+            self._waits.away(member.worker, cause)
         with anyio.CancelScope() as self._swaps[member.worker]:
             done = await self._bus.request(
                 self._names.worker("inference", member.worker, member.nonce, "swap"),
@@ -240,7 +269,7 @@ class Engines:
         return self._fleet.members.get(member.worker) is member
 
 
-def _served_by(target: tuple[WeightsNote, bool]) -> tuple[int, str, bool]:
+def _served_by(target: tuple[WeightsNote | None, bool]) -> tuple[int, str, bool]:
     """Return what identifies served weights: not their address, which changes at another publication."""
     note, exact = target
-    return note.version, note.digest, exact
+    return (note.version, note.digest, exact) if note else (-1, "", exact)

@@ -22,6 +22,8 @@ class SchedulerSettings:
     max_staleness: int
     """η."""
     rows: int
+    alternates: bool = False
+    """Whether generation and training take turns on one device (`InferenceConfig.sleep`)."""
     max_divergence: float | None = None
     """Bound of the divergence gate, in nats per token; None turns the gate off."""
     group_size: int = 1

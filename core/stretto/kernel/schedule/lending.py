@@ -29,6 +29,8 @@ class Demand:
     """Whether training needs no engine now."""
     untrained: bool = False
     """Whether no step has been trained yet."""
+    asleep: bool = False
+    """Whether the engines must sleep: training has its turn on their device."""
 
 
 class Lending:

@@ -17,6 +17,9 @@ die:
 - `restore` of a snapshot and the events that followed it give the same state and the same commands as before.
 - Every due evaluation is done once, in the order of versions, on tokens of exactly its version. At most one
   evaluation waits for another: a step that would make one more evaluation due waits too.
+- Where generation and training alternate, no ticket is unfinished while a batch is trained. Generation's turn
+  ends when all tickets that may be in flight are finished and no evaluation is due, training's turn when no
+  further batch can start.
 
 With n open tickets, an event costs O(η + log n) on average, plus the commands that it leads to. Only what
 happens once in a kernel's life or once a checkpoint looks at all of them: `restore`, `fit`, `start` and
@@ -124,6 +127,8 @@ class Snapshot(msgspec.Struct):
     again: list[tuple[int, int]] = []
     held: bool = False
     closing: bool = False
+    generating: bool = True
+    """Whether it is generation's turn; always, unless generation and training alternate."""
     waits_for: Cause | None = None
     setbacks: Setbacks = msgspec.field(default_factory=Setbacks)
     health: Health = msgspec.field(default_factory=Health)
@@ -189,6 +194,7 @@ class Scheduler:
         self._phase: Phase = "new"
         self._closing = False
         self._held = False
+        self._generating = True
         self._gate = DivergenceGate(settings.max_staleness)
 
     # ------------------------------------------------------------------------------------- views
@@ -200,6 +206,11 @@ class Scheduler:
     @property
     def training(self) -> bool:
         return bool(self.tickets.batch)
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether it is training's turn on the device that it shares with the engines."""
+        return not self._generating and self._phase == "training"
 
     @property
     def staleness_limit(self) -> int:
@@ -232,6 +243,7 @@ class Scheduler:
             again=list(self.draws.repeats),
             held=self._held,
             closing=self._closing,
+            generating=self._generating,
             waits_for=self.waits_for,
             setbacks=copy.deepcopy(self._setbacks),
             health=copy.deepcopy(self._health),
@@ -280,6 +292,7 @@ class Scheduler:
         self.version = snapshot.version
         self._phase = snapshot.phase
         self._held, self._closing = snapshot.held, snapshot.closing
+        self._generating = snapshot.generating or not self.settings.alternates
         self.waits_for = snapshot.waits_for
         self._setbacks = copy.deepcopy(snapshot.setbacks)
         self._health, self.failure = copy.deepcopy(snapshot.health), snapshot.failure
@@ -481,7 +494,7 @@ class Scheduler:
         if self._phase == "training":
             self._start_batch()
             self._admit()
-            if not self._closing:  # last, so that the next batch is not delayed by the many tickets
+            if self._generating and not self._closing:  # last, as its many tickets would delay the batch
                 evaluation.begin_next()
             if self.version == self.settings.steps and not evaluation.needed_versions and not self._held:
                 self._phase = "ending"
@@ -499,7 +512,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         room, admitted = self.room, list[OpenTicket]()
-        while len(self.tickets.open) < room and not self._closing:
+        while len(self.tickets.open) < room and self._generating and not self._closing:
             admitted.append(self._open_next())
         self._issue(admitted)
 
@@ -572,21 +585,36 @@ class Scheduler:
     # -------------------------------------------------------------------------------- the batches
 
     def _start_batch(self) -> None:
-        """Start a batch if enough groups are finished, and if every deadline can still be met afterwards."""
+        """Start a batch if one can start; without one, it is generation's turn."""
         if self.training or self._held:
             return
+        can_start = self._can_start()
+        if self.settings.alternates and not self._closing:
+            self._generating = not can_start
+        if can_start:
+            self._commands.append(self._train(self.tickets.finished.pop(self.settings.batch_size)))
+
+    def _can_start(self) -> bool:
+        """Return whether enough groups are finished, and every deadline can still be met after a batch."""
         needed = self.evaluation.needed_versions
         is_last = self.version == self.settings.steps
         self.waits_for = Cause("evaluation", needed[0]) if is_last and needed else None
         if self._closing or is_last:
-            return
+            return False
         if len(self.tickets.finished) < self.settings.batch_size:
             self.waits_for = Cause("groups")
-            return
+            return False
+        if self._generating and self.settings.alternates:
+            if self.tickets.unfinished or len(self.tickets.open) < self.room:
+                self.waits_for = Cause("groups")
+                return False
+            if needed:
+                self.waits_for = Cause("evaluation", needed[0])
+                return False
         while (late := self.tickets.blocking(self.version)) is not None:
             if self.settings.on_late == "wait":
                 self.waits_for = Cause("late_ticket", late.id)
-                return
+                return False
             if late.attempt:
                 self._commands.append(Withdraw("train", late.id, late.attempt))
             self._retire(late, "expired", f"due at version {self.version} and unfinished")
@@ -594,8 +622,8 @@ class Scheduler:
                 self.draws.repeats.append((late.row, late.drops + 1))  # for a new ticket with this row
         if self.evaluation.must_hold_back(self.version + 1):
             self.waits_for = Cause("evaluation", needed[0])
-            return
-        self._commands.append(self._train(self.tickets.finished.pop(self.settings.batch_size)))
+            return False
+        return True
 
     def _train(self, ids: Iterable[int]) -> StartBatch:
         tickets = self.tickets.train(ids)
