@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,3 +163,12 @@ def test_weights_that_do_not_fit_into_shared_memory_are_found(monkeypatch: pytes
     assert (severity, "--shm-size" in message) == ("environment", True)
     assert "weights" not in problems("training.dtype=bfloat16")
     assert "weights" not in problems("weights.folder=/tmp")
+
+
+def test_padded_rows_are_said(tmp_path: Path) -> None:
+    model = shutil.copytree(QUICKSTART / "model", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    kinds = ["sliding_attention"] * config["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(config | {"layer_types": kinds, "sliding_window": 16}))
+    table = "\n".join(memory_lines(assembled(f"model={model}")))
+    assert "training: micro-batches of 4096 tokens in padded rows" in table

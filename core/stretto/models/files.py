@@ -16,6 +16,7 @@ __all__ = [
     "end_tokens_in",
     "fetch_config",
     "folder_of_model",
+    "is_hybrid",
     "known_config",
     "modelling_imports",
     "positions_of",
@@ -72,6 +73,13 @@ def positions_of(model: str | None) -> int | None:
     return config.get("max_position_embeddings", config.get("n_positions"))
 
 
+def is_hybrid(model: str | None) -> bool:
+    """Return whether a model's config names layers other than full attention."""
+    text = text_config(model)
+    recurrent = any(word in key for key in text for word in ("mamba", "ssm", "linear_"))
+    return recurrent or not set(text.get("layer_types") or ()) <= {"full_attention"}
+
+
 def cache_bytes(model: str | None, item: int) -> int:
     """Return the bytes of a token's keys and values, with `item` bytes a number; 0 if a model's config does
     not say it, or has layers other than full attention."""
@@ -79,9 +87,7 @@ def cache_bytes(model: str | None, item: int) -> int:
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     layers, kv_heads = text.get("num_hidden_layers"), text.get("num_key_value_heads") or heads
     size = text.get("head_dim") or (hidden // heads if heads and hidden else None)
-    hybrid = not set(text.get("layer_types") or ()) <= {"full_attention"}
-    recurrent = any(word in key for key in text for word in ("mamba", "ssm", "linear_"))
-    if not layers or not kv_heads or not size or hybrid or recurrent:
+    if not layers or not kv_heads or not size or is_hybrid(model):
         return 0
     return 2 * layers * kv_heads * size * item
 

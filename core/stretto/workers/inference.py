@@ -294,6 +294,7 @@ class InferenceWorker:
         self._drop_other_audiences("nobody")
         self._note = None
         await cast("SleepingEngine", self._engine).sleep()
+        log.info("asleep")
         return SwapDone(SwapReport(-1, "", 0.0))
 
     def _drop_other_audiences(self, audience: Audience) -> None:
