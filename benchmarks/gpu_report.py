@@ -12,7 +12,7 @@ The most valuable parts come first, since the last ones are left out when the ti
   sequence and by varlen;
 - `lora`: the same with adapters and a base in bfloat16;
 - `host`: steps with float32 weights and the optimizer in the host's memory;
-- `decoding`: an engine whose slots are full from the first token to the last;
+- `decoding`: an engine whose slots are full from the first token to the last, without and with CUDA graphs;
 - `memory`: what `stretto check` predicts for four trainers, beside the most that torch has allocated;
 - `collective`: a run with both on the GPU. `auto` has to choose gloo there, and `nccl` has to be refused.
 
@@ -76,7 +76,7 @@ ROOM = 64
 PEAKS = {"B200": 2250, "H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "A10": 125, "4090": 165}
 """TFLOP/s of dense products in bfloat16, as the maker says, by a word of the device's name."""
 COMMON: dict[str, Any] = {"dtype": "bfloat16", "gpus": int(HAS_GPU)}
-DECODERS: dict[str, dict[str, Any]] = {"plain": {}}
+DECODERS: dict[str, dict[str, Any]] = {"plain": {}, **({"graphs": {"cuda_graphs": True}} if HAS_GPU else {})}
 """Options of the engine whose decoding is compared."""
 REWARD = """\
 def even(completions, **kwargs):
@@ -304,7 +304,7 @@ async def decode(setting: Setting, slots: int, options: Mapping[str, Any]) -> Fi
     seconds = 0.0
     async with anyio.create_task_group() as tasks:
         await engine.start(open_version(note, Path(note.address)), tasks)
-        await engine.generate(Work(prompts, [8] * slots))
+        await engine.generate(Work(prompts, [tokens] * slots))  # captures all graphs
         began = perf_counter()
         await engine.generate(Work(prompts, [tokens] * slots))
         seconds = perf_counter() - began
@@ -373,7 +373,7 @@ PARTS: dict[str, tuple[Callable[[Setting], Rows], float]] = {
     "training-large": (partial(training, "large"), 75),
     "lora": (lora, 60),
     "host": (host, 75),
-    "decoding": (decoding, 60),
+    "decoding": (decoding, 90),
     "memory": (memory, 90),
     "collective": (collective, 110),
 }

@@ -414,6 +414,11 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ["needs `dtype: bfloat16` and a GPU (`gpus: 1`) and packed rows; or leave it out"],
         ),
         (
+            (*TORCH, "inference={cuda_graphs: true, gpus: 1, deterministic: true}"),
+            ["and needs a GPU (`gpus: 1`) and `deterministic: false`; or leave it out"],
+        ),
+        ((*TORCH, "inference.cuda_graphs=true"), ["inference.cuda_graphs: is true, and needs a GPU"]),
+        (
             (*TORCH, "training.betas=[0.9,1.0]"),
             ["error override training.betas.1: expected float < 1.0; found"],
         ),

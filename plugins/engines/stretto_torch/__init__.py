@@ -67,6 +67,13 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     """Kernels for large float32 products on a CPU. torch calls MKL, which on AMD is slower than oneDNN: half
     the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
     operators of torch, and keeps a second copy of the weights. `auto` uses it on AMD processors."""
+    cuda_graphs: bool = False
+    """Start the kernels of a decode step with one call, as a CUDA graph. Not tried on a GPU yet. Needs a GPU
+    (`gpus: 1`), `deterministic: false` and a model of the families Llama, Mistral, Qwen2 or Qwen3. A graph is
+    captured at the first step with a new number of samples (rounded up to a multiple of 8) and a new length
+    (to a power of two). For this, every sample takes as much of the cache as the longest. If the cache has no
+    room for that, the step runs uncaptured. Prompts, `on_swap: recompute` and the sampling from logits always
+    do."""
 
     def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`."""
@@ -105,6 +112,11 @@ def tokens_within(most: int, least: int, token_bytes: int, memory: float) -> int
 def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[Problem]:
     if config.device == "cuda" and not config.gpus:
         yield Problem("inference.gpus", "is 0, but inference.device is 'cuda'; set it to 1")
+    if config.cuda_graphs and (not config.gpus or config.device == "cpu" or config.deterministic):
+        yield Problem(
+            "inference.cuda_graphs",
+            "is true, and needs a GPU (`gpus: 1`) and `deterministic: false`; or leave it out",
+        )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
     yield from context_problems(config.context_length, run, extends=False)

@@ -19,6 +19,7 @@ from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
+from stretto_torch.decoder_graphs import GraphDecoder
 from stretto_torch.images import PromptImages
 from stretto_torch.model import LoadedModel
 from stretto_torch.sleep import Resident
@@ -136,6 +137,8 @@ class Batcher:
         self.version = -1
         self.intake.serve(-1)
         self.model.targets.unpack()
+        if isinstance(self.model.decoder, GraphDecoder):
+            self.model.decoder.forget()
         self._resident.free()
 
     # -------------------------------------------------------------------------------- state and steps

@@ -31,6 +31,8 @@ class Decoder(Protocol):
     targets: Targets  # the tensors that new weights are copied into
     one_size_class: bool
     """True if all rows of a step, padding included, must be in one size class (`size_classes.py`)."""
+    prefers_one_size_class: bool
+    """True if they should be in one size class whenever the cache has room for that."""
     cheap_padding: int
     """Number of padding tokens in one prefill up to which padding costs less than a second prefill."""
 
@@ -69,7 +71,8 @@ class Decoder(Protocol):
             spans: the rows in order, from 0 on; rows after the last span are padding.
             shifts: (R,) int64, see `PromptImages.shift`; None for models of text.
 
-        Returns: (R, V) float32 logits after each token; padding rows have arbitrary values.
+        Returns: (R, V) float32 logits after each token, valid until the next call; padding rows have
+            arbitrary values.
         """
         ...
 

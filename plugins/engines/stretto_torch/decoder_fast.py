@@ -43,6 +43,7 @@ class FastDecoder:
     `rows`: rows of the largest step; `length`: tokens of a slot; `tokens`: tokens of all slots together."""
 
     one_size_class = False
+    prefers_one_size_class = False
     cheap_padding = 512  # only attention computes padding
 
     def __init__(self, model: Any, rows: int, length: int, tokens: int, *, onednn: bool) -> None:

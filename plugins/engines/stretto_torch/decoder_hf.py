@@ -27,7 +27,7 @@ class HFDecoder:
     """Implements `Decoder` with an unchanged model of transformers. `rows`: rows of the largest step;
     `length`: tokens of a slot; `tokens`: tokens of all slots together."""
 
-    one_size_class = True
+    one_size_class = prefers_one_size_class = True
     cheap_padding = 64
 
     def __init__(

@@ -56,7 +56,10 @@ class SlotCache:
         self._heads = [shape.kv_heads for shape in shapes]
         self._head_counts = sorted(set(self._heads))
         # By number of heads: the index of position 0 of each row's keys, then values: (rows, 2 * kv_heads).
-        self._starts: dict[int, Tensor] = {}
+        self._starts = {
+            heads: torch.zeros(rows, 2 * heads, dtype=torch.int64, device=device)
+            for heads in self._head_counts
+        }
         # The views that `span` has returned since the last call of `place`: making one costs as much as a
         # small kernel, and most steps need the views of the step before.
         self._spans: dict[tuple[int, int, int, int], tuple[Tensor, Tensor]] = {}
@@ -69,7 +72,7 @@ class SlotCache:
         dummies = (self.tokens, 1) * (self.rows - len(blocks))
         for heads in self._head_counts:
             starts = self._beginnings([*chain.from_iterable(blocks), *dummies], heads)
-            self._starts[heads] = torch.from_numpy(starts.reshape(self.rows, 2 * heads)).to(self.device)
+            self._starts[heads].copy_(torch.from_numpy(starts.reshape(self.rows, 2 * heads)))
 
     def place_evenly(self, capacity: int, rows: int) -> None:
         """Assign adjacent blocks of one capacity to this number of rows."""

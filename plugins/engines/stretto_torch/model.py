@@ -21,6 +21,7 @@ from stretto.training.model import names_in_files, reads_images
 from stretto_torch import LONGEST, slots_within, tokens_within
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
+from stretto_torch.decoder_graphs import GraphDecoder
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
 from stretto_torch.images import ImageReader
 from stretto_torch.linear import prefers_onednn
@@ -71,8 +72,18 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
 
 
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader | None) -> Decoder:
-    if reader is None and (fast := _fast_decoder(model, shapes, config)):
-        return fast
+    fault = "it reads images"
+    if reader is None:
+        try:
+            return _fast_decoder(model, shapes, config)
+        except UnsuitableError as reason:
+            fault = str(reason)
+            log.info("transformers runs the model, not the hand-written decoder", why=fault)
+    if config.cuda_graphs:
+        raise EngineError(
+            f"inference.cuda_graphs: only the hand-written decoder captures steps, and it cannot run this"
+            f" model: {fault}; set cuda_graphs to false"
+        )
     tokens = _cache_tokens(model, shapes, config, padded_rows(1))
     decoder = HFDecoder(model, shapes.most_rows, shapes.length, tokens, reader)
     _refuse_unless_same(decoder, model, difference(decoder, model))
@@ -81,20 +92,16 @@ def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: Im
     return decoder
 
 
-def _fast_decoder(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder | None:
+def _fast_decoder(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> Decoder:
     onednn = prefers_onednn(config.linear, model.device, model.dtype)
     rows, length = shapes.most_rows, shapes.length
-    try:
-        check_suitable(model)
-        decoder = FastDecoder(model, rows, length, _cache_tokens(model, shapes, config, 1), onednn=onednn)
-        deviation = difference(decoder, model)
-        if deviation <= _ROUNDING[model.dtype]:
-            return decoder
-        fault = f"its logits differ by {deviation:.1e} of their deviation"
-    except UnsuitableError as reason:
-        fault = str(reason)
-    log.info("transformers runs the model, not the hand-written decoder", why=fault)
-    return None
+    check_suitable(model)
+    kind = GraphDecoder if config.cuda_graphs else FastDecoder
+    decoder = kind(model, rows, length, _cache_tokens(model, shapes, config, 1), onednn=onednn)
+    deviation = difference(decoder, model)
+    if not deviation <= _ROUNDING[model.dtype]:  # also refuses NaN
+        raise UnsuitableError(f"its logits differ by {deviation:.1e} of their deviation")
+    return decoder
 
 
 def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
@@ -152,7 +159,7 @@ def difference(decoder: Decoder, model: Any) -> float:
     spans = [TokenSpan(0, len(prompts), padded_length(length))]
     expected = [full_logits[rows, positions - 1]]
     for _ in range(steps):
-        logits.append(decoder.decode(tokens[rows, positions], positions, spans))
+        logits.append(decoder.decode(tokens[rows, positions], positions, spans).clone())
         expected.append(full_logits[rows, positions])
         positions = positions + 1
     columns = torch.arange(int((positions - begins).max()), device=model.device)

@@ -68,7 +68,9 @@ def draw(
     logprobs = logits.log_softmax(-1)
     # A GPU sums in parallel; in float32, rounding could give an impossible token a tiny probability.
     cumulative = logprobs.exp().cumsum(-1, dtype=None if logits.device.type == "cpu" else torch.float64)
-    threshold = torch.from_numpy(uniform).to(logits.device).unsqueeze(1) * cumulative[:, -1:]
+    # Does not wait for the logits, so that the kernels below start as soon as a GPU has computed them.
+    numbers = torch.from_numpy(uniform).to(logits.device, non_blocking=True)
+    threshold = numbers.unsqueeze(1) * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold.to(cumulative.dtype), right=True)
     tokens.clamp_(max=logits.shape[1] - 1)  # if the logits are not finite, the search may end there
     if settings is not None and not settings.temperature.all():

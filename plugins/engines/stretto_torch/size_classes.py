@@ -35,9 +35,12 @@ class Plan:
 
 
 class SizeClasses:
-    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one class."""
+    """Plans the blocks of a pool. `one_size_class`: all rows of a step, padding too, must be in one class;
+    `prefers_one`: they are if the pool has room for that."""
 
-    def __init__(self, shapes: Shapes, tokens: int, *, one_size_class: bool) -> None:
+    def __init__(
+        self, shapes: Shapes, tokens: int, *, one_size_class: bool, prefers_one: bool = False
+    ) -> None:
         self._shapes = shapes
         self._tokens = tokens
         self._longest = shapes.length
@@ -46,6 +49,7 @@ class SizeClasses:
             self._longest,
         ]
         self._one_size_class = one_size_class or shapes.full
+        self._prefers_one = prefers_one
         self._holds_all_rows = shapes.most_rows * self._longest <= tokens
 
     def fits(self, needs: Sequence[int]) -> bool:
@@ -53,13 +57,14 @@ class SizeClasses:
         if self._holds_all_rows or not needs:
             return True
         if self._one_size_class:
-            return self._shapes.rows(len(needs)) * self._common(needs) <= self._tokens
+            return self._fits_one(needs)
         return sum(map(self._capacity, needs)) <= self._tokens
 
     def plan(self, needs: Sequence[int], blocks: Sequence[Block | None]) -> Plan:
         """Order the rows and assign a large enough block to each, its old one if possible. All must fit."""
         by_capacity: dict[int, list[int]] = {}
-        if self._one_size_class and needs:
+        one_size_class = self._one_size_class or (self._prefers_one and self._fits_one(needs))
+        if one_size_class and needs:
             by_capacity[self._common(needs)] = [*range(len(needs))]
         else:
             for row, need in enumerate(needs):
@@ -71,7 +76,7 @@ class SizeClasses:
         left, right = 0, self._tokens
         for capacity in sorted(by_capacity, reverse=True):
             rows = by_capacity[capacity]
-            count = self._shapes.rows(len(needs)) if self._one_size_class else len(rows)
+            count = self._shapes.rows(len(needs)) if one_size_class else len(rows)
             if capacity == self._longest:
                 start = right = self._tokens - count * capacity
             else:
@@ -90,6 +95,10 @@ class SizeClasses:
             if cost <= min(_CHEAP, room):
                 by_capacity[larger] += by_capacity.pop(capacity)
                 room -= cost
+
+    def _fits_one(self, needs: Sequence[int]) -> bool:
+        """Return True if the pool has room for all rows, padding too, in one class."""
+        return self._shapes.rows(len(needs)) * self._common(needs) <= self._tokens
 
     def _common(self, needs: Sequence[int]) -> int:
         return self._longest if self._shapes.full else self._capacity(max(needs, default=1))

@@ -79,7 +79,12 @@ class Slots:
         self._shapes = shapes
         self._image_token = image_token
         self._deterministic = deterministic
-        self._size_classes = SizeClasses(shapes, decoder.cache.tokens, one_size_class=decoder.one_size_class)
+        self._size_classes = SizeClasses(
+            shapes,
+            decoder.cache.tokens,
+            one_size_class=decoder.one_size_class,
+            prefers_one=decoder.prefers_one_size_class,
+        )
         self._device = decoder.cache.device
         saves = self._device.type == "cpu"  # a GPU's memory is taken as a whole
         self._prefixes = None if deterministic else Prefixes(decoder.cache.tokens, saves=saves)
