@@ -13,6 +13,7 @@ The most valuable parts come first, since the last ones are left out when the ti
 - `lora`: the same with adapters and a base in bfloat16;
 - `host`: steps with float32 weights and the optimizer in the host's memory;
 - `decoding`: an engine whose slots are full from the first token to the last, without and with CUDA graphs;
+- `sleep`: an engine that frees its memory, and takes it again with a version;
 - `memory`: what `stretto check` predicts for four trainers, beside the most that torch has allocated;
 - `collective`: a run with both on the GPU. `auto` has to choose gloo there, and `nccl` has to be refused.
 
@@ -31,9 +32,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,7 @@ from stretto.models.version_files import FolderPublisher, open_version
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
+from stretto.weights import WeightUpdate
 from stretto_collective.meeting import choose_backend, gpu_for
 from stretto_torch import TorchInferenceConfig, TorchTrainingConfig
 from stretto_torch.inference import TorchInferenceEngine
@@ -293,24 +295,60 @@ def decoding(setting: Setting) -> Rows:
 
 
 async def decode(setting: Setting, slots: int, options: Mapping[str, Any]) -> Figures:
-    model, tokens, folder = setting.model("small"), setting.answer, setting.folder / "decoding"
-    collect()
-    section: Figures = {"slots": slots, "context_length": PROMPT + tokens + ROOM, **COMMON, **options}
-    context = Context(run="b", name="b", seed=0, model=str(model), folder=str(folder), worker="inference-0")
-    engine = Engine(TorchInferenceEngine(TorchInferenceConfig(**section), context))
-    publisher = FolderPublisher(folder / "versions", keep=1, shard_gb=1.0)
-    note = publisher.publish(0, load_file(model / "model.safetensors").items())
-    prompts = [*np.random.default_rng(0).integers(2, 100, (slots, PROMPT), np.int32)]
-    seconds = 0.0
-    async with anyio.create_task_group() as tasks:
-        await engine.start(open_version(note, Path(note.address)), tasks)
+    tokens = setting.answer
+    async with served(setting, slots, options) as (engine, *_):
+        prompts = [*np.random.default_rng(0).integers(2, 100, (slots, PROMPT), np.int32)]
         await engine.generate(Work(prompts, [tokens] * slots))  # captures all graphs
         began = perf_counter()
         await engine.generate(Work(prompts, [tokens] * slots))
         seconds = perf_counter() - began
+    return {"tokens_per_s": slots * tokens / seconds, "step_ms": 1000 * seconds / tokens, **peak_memory()}
+
+
+def sleeping(setting: Setting) -> Rows:
+    return {f"{setting.slots[-1]} slots": partial(anyio.run, partial(sleep_and_wake, setting))}
+
+
+async def sleep_and_wake(setting: Setting) -> Figures:
+    """The seconds of both, and what the process has of the device while the engine is awake and asleep."""
+    async with served(setting, setting.slots[-1], {}) as (_, torch_engine, version):
+        awake, asleep, times = held_gib(), 0.0, list[float]()
+        for _ in range(2):
+            began = perf_counter()
+            await torch_engine.sleep()
+            slept, asleep = perf_counter(), held_gib()
+            await torch_engine.swap(version())
+            times = [slept - began, perf_counter() - slept]
+    return {"awake_gib": awake, "asleep_gib": asleep, "sleep_s": times[0], "wake_s": times[1]}
+
+
+def held_gib() -> float:
+    if not HAS_GPU:
+        return psutil.Process().memory_full_info().pss / 2**30
+    free, whole = torch.cuda.mem_get_info()
+    return (whole - free) / 2**30
+
+
+@asynccontextmanager
+async def served(
+    setting: Setting, slots: int, options: Mapping[str, Any]
+) -> AsyncGenerator[tuple[Engine, TorchInferenceEngine, Callable[[], WeightUpdate]]]:
+    """An engine that serves a version, and what gives the version."""
+    model, folder = setting.model("small"), setting.folder / "decoding"
+    collect()
+    room = PROMPT + setting.answer + ROOM
+    section: Figures = {"slots": slots, "context_length": room, **COMMON, **options}
+    context = Context(run="b", name="b", seed=0, model=str(model), folder=str(folder), worker="inference-0")
+    torch_engine = TorchInferenceEngine(TorchInferenceConfig(**section), context)
+    engine = Engine(torch_engine)
+    publisher = FolderPublisher(folder / "versions", keep=1, shard_gb=1.0)
+    note = publisher.publish(0, load_file(model / "model.safetensors").items())
+    version = partial(open_version, note, Path(note.address))
+    async with anyio.create_task_group() as tasks:
+        await engine.start(version(), tasks)
+        yield engine, torch_engine, version
         await engine.stop()
         tasks.cancel_scope.cancel()
-    return {"tokens_per_s": slots * tokens / seconds, "step_ms": 1000 * seconds / tokens, **peak_memory()}
 
 
 def collective(setting: Setting) -> Rows:
@@ -374,6 +412,7 @@ PARTS: dict[str, tuple[Callable[[Setting], Rows], float]] = {
     "lora": (lora, 60),
     "host": (host, 75),
     "decoding": (decoding, 90),
+    "sleep": (sleeping, 40),
     "memory": (memory, 90),
     "collective": (collective, 110),
 }
