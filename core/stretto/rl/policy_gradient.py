@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ClippedConfig",
+    "ClippedSurrogate",
     "GroupRelative",
     "GroupRelativeConfig",
     "KLConfig",
@@ -324,6 +325,19 @@ def clipped_surrogate(
         c_clip=config.c_clip,
     )
     return loss, {"clipped": clipped.float(), "dual_clipped": dual_clipped.float()}
+
+
+ClippedT = TypeVar("ClippedT", bound=ClippedConfig)
+
+
+class ClippedSurrogate(PolicyGradient[ClippedT], Generic[ClippedT]):
+    """A policy gradient whose objective is PPO's clipped surrogate."""
+
+    def objective(
+        self, logprobs: Tensor, anchor: Tensor, batch: Batch
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the clipped and dual-clipped surrogate, (T,)."""
+        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 class GroupRelativeConfig(PolicyConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

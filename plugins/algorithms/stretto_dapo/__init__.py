@@ -11,7 +11,7 @@ whatever their lengths. A filtered group is never trained on and does not count 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,7 +19,7 @@ import msgspec
 from stretto import Component, hookimpl
 from stretto.algorithm import Group, are_equal
 from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Problem
-from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +56,7 @@ class DAPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Upper half-width of the trust region, wider than the lower one; null uses `eps_clip`."""
 
 
-class DAPO(PolicyGradient[DAPOConfig]):
+class DAPO(ClippedSurrogate[DAPOConfig]):
     """GRPO's advantages, from penalised rewards, and a clipped objective with clip-higher."""
 
     def keep(self, group: Group) -> bool:
@@ -75,12 +75,6 @@ class DAPO(PolicyGradient[DAPOConfig]):
                 lengths, limit=overlong.limit, buffer=overlong.buffer, factor=overlong.penalty
             )
         return group_normalise(rewards, batch["group"], batch["sample"])[index] * mask
-
-    def objective(
-        self, logprobs: Tensor, anchor: Tensor, batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the clipped surrogate with the wider upper bound, (T,)."""
-        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:

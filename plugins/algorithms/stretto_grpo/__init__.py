@@ -17,14 +17,14 @@ current one, in nats per token), and with a reference `reference_kl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
 from stretto import Component, hookimpl
 from stretto.component import PositiveFloat, Share
-from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """GAE's lambda. There is no critic, so a value below 1 reduces the reward towards the answer's start."""
 
 
-class GRPO(PolicyGradient[GRPOConfig]):
+class GRPO(ClippedSurrogate[GRPOConfig]):
     """Group-relative advantages, and a clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
@@ -75,12 +75,6 @@ class GRPO(PolicyGradient[GRPOConfig]):
         if config.group_adv_norm:
             advantages = masked_whiten(advantages, mask, batch["group"][batch.sequence_index()])
         return advantages
-
-    def objective(
-        self, logprobs: Tensor, anchor: Tensor, batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the clipped and dual-clipped surrogate, (T,)."""
-        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 @hookimpl

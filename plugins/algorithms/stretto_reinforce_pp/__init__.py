@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 
 from stretto import Component, Problem, hookimpl
 from stretto.component import Share
-from stretto.rl.policy_gradient import (
-    ClippedConfig,
-    PolicyGradient,
-    check_objective,
-    check_policy,
-    clipped_surrogate,
-)
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_objective, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +36,7 @@ class ReinforcePPConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown
     """Discount per token."""
 
 
-class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
+class ReinforcePP(ClippedSurrogate[ReinforcePPConfig]):
     """Whitened returns as advantages, and a clipped objective."""
 
     def estimates(self, batch: Batch) -> Mapping[str, Tensor]:
@@ -63,12 +57,6 @@ class ReinforcePP(PolicyGradient[ReinforcePPConfig]):
         values = torch.zeros_like(token_rewards)
         returns, _ = gae(token_rewards, values, mask, batch.lengths, gamma=self.config.gamma)
         return masked_whiten(returns, mask)
-
-    def objective(
-        self, logprobs: Tensor, anchor: Tensor, batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the clipped surrogate, (T,)."""
-        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:

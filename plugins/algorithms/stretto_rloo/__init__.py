@@ -10,11 +10,11 @@ the batch. The paper's sum over each answer is `loss_mean: sequence_sum`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from stretto import Component, hookimpl
-from stretto.rl.policy_gradient import ClippedConfig, PolicyGradient, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ class RLOOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields
     """Section of the algorithm `rloo`."""
 
 
-class RLOO(PolicyGradient[RLOOConfig]):
+class RLOO(ClippedSurrogate[RLOOConfig]):
     """Leave-one-out advantages, and a clipped objective."""
 
     def advantages(self, batch: Batch) -> Tensor:
@@ -39,12 +39,6 @@ class RLOO(PolicyGradient[RLOOConfig]):
             batch["rewards"], batch["group"], batch["sample"], std=False, leave_one_out=True
         )
         return relative[batch.sequence_index()] * batch["loss_mask"]
-
-    def objective(
-        self, logprobs: Tensor, anchor: Tensor, batch: Batch
-    ) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the clipped surrogate, (T,)."""
-        return clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
 
 
 @hookimpl
