@@ -246,16 +246,25 @@ class RowTokenizer:
     def __init__(self, vision: Vision, images: Sequence[OpenImage]) -> None:
         self._vision = vision
         self.images = images
+        # All else is the same as for a row without images.
+        self.rows = vision.tokenizer.rows
+        self.encode_answer = vision.tokenizer.encode_answer
+        self.encode_text = vision.tokenizer.encode_text
+        self.decode = vision.tokenizer.decode
+        self.ends_turn = vision.tokenizer.ends_turn
+        self.special_in = vision.tokenizer.special_in
+        self.most_characters = vision.tokenizer.most_characters
+
+    @property
+    def form(self) -> ChatForm:
+        """The model's chat form."""
+        return self._vision.tokenizer.form
 
     def encode_prompt(
         self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()
     ) -> NDArray[np.int32]:
         """See `Vision.see`."""
         return self._vision.see(prompt, [image.pixels for image in self.images], tools=tools).ids
-
-    def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.encode_answer(answer, prompt=prompt)
 
     def render(
         self,
@@ -271,38 +280,6 @@ class RowTokenizer:
             add_generation_prompt=add_generation_prompt,
             with_images=bool(self.images),
         )
-
-    def encode_text(self, text: str, *, whole: bool = False, after: str = "") -> NDArray[np.int32]:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.encode_text(text, whole=whole, after=after)
-
-    def most_characters(self, tokens: int | None) -> int:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.most_characters(tokens)
-
-    @property
-    def form(self) -> ChatForm:
-        """The model's chat form."""
-        return self._vision.tokenizer.form
-
-    def ends_turn(self, token: int) -> bool:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.ends_turn(token)
-
-    def special_in(self, text: str) -> str:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.special_in(text)
-
-    @property
-    def rows(self) -> DatasetConfig | None:
-        """The section `dataset` of the run."""
-        return self._vision.tokenizer.rows
-
-    def decode(
-        self, ids: NDArray[np.int32], *, special: bool = False, after: NDArray[np.int32] | None = None
-    ) -> str:
-        """Return the same as for a row without images."""
-        return self._vision.tokenizer.decode(ids, special=special, after=after)
 
 
 def place_images(messages: Sequence[Message], digests: Sequence[str]) -> list[Message]:
