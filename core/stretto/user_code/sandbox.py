@@ -1,7 +1,7 @@
 """The sandbox for commands that are not part of stretto: tools, agents, MCP servers. Default: bubblewrap.
 
 A command sees the system's programs and libraries, this Python with its packages, and the listed paths, all
-read-only. It has a private `/tmp`, at most one writable folder, and sees no other process. Without the
+read-only. It has a private `/tmp`, and sees no other process. Without the
 machine's network it has its own loopback, from which at most one port leads to this process
 (`stretto.user_code.forwarded_port`). A seccomp filter refuses calls that lead out of sandboxes
 (`stretto.user_code.seccomp`). Even with `unsafe`, only PATH comes from the caller's environment, and
@@ -102,7 +102,6 @@ def sandbox_command(
     sandbox: SandboxMode,
     readable: Sequence[Path] = (),
     hidden: Sequence[Path] = (),
-    writable: Path | None = None,
     folder: Path | None = None,
     network: bool = False,
     forwarded_port: ForwardedPort | None = None,
@@ -113,15 +112,14 @@ def sandbox_command(
 ) -> SandboxedCommand:
     """Prepare a command to run in the sandbox, or without one (`unsafe`), with a clean environment.
 
-    For each path, the deepest enclosing folder of `readable`, `hidden` and `writable` decides. Paths outside
-    all of them do not exist in the sandbox.
+    For each path, the deepest enclosing folder of `readable` and `hidden` decides. Paths outside all of them
+    do not exist in the sandbox.
 
     Args:
         readable: files and folders to show besides the system's and Python's own. The home folder and `/tmp`
             are not shown as a whole.
         hidden: folders that appear empty in the sandbox, such as the run's folder with its credentials.
-        writable: an existing folder that the command may write to, besides its private `/tmp`.
-        folder: working folder, which must be visible in the sandbox; default `writable`, else `/tmp`.
+        folder: working folder, which must be visible in the sandbox; default `/tmp`.
         network: share this machine's network, loopback included. Otherwise the sandbox has only a loopback of
             its own.
         forwarded_port: a port of the sandbox's own loopback that leads to this process.
@@ -134,14 +132,13 @@ def sandbox_command(
             foreign code.
     """
     assert forwarded_port is None or (sandbox != "unsafe" and not network)
-    folder = folder or writable
     if sandbox == "unsafe":
         command = guarded(_with_limits(argv, memory_mb))
         return SandboxedCommand(command, _environment(str(Path.home()), env), folder)
     options = [
         *_namespaces(network, nests),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
-        *_mounts([*_python(), SCRIPT, *readable], hidden, writable, network),
+        *_mounts([*_python(), SCRIPT, *readable], hidden, network),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(_SHARED_MEMORY_MB * 2**20), "--tmpfs", "/dev/shm"),  # noqa: S108
         # Root without capabilities could otherwise write the system's settings below /proc/sys.
@@ -266,9 +263,7 @@ def _namespaces(network: bool, nests: bool) -> list[str]:
     ]
 
 
-def _mounts(
-    readable: Sequence[Path], hidden: Sequence[Path], writable: Path | None, network: bool
-) -> list[str]:
+def _mounts(readable: Sequence[Path], hidden: Sequence[Path], network: bool) -> list[str]:
     """Return the options that mount the visible paths, outer folders first: the deepest folder decides."""
     visible = [Path(path) for path in _SYSTEM if Path(path).exists()]
     if network and (resolver := Path("/etc/resolv.conf")).exists():
@@ -280,8 +275,6 @@ def _mounts(
             continue
         places |= {_absolute(path): "--ro-bind", path.resolve(): "--ro-bind"}
     places |= {path.resolve(): "--tmpfs" for path in hidden if path.exists()}
-    if writable is not None:
-        places |= {_absolute(writable): "--bind", writable.resolve(): "--bind"}
     options: list[str] = []
     mounted: dict[Path, str] = {}
     for place, option in sorted(places.items(), key=lambda item: len(item[0].parts)):
