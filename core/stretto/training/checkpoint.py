@@ -80,7 +80,6 @@ def write_tensors(
     *,
     writes: Callable[[int], bool],
     copies: Copies,
-    limit: int = _FILE_BYTES,
 ) -> str:
     """Iterate over all tensors; write this rank's share to `<stem>.safetensors`, or several files and an
     index under Hugging Face's names. Return the error as text, or an empty string. It is not raised, because
@@ -89,9 +88,8 @@ def write_tensors(
     Args:
         writes: number of a file, from 0 -> whether this rank writes it. The rank of file 0 writes the index.
         copies: tensors that fit into its memory are written later.
-        limit: largest size of a file in bytes. A single larger tensor gets a file of its own.
     """
-    files = _Files(folder, stem, writes, copies, limit)
+    files = _Files(folder, stem, writes, copies)
     problem = catch_error(lambda: folder.mkdir(parents=True, exist_ok=True))
     for name, tensor in tensors:
         if not problem:
@@ -111,14 +109,11 @@ def catch_error(act: Callable[..., object], *arguments: Any) -> str:
 class _Files:
     """The files of `write_tensors`. They are renamed at the end: the names contain the number of files."""
 
-    def __init__(
-        self, folder: Path, stem: str, writes: Callable[[int], bool], copies: Copies, limit: int
-    ) -> None:
+    def __init__(self, folder: Path, stem: str, writes: Callable[[int], bool], copies: Copies) -> None:
         self._folder = folder
         self._stem = stem
         self._writes = writes
         self._copies = copies
-        self._limit = limit
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = self._bytes = 0
         self._names: list[str] = []
@@ -126,7 +121,7 @@ class _Files:
 
     def add(self, name: str, tensor: Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
-        if self._names and self._pending_bytes + size > self._limit:
+        if self._names and self._pending_bytes + size > _FILE_BYTES:
             self._flush()
         self._names.append(name)
         if self._writes(len(self._names_by_file)):
