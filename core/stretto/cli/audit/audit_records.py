@@ -7,9 +7,10 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BufferedReader
 from itertools import chain, pairwise, repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -22,8 +23,6 @@ from stretto.errors import RunError
 from stretto.records.events.files import stored_events
 from stretto.records.events.history import RunHistory
 from stretto.records.files import read_record
-
-_PIECE = 2**20  # bytes that are read and hashed at once
 
 # ---------------------------------------------------------------------------------------- journal
 
@@ -250,12 +249,9 @@ def _read_store(url: str) -> dict[str, str]:
         raise RunError(f"the files of the checkpoint in {url} cannot be read: {error}") from error
 
 
-def _sha256(opened: BinaryIO) -> str:
-    digest = hashlib.sha256()
+def _sha256(opened: BufferedReader) -> str:
     with opened as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
