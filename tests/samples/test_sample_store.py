@@ -14,7 +14,6 @@ from pyarrow import parquet
 from kept_samples import Kept
 from sample_messages import failed, record, retired, trained, trajectories
 from stretto.cli.audit.audit_records import read_samples
-from stretto.errors import ConfigError
 from stretto.records.samples.answers import read_answers
 from stretto.records.samples.files import segments_in
 from stretto.records.samples.kept_sample import digest_of, kept_samples
@@ -178,15 +177,6 @@ def test_of_several_attempts_at_a_held_out_row_the_last_one_counts(kept: Kept) -
     scores = [(each.row, each.sample, each.score("accuracy")) for each in answers]
     assert scores == [(0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.25), (1, 1, 0.25)]
     assert (answers[1].columns, answers[1].completion) == ({"answer": "2"}, "answer 1 of 2")
-
-
-def test_samples_of_an_earlier_form_are_refused(kept: Kept) -> None:
-    old = kept.folder / "samples" / "samples-00000001-00000002.parquet"
-    old.write_bytes(b"")
-    for read in (SampleStore(kept.folder).count, lambda: SegmentWriter(old.parent)):
-        with pytest.raises(ConfigError, match="an earlier stretto wrote these samples") as raised:
-            read()
-        assert str(old) in str(raised.value)
 
 
 def test_the_names_of_added_images_are_those_of_all_rows(kept: Kept) -> None:

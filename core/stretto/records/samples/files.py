@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from stretto.bus.messages.tickets import Purpose
-from stretto.errors import ConfigError
 
 Table = Any
 """A `pyarrow.Table`: pyarrow has no types."""
@@ -26,8 +25,6 @@ Schema = Any
 FOLDER = "samples"
 
 _NAME = re.compile(r"\A(train|eval)-(\d{8})-(\d{8})\.parquet\Z")
-_FORMER = "samples-*.parquet"
-"""Segments without outcomes, of an earlier stretto."""
 
 
 class SegmentName(NamedTuple):
@@ -45,12 +42,7 @@ class SegmentName(NamedTuple):
 
 
 def segments_in(folder: Path) -> list[SegmentName]:
-    """Return the segments that count, in order by kind. ConfigError for segments of an earlier stretto."""
-    if former := next(folder.glob(_FORMER), None):
-        raise ConfigError(
-            f"{former}: an earlier stretto wrote these samples, in a form that this one cannot read; read "
-            f"them with that version, which {folder.parent / 'origin.json'} names"
-        )
+    """Return the segments that count, in order by kind."""
     segments: list[SegmentName] = []
     matches = (_NAME.match(path.name) for path in folder.glob("*.parquet"))
     names = (SegmentName(cast("Purpose", each[1]), int(each[2]), int(each[3])) for each in matches if each)
