@@ -11,8 +11,9 @@ import typer
 
 from commands import called, stretto
 from stretto.cli import main
-from stretto.cli.output import add_row, fail, figure_table, print_table
+from stretto.cli.output import fail
 from stretto.errors import ConfigError
+from stretto.records.figures import add_row, figure_table, print_table
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart" / "run.yaml")
 

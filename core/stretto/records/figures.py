@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from stretto.bus.messages.events import CAUSES
+from stretto.errors import printable
 from stretto.records.metrics import ACCURACY, HELD_OUT_LOSS, HELD_OUT_REWARD, is_figure
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 RECENT_STEPS = 10
 """Number of newest steps whose mean is a run's figure: a single step is too noisy."""
@@ -89,6 +94,29 @@ def duration_text(seconds: float | None) -> str:
         return f"{minutes} min"
     days, hours = divmod(minutes // 60, 24)
     return f"{days} d {hours} h" if days > 1 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def figure_table(*columns: str) -> Table:
+    """Return a table without rows: the first column has names, and the others have figures."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for number, column in enumerate(columns):
+        table.add_column(printable(column), overflow="fold", justify="left" if number == 0 else "right")
+    return table
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Add a row, with control characters as escapes."""
+    table.add_row(*map(printable, cells))
+
+
+def print_table(table: Table) -> None:
+    """Print a table. Its cells are plain text, not markup: a model or a plugin may have written them."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else 160
+    Console(width=width, markup=False, emoji=False, highlight=False).print(table)
 
 
 def describe_waits(line: Mapping[str, Any]) -> str:

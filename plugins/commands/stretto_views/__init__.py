@@ -6,6 +6,5 @@ runs.py      `stretto runs`: the runs below a folder
 samples.py   `stretto samples`: kept samples
 compare.py   `stretto compare`: tables of several runs
 plot.py      `stretto plot`: curves in the terminal
-tables.py    tables in the terminal
 ```
 """

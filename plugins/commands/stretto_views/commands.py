@@ -32,8 +32,8 @@ def runs(
     """List all runs below a folder, the newest first."""
     import msgspec
 
+    from stretto.records.charts import print_table
     from stretto_views.runs import runs_below, runs_table
-    from stretto_views.tables import print_table
 
     rows = runs_below(folder)
     if as_json:
@@ -140,9 +140,9 @@ def compare(
     """Compare runs: figures, values that differ, curves at equal steps, accuracies with 95 % intervals."""
     import msgspec
 
+    from stretto.records.charts import print_table
     from stretto.records.comparison import compare_runs
     from stretto_views.compare import comparison_tables
-    from stretto_views.tables import print_table
 
     comparison = compare_runs(_runs_in(folders))
     if as_json:

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 from rich.table import Table
 
-from stretto.records.charts import FIGURES, SCORE, duration_text, figure
+from stretto.records.charts import FIGURES, SCORE, add_row, duration_text, figure, figure_table
 from stretto.records.comparison import Comparison, SeedGroup
 from stretto.records.run_folder import Estimate
-from stretto_views.tables import add_row, figure_table
 
 
 def comparison_tables(comparison: Comparison) -> list[tuple[str, Table]]:

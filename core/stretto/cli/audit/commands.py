@@ -9,8 +9,9 @@ import msgspec
 import typer
 
 from stretto.cli.arguments import Overrides, TrustPlugins, WithOverrides
-from stretto.cli.output import fail, print_table
+from stretto.cli.output import fail
 from stretto.errors import StrettoError, printable
+from stretto.records.figures import print_table
 
 if TYPE_CHECKING:
     from stretto.cli.audit.audit import AuditReport

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from stretto.cli.audit.audit_records import read_journal
 from stretto.cli.audit.recording import WeightSums, sums_of
-from stretto.cli.output import add_row, figure_table
 from stretto.records.events.history import RecordedBatch, RunHistory
+from stretto.records.figures import add_row, figure_table
 from stretto.records.files import REPLAY
 from stretto.records.run_folder import RunFolder
 from stretto.runs.replay import StepWeights

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.arguments import EvaluationOverrides, TrustPlugins, WithOverrides
-from stretto.cli.output import print_table
 from stretto.errors import ConfigError, PluginError, printable
+from stretto.records.figures import print_table
 
 if TYPE_CHECKING:
     from stretto.cli.make.doctor import Observation
