@@ -22,7 +22,7 @@ from stretto.bus.certificates import Authority
 from stretto.bus.client import connect
 from stretto.bus.connection import open_once
 from stretto.bus.joining import write_bootstrap
-from stretto.bus.listening import is_loopback, listening
+from stretto.bus.listening import listening
 from stretto.bus.messages.events import KernelLease
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.probe import faults_of_bus
@@ -30,6 +30,7 @@ from stretto.bus.server import Bootstrap, NatsServer
 from stretto.bus.tls import TlsIdentity
 from stretto.config import BusConfig, TlsConfig
 from stretto.errors import BusError, ConfigError, NoAnswer
+from stretto.machine.interfaces import is_loopback
 
 
 def identity(folder: Path, client: str = "client") -> TlsIdentity:

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from patience import SOON_S, patience
-from stretto.bus.listening import is_loopback, own_hosts
+from stretto.bus.listening import own_hosts
 from stretto.bus.server import binary
+from stretto.machine.interfaces import is_loopback
 
 LOGIN = {"user": "me", "password": "secret"}
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass
 
 from stretto.config import BusConfig
 from stretto.errors import ConfigError
-from stretto.machine.interfaces import address_towards
+from stretto.machine.interfaces import address_towards, is_loopback
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"
@@ -46,14 +45,6 @@ def listening(config: BusConfig) -> Listening:
     host, port = _split(config.listen)
     near = host if not _is_wildcard(host) else "::1" if ":" in host else _LOOPBACK
     return Listening(host, port, near, config.address or (_far() if _is_wildcard(host) else host))
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host's name or address means this machine's loopback, and nothing else."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 def own_hosts() -> list[str]:

@@ -15,13 +15,14 @@ from nats.js.api import StorageType
 from nats.js.errors import APIError, ServiceUnavailableError
 
 from stretto.bus.connection import open_once, without_logins
-from stretto.bus.listening import is_loopback, listening
+from stretto.bus.listening import listening
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, binary, bootstrap_of
 from stretto.component import Problem
 from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.machine import clock
+from stretto.machine.interfaces import is_loopback
 
 _CONNECT_S = 3.0
 

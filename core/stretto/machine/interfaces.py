@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
-__all__ = ["address_towards", "interface_with"]
+__all__ = ["address_towards", "interface_with", "is_loopback"]
 
 
 def address_towards(host: str) -> str:
@@ -13,6 +14,14 @@ def address_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # a datagram socket sends nothing here: it only chooses the route
         return probe.getsockname()[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address means this machine's loopback, and nothing else."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def interface_with(address: str) -> str:

@@ -11,11 +11,9 @@ import hashlib
 import ipaddress
 import secrets
 import socket
-from collections.abc import Awaitable, Callable
 
 from aiohttp import web
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+from aiohttp.typedefs import Handler
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -92,11 +90,3 @@ class Access:
 
     def _is_token(self, text: str) -> bool:
         return secrets.compare_digest(text.encode(), self.token.encode())
-
-
-def is_loopback(host: str) -> bool:
-    """Return True if a host's name or address is a loopback address of this machine."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

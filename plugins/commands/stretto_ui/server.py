@@ -20,12 +20,14 @@ from urllib.parse import unquote
 
 import msgspec
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from stretto.errors import ConfigError
+from stretto.machine.interfaces import is_loopback
 from stretto.records.charts import COLOURS, FIGURES, STEP_PARTS, part_texts, step_times
 from stretto.records.comparison import compare_runs
 from stretto.records.run_folder import RunFolder
-from stretto_ui.access import Access, Handler, is_loopback
+from stretto_ui.access import Access
 from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview

@@ -21,7 +21,6 @@ from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.bus.listening import is_loopback
 from stretto.bus.probe import bus_problems
 from stretto.cli.start.check_memory import memory_problems
 from stretto.cli.start.check_models import model_problems, source_problems, token_problems
@@ -33,6 +32,7 @@ from stretto.config import RunConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.launcher import Launcher, visible_gpus
 from stretto.machine.cores import available_cores
+from stretto.machine.interfaces import is_loopback
 from stretto.models.files import known_config
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
