@@ -40,8 +40,6 @@ _SHA256 = re.compile(r'"sha256":"([0-9a-f]{64})"')
 _IMPORT = re.compile(r'^import \{(.*)\} from "\./(\w+)\.js";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const|class) (\w+))", re.MULTILINE)
 
-_Handler = Callable[[ListedRun, Query], Any]
-
 
 def save_report(folders: Sequence[Path], file: Path) -> str:
     """Write the report of the runs in and below some folders. Return a text about the omitted answers."""
@@ -85,55 +83,55 @@ class _SavedRun:
         self._page, self._run = page, run
         self._room = _MOST_BYTES // runs
         self._points = str(max(_FEWEST_POINTS, _POINTS // runs))
-        facts = self._add("overview", page.overview) or {}
+        facts = self._add("overview") or {}
         self.keys: list[str] = [*facts.get("keys", ()), *HELD_OUT]
-        self._add("configuration", page.config, "/config")
-        self._add("time of steps", page.time, "/time")
-        self._add("staleness", page.staleness, "/staleness")
+        self._add("configuration", "/config")
+        self._add("time of steps", "/time")
+        self._add("staleness", "/staleness")
         self.add_curves()
-        self._add("timeline", page.timeline, "/timeline", width="1200")
-        self._add("log", page.logs, "/logs")
-        self._add("log", page.logs, "/logs", problems="1")
+        self._add("timeline", "/timeline", width="1200")
+        self._add("log", "/logs")
+        self._add("log", "/logs", problems="1")
 
     def add_curves(self, others: Sequence[str] = (), keys: Sequence[str] = ()) -> None:
         """Add the curves of the run; with `others`, ids of runs, the mean curves. `keys`: additional keys."""
         extra = {"others": ",".join(others)} if others else {}
         every = ",".join(quote(key, "") for key in dict.fromkeys((*self.keys, *keys)))
-        self._add("curves", self._page.series, "/series", x="step", points=self._points, keys=every, **extra)
+        self._add("curves", "/series", x="step", points=self._points, keys=every, **extra)
 
     def add_samples(self) -> None:
         """Add the newest groups of training and evaluation: texts of all, then images, then tokens."""
-        page, groups = self._page, list[tuple[dict[str, str], list[dict[str, Any]]]]()
+        groups = list[tuple[dict[str, str], list[dict[str, Any]]]]()
         for query in self._newest():
-            listed = self._add("list of groups", page.groups, "/groups", **query, **_FIRST_PAGE) or {}
-            self._add("reward against length", page.points, "/points", **query)
+            listed = self._add("list of groups", "/groups", **query, **_FIRST_PAGE) or {}
+            self._add("reward against length", "/points", **query)
             for listed_group in listed.get("groups", ()):
                 ticket = {"ticket": str(listed_group["ticket"]), "purpose": str(listed_group["purpose"])}
-                groups.append((ticket, self._add("group", page.group, "/group", **ticket) or []))
+                groups.append((ticket, self._add("group", "/group", **ticket) or []))
         for ticket, rows in groups:
             for image in _images(rows):
-                self._add("image", page.image, "/image", **ticket, **image)
+                self._add("image", "/image", **ticket, **image)
         for ticket, _ in groups:
-            self._add("tokens of a group", page.tokens, "/tokens", **ticket)
+            self._add("tokens of a group", "/tokens", **ticket)
 
     def _newest(self) -> list[dict[str, str]]:
         """Return the filters of the groups to add; without samples one empty filter, for the view."""
         pages: list[dict[str, str]] = []
         for purpose in ("train", "eval"):
             query = {"purpose": purpose, "order": "-step", "limit": "1"}
-            newest = self._add("newest sample", self._page.samples, "/samples", **query) or {"rows": []}
+            newest = self._add("newest sample", "/samples", **query) or {"rows": []}
             for row in newest["rows"]:
                 step = row["step"]
                 bounds = {} if step is None else dict.fromkeys(("step_from", "step_to"), str(step))
                 pages.append({"purpose": purpose, **bounds})
         return pages or [{}]
 
-    def _add(self, what: str, handler: _Handler, name: str = "", **query: str) -> Any:
+    def _add(self, what: str, name: str = "", **query: str) -> Any:
         """Add an answer and return it; None after an error, or if an answer of this kind was too large."""
         if self.left_out[what]:
             self.left_out[what] += 1
             return None
-        answer, saved = _asked(partial(handler, self._run, query), self._run.path)
+        answer, saved = _asked(partial(self._page.of_run[name], self._run, query), self._run.path)
         encoded = _json(saved)
         if (size := len(encoded.encode())) > self._room:
             self.left_out[what] += 1

@@ -32,6 +32,7 @@ from stretto_ui.curves import ShownCurve, curve
 from stretto_ui.lanes import lanes
 from stretto_ui.overview import overview
 from stretto_ui.runs import ListedRun, Runs, differing
+from stretto_ui.samples import Samples
 
 _TYPES = {
     ".html": "text/html",
@@ -56,6 +57,22 @@ class Page:
 
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
+        self.of_run: dict[str, Callable[[ListedRun, Query], Any]] = {
+            "": self.overview,
+            "/series": self.series,
+            "/time": self.time,
+            "/staleness": self.staleness,
+            "/timeline": self.timeline,
+            "/samples": _of_samples(Samples.page),
+            "/groups": _of_samples(Samples.groups),
+            "/points": _of_samples(Samples.points),
+            "/group": _of_samples(Samples.group),
+            "/tokens": self.tokens,
+            "/image": _of_samples(Samples.image),
+            "/config": self.config,
+            "/logs": self.logs,
+        }
+        """What follows a run's address -> its handler."""
 
     def index(self, query: Query) -> Any:
         shown: list[ListedRun] = []
@@ -141,29 +158,10 @@ class Page:
         with run.read() as record:
             return lanes(record, _number(query, "start"), _number(query, "end"), width)
 
-    def samples(self, run: ListedRun, query: Query) -> Any:
-        """Return a page of the kept samples that fit the query."""
-        return run.samples.page(query)
-
-    def groups(self, run: ListedRun, query: Query) -> Any:
-        """Return a page of the groups with a kept sample that fits the query."""
-        return run.samples.groups(query)
-
-    def points(self, run: ListedRun, query: Query) -> Any:
-        """Return rewards and lengths of the kept samples that fit the query."""
-        return run.samples.points(query)
-
-    def group(self, run: ListedRun, query: Query) -> Any:
-        return run.samples.group(query)
-
     def tokens(self, run: ListedRun, query: Query) -> Any:
         with run.read() as record:
             model = record.config.get("model")
         return run.samples.tokens(query, model)
-
-    def image(self, run: ListedRun, query: Query) -> bytes:
-        """Return a small PNG of one image in a ticket's row or conversations."""
-        return run.samples.image(query)
 
     def config(self, run: ListedRun, query: Query) -> Any:
         """Return the config values of a run by dotted key, and the run's origin."""
@@ -205,6 +203,11 @@ class Page:
             self._runs.get(run_id)
 
 
+def _of_samples(answer: Callable[[Samples, Query], Any]) -> Callable[[ListedRun, Query], Any]:
+    """Return the handler of a method of a run's kept samples."""
+    return lambda run, query: answer(run.samples, query)
+
+
 def application(folder: Path | None, access: Access) -> web.Application:
     """Return the web application of the server, for the runs below `folder`."""
     runs = Runs([folder] if folder else [])
@@ -222,21 +225,7 @@ def application(folder: Path | None, access: Access) -> web.Application:
     app.router.add_get("/api/runs", _answer(page.index))
     app.router.add_get("/api/figures", _answer(page.figures))
     app.router.add_get("/api/compare", _answer(page.comparison))
-    for name, handler in {
-        "": page.overview,
-        "/series": page.series,
-        "/time": page.time,
-        "/staleness": page.staleness,
-        "/timeline": page.timeline,
-        "/samples": page.samples,
-        "/groups": page.groups,
-        "/points": page.points,
-        "/group": page.group,
-        "/tokens": page.tokens,
-        "/image": page.image,
-        "/config": page.config,
-        "/logs": page.logs,
-    }.items():
+    for name, handler in page.of_run.items():
         app.router.add_get(f"/api/runs/{{run}}{name}", _of_run(runs, handler))
     return app
 
