@@ -97,10 +97,10 @@ def scale(
 ) -> None:
     """Change how many processes a living run has. New workers start; those that leave finish their work."""
     from stretto.assembly.logs import log_nothing
-    from stretto.cli.make.operate import numbers_of, scale_run
+    from stretto.cli.make.operate import answer_of, numbers_of, scale_request
 
     log_nothing()
-    for line in scale_run(folder.absolute(), numbers_of(numbers)):
+    for line in answer_of(scale_request(folder.absolute(), numbers_of(numbers))).done:
         typer.echo(printable(line))
 
 
@@ -112,10 +112,10 @@ def stop(
     """End a living run: it finishes the step under way and writes a checkpoint. `stretto resume` continues
     it."""
     from stretto.assembly.logs import log_nothing
-    from stretto.cli.make.operate import stop_run
+    from stretto.cli.make.operate import answer_of, stop_request
 
     log_nothing()
-    typer.echo(printable(stop_run(folder.absolute(), now=now)))
+    typer.echo(printable(answer_of(stop_request(folder.absolute(), now=now)).state))
 
 
 @app.command()

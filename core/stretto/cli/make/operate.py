@@ -39,10 +39,10 @@ def numbers_of(items: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def scale_run(folder: Path, numbers: Mapping[str, int]) -> tuple[str, ...]:
-    """Change the numbers of processes of a living run. Return what the kernel does, as text."""
+def answer_of(request: Callable[[], Awaitable[A]]) -> A:
+    """Send a request of this module, and return the kernel's answer."""
     with one_error():
-        return anyio.run(scale_request(folder, numbers)).done
+        return anyio.run(request)
 
 
 def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awaitable[RunScaled]]:
@@ -51,12 +51,6 @@ def scale_request(folder: Path, numbers: Mapping[str, int]) -> Callable[[], Awai
     _check_groups(folder, numbers)
     bootstrap = operator_bootstrap(folder / "bus")
     return partial(_ask, bootstrap, "scale", ScaleRun(bootstrap.token, dict(numbers)), RunScaled)
-
-
-def stop_run(folder: Path, *, now: bool) -> str:
-    """End a living run; if `now`, without a checkpoint. Return what the kernel does before the end."""
-    with one_error():
-        return anyio.run(stop_request(folder, now=now)).state
 
 
 def stop_request(folder: Path, *, now: bool) -> Callable[[], Awaitable[RunStopping]]:
