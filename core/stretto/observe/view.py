@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -252,8 +251,3 @@ def _clock(moment: float) -> str:
 
 def _score(value: float | None) -> str:
     return "none (no result)" if value is None else SCORE.text(value)
-
-
-def terminal() -> bool:
-    """Return whether stderr is a terminal, so that the live view can draw."""
-    return sys.stderr.isatty()

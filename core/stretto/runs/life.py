@@ -32,7 +32,7 @@ from stretto.kernel.fleet.forks import ForkServer, fork_server
 from stretto.kernel.ownership import own_run
 from stretto.kernel.setup import RunSetup
 from stretto.observe.observers import Observers
-from stretto.observe.view import View, final_lines, terminal
+from stretto.observe.view import View, final_lines
 from stretto.records.files import REPLAY
 from stretto.records.living import listed
 from stretto.records.metrics_file import MetricsFile
@@ -183,7 +183,7 @@ def _live_in_turn(
 
 def live(setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = False) -> dict[str, Any]:
     """Run one kernel, and return its summary."""
-    log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    log_to(setup.logs / "kernel.jsonl", console=not sys.stderr.isatty(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
     setup.check_datasets(accept=accept_dataset)
     interruptions.hold()

@@ -8,6 +8,7 @@ journal, and writes a checkpoint with which the next kernel begins. The caller c
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,6 @@ from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import fork_server
 from stretto.kernel.setup import RunSetup
 from stretto.machine.private_file import write_private
-from stretto.observe.view import terminal
 from stretto.records.events.history import RecordedBatch
 from stretto.runs.life import live, served
 
@@ -167,7 +167,7 @@ async def _begin_at(source: Path, state: KernelState, root: Path, values: int) -
 
 def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource, replay: Replay) -> None:
     """Write a segment's groups to the log, and put the segment's batches into `replay`."""
-    log_to(setup.logs / "kernel.jsonl", console=not terminal(), run=setup.run, role="kernel")
+    log_to(setup.logs / "kernel.jsonl", console=not sys.stderr.isatty(), run=setup.run, role="kernel")
     try:
         anyio.run(_fill, setup, segment, source, replay)
     except BaseExceptionGroup as error:

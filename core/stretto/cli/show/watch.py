@@ -4,6 +4,7 @@ status may be forged: the view draws its texts as plain text, and shortens long 
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from stretto.bus.server import VIEWER, Bootstrap
 from stretto.bus.tls import TlsIdentity
 from stretto.config import TlsConfig
 from stretto.errors import ConfigError, leaves, printable
-from stretto.observe.view import View, final_lines, terminal
+from stretto.observe.view import View, final_lines
 from stretto.records.figures import FIGURES
 from stretto.records.metrics import MAIN_FIGURES
 from stretto.records.run_folder import RunFolder
@@ -116,7 +117,7 @@ async def _watch(source: Callable[[], Status | None], until_the_end: Callable[[]
     received: list[int] = []
 
     async def draw() -> None:
-        await (view.run() if terminal() else _print_steps(source))
+        await (view.run() if sys.stderr.isatty() else _print_steps(source))
         tasks.cancel_scope.cancel()
 
     async def obey_signals(*, task_status: TaskStatus[None]) -> None:
