@@ -251,7 +251,8 @@ class CallRecorder:
             ConfigError: if there is no chat template, or it refuses the messages.
         """
         sampling = self.session.sampling
-        limits = (sampling.max_tokens, max_tokens, self._tokens_left())
+        left = None if self.limits.tokens is None else max(1, self.limits.tokens - self.tokens)
+        limits = (sampling.max_tokens, max_tokens, left)
         sampling = msgspec.structs.replace(
             sampling,
             max_tokens=min(limit for limit in limits if limit is not None),
@@ -312,9 +313,6 @@ class CallRecorder:
         name = f"{self._name}c{len(self._threads) + 1}"
         self._threads.append(Thread(self.session, name, input, tools, self.limits.context))
         return self._threads[-1]
-
-    def _tokens_left(self) -> int | None:
-        return None if self.limits.tokens is None else max(1, self.limits.tokens - self.tokens)
 
     def _refusal(self, message: str, code: str) -> OverLimit:
         self.over = self.over or code

@@ -181,9 +181,6 @@ class _CheckpointFile(Mapping[str, Tensor]):
             file: Any = safe_open(path, framework="pt")
             self._files |= dict.fromkeys(file.keys(), file)
 
-    def keys_of(self, name: str) -> list[str]:
-        return [key.rpartition(".")[2] for key in self._files if key.rpartition(".")[0] == name]
-
     def __getitem__(self, key: str) -> Tensor:
         return self._files[key].get_tensor(key)
 
@@ -241,15 +238,16 @@ def restore_optimizer(
 ) -> None:
     """Restore the state that `optimizer_tensors` yielded. Another layout may have saved it."""
     file = _CheckpointFile(folder, "optimizer")
-    for name, parameter in parameters.items():
-        for key in file.keys_of(name):
-            full = file[f"{name}.{key}"]
-            if full.ndim == 0:
-                optimizer.state[parameter][key] = full.to(parameter.device)
-                continue
+    for key in file:
+        name, _, entry = key.rpartition(".")
+        if (parameter := parameters.get(name)) is None:
+            continue
+        full = file[key]
+        state = full.to(parameter.device)
+        if full.ndim:
             state = torch.zeros_like(parameter, requires_grad=False)
-            _take(layout, state, full, f"{name}.{key}")
-            optimizer.state[parameter][key] = state
+            _take(layout, state, full, key)
+        optimizer.state[parameter][entry] = state
 
 
 # --------------------------------------------------------------------------------------------- layout

@@ -20,7 +20,7 @@ from stretto.cli.audit.audit_records import (
     NamedMessage,
     TrajectoryFacts,
     chain_faults,
-    read_checkpoints,
+    read_checkpoint,
     read_journal,
     read_json,
     read_lines,
@@ -98,7 +98,7 @@ class _Checker:
         self._journal = read_journal(folder)
         self._history = history = self._journal.history
         self._samples = read_samples(folder)
-        self._checkpoints = read_checkpoints(folder)
+        self._checkpoints = [*map(read_checkpoint, sorted(folder.glob("checkpoints/step-*")))]
         for checkpoint in self._checkpoints:
             if not checkpoint.damage and checkpoint.incarnation > history.incarnation:
                 history.enter(checkpoint.incarnation, checkpoint.version)  # this incarnation has no batch yet

@@ -213,12 +213,8 @@ class CheckpointRecord:
         return self.state["incarnation"]
 
 
-def read_checkpoints(folder: Path) -> list[CheckpointRecord]:
-    """Read all checkpoints of the run in a folder, also damaged ones."""
-    return [_checkpoint(path) for path in sorted((folder / "checkpoints").glob("step-*"))]
-
-
-def _checkpoint(folder: Path) -> CheckpointRecord:
+def read_checkpoint(folder: Path) -> CheckpointRecord:
+    """Read a checkpoint, also a damaged one."""
     try:
         hashes: dict[str, str] = json.loads((folder / "manifest.json").read_bytes())
         state = json.loads((folder / "kernel.json").read_bytes())

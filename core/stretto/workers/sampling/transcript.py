@@ -22,9 +22,10 @@ class Transcript:
         """Add an answer. It continues the newest segment if the prompt begins with this whole segment."""
         if not len(answer.tokens):
             return
-        if not self._segments or not _begins_with(prompt_ids, self._segments[-1]):
-            self._segments.append(Segment())
-        segment = self._segments[-1]
+        segment = self._segments[-1] if self._segments else None
+        if segment is None or not np.array_equal(prompt_ids[: segment.length], segment.prompt()):
+            segment = Segment()
+            self._segments.append(segment)
         new_ids = prompt_ids[segment.length :].copy()  # a view would keep every prompt in memory
         segment.add_text(new_ids, "", images[len(segment.images()) :])
         segment.add_answer(answer, "")
@@ -32,7 +33,3 @@ class Transcript:
     def trajectories(self, *, reads_images: bool) -> list[Trajectory]:
         """Return a trajectory of each segment, with the reward NaN."""
         return [segment.trajectory(Score(math.nan), reads_images=reads_images) for segment in self._segments]
-
-
-def _begins_with(ids: NDArray[np.int32], segment: Segment) -> bool:
-    return np.array_equal(ids[: segment.length], segment.prompt())
