@@ -82,15 +82,18 @@ _Stop = str | Annotated[list[str], msgspec.Meta(max_length=16)] | None
 _Choices = Annotated[int, msgspec.Meta(ge=1, le=128)] | None
 
 
-class _ChatBody(msgspec.Struct):
-    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
+class _ChoicesBody(msgspec.Struct, kw_only=True):
     model: str = MODEL
     n: _Choices = None
     max_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
     stop: _Stop = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
+
+
+class _ChatBody(_ChoicesBody, kw_only=True):
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
+    max_completion_tokens: PositiveInt | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[Any] | None = None
@@ -102,14 +105,8 @@ class _ChatBody(msgspec.Struct):
     add_generation_prompt: bool | None = None
 
 
-class _CompletionBody(msgspec.Struct):
+class _CompletionBody(_ChoicesBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
-    model: str = MODEL
-    n: _Choices = None
-    max_tokens: PositiveInt | None = None
-    stop: _Stop = None
-    stream: bool | None = None
-    stream_options: _StreamOptions | None = None
     logprobs: NonNegativeInt | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -154,10 +151,38 @@ class _InputOutput(msgspec.Struct):
 # -------------------------------------------------------------------------------- chat completions
 
 
-class ChatCall:
-    """`POST /v1/chat/completions`."""
+class _ChoicesCall:
+    """What the two calls share whose answers are choices."""
 
     ends_with_done = True
+    _streamed: str
+    """Kind of the objects in a stream."""
+
+    def __init__(self, ask: _ChoicesBody, id: str, tokenizer: Tokenizer) -> None:
+        self.stop = stop_texts(ask.stop, "stop")
+        self.stream = bool(ask.stream)
+        self._n, self._model = ask.n, ask.model
+        self._tokenizer = tokenizer
+        self._id = f"{id}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+
+    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+        """Yield the token counts if the request asked for them."""
+        if self._with_usage:
+            yield "", {**self._head(self._streamed), "choices": [], "usage": _usage(replies, self._n)}
+
+    def failed(self, error: ApiError) -> Event:
+        return "", {"error": openai_error(error)}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+class ChatCall(_ChoicesCall):
+    """`POST /v1/chat/completions`."""
+
+    _streamed = "chat.completion.chunk"
 
     def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
         ask = read_body(body, _ChatBody)
@@ -173,13 +198,8 @@ class ChatCall:
         self.tools = [_function(tool, tool.get("function"), i) for i, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_completion_tokens or ask.max_tokens
-        self.stop = stop_texts(ask.stop, "stop")
-        self.stream = bool(ask.stream)
-        self._ask = ask
-        self._tokenizer = tokenizer
-        self._id = f"chatcmpl-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-        self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+        self._asked_logprobs = ask.logprobs
+        super().__init__(ask, "chatcmpl", tokenizer)
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -194,7 +214,7 @@ class ChatCall:
                     "finish_reason": _finish_reason(reply),
                 }
             )
-        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._ask.n)}
+        return {**self._head("chat.completion"), "choices": choices, "usage": _usage(replies, self._n)}
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield the role of each choice."""
@@ -212,26 +232,14 @@ class ChatCall:
             yield self._chunk(choice, {"tool_calls": [{"index": index, **call}]})
         yield self._chunk(choice, {}, _finish_reason(reply), self._logprobs(reply))
 
-    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Yield the token counts if the request asked for them."""
-        if self._with_usage:
-            usage = _usage(replies, self._ask.n)
-            yield "", {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
-
-    def failed(self, error: ApiError) -> Event:
-        return "", {"error": openai_error(error)}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._ask.model}
-
     def _chunk(
         self, choice: int, delta: Mapping[str, Any], finish_reason: str | None = None, logprobs: Any = None
     ) -> Event:
         choices = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}]
-        return "", {**self._head("chat.completion.chunk"), "choices": choices}
+        return "", {**self._head(self._streamed), "choices": choices}
 
     def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        if not self._ask.logprobs:
+        if not self._asked_logprobs:
             return None
         texts = _token_texts(reply.answer, self._tokenizer)
         logprobs = reply.answer.logprobs.tolist()
@@ -245,11 +253,11 @@ class ChatCall:
 # ------------------------------------------------------------------------------------- completions
 
 
-class CompletionCall:
+class CompletionCall(_ChoicesCall):
     """`POST /v1/completions`."""
 
-    ends_with_done = True
     reads_tools = False
+    _streamed = "text_completion"
 
     def __init__(self, body: bytes, tokenizer: Tokenizer) -> None:
         ask = read_body(body, _CompletionBody)
@@ -264,17 +272,12 @@ class CompletionCall:
         self.images: list[bytes] = []
         self.inputs: list[Input] = [prompt for prompt in _prompts(ask.prompt) for _ in range(ask.n or 1)]
         self.max_tokens = ask.max_tokens
-        self.stop = stop_texts(ask.stop, "stop")
-        self.stream = bool(ask.stream)
-        self._ask = ask
-        self._tokenizer = tokenizer
-        self._id = f"cmpl-{secrets.token_hex(12)}"
-        self._created = int(time.time())
-        self._with_usage = ask.stream_options is not None and bool(ask.stream_options.include_usage)
+        self._asked_logprobs = ask.logprobs
+        super().__init__(ask, "cmpl", tokenizer)
 
     def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
         choices = [self._choice(i, reply.text, reply) for i, reply in enumerate(replies)]
-        return {**self._head(), "choices": choices, "usage": _usage(replies, self._ask.n)}
+        return {**self._head(self._streamed), "choices": choices, "usage": _usage(replies, self._n)}
 
     def opening(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield no events."""
@@ -283,23 +286,11 @@ class CompletionCall:
 
     def piece(self, choice: int, text: str) -> Iterator[Event]:
         """Yield a chunk of text."""
-        yield "", {**self._head(), "choices": [self._choice(choice, text)]}
+        yield "", {**self._head(self._streamed), "choices": [self._choice(choice, text)]}
 
     def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
         """Yield a choice's last chunk: its finish reason, and the logprobs of all its tokens."""
-        yield "", {**self._head(), "choices": [self._choice(choice, "", reply)]}
-
-    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
-        """Yield the token counts if the request asked for them."""
-        if self._with_usage:
-            yield "", {**self._head(), "choices": [], "usage": _usage(replies, self._ask.n)}
-
-    def failed(self, error: ApiError) -> Event:
-        return "", {"error": openai_error(error)}
-
-    def _head(self) -> dict[str, Any]:
-        model = self._ask.model
-        return {"id": self._id, "object": "text_completion", "created": self._created, "model": model}
+        yield "", {**self._head(self._streamed), "choices": [self._choice(choice, "", reply)]}
 
     def _choice(self, index: int, text: str, reply: Reply | None = None) -> dict[str, Any]:
         """Return a choice of a whole answer, or of a chunk. A chunk with `reply` is the choice's last one."""
@@ -311,7 +302,7 @@ class CompletionCall:
         }
 
     def _logprobs(self, reply: Reply) -> dict[str, Any] | None:
-        if self._ask.logprobs is None:
+        if self._asked_logprobs is None:
             return None
         texts = _token_texts(reply.answer, self._tokenizer)
         offsets = np.cumsum([0, *map(len, texts)])[:-1]
