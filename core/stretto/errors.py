@@ -35,6 +35,7 @@ in stretto is an `AssertionError`. The command line exits with status 2 for `Con
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sysconfig
@@ -43,13 +44,13 @@ from collections.abc import AsyncGenerator, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from difflib import SequenceMatcher
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from anyio.abc import TaskGroup
 
@@ -81,6 +82,8 @@ __all__ = [
     "printable",
 ]
 
+A = TypeVar("A")
+T = TypeVar("T")
 
 # Control characters except tab and newline, line separators, marks that change the direction of text, and
 # surrogates, which no file or terminal can encode.
@@ -321,3 +324,21 @@ async def one_job() -> AsyncGenerator[TaskGroup]:
         async with anyio.create_task_group() as tasks:
             yield tasks
     await anyio.lowlevel.checkpoint_if_cancelled()
+
+
+async def together(
+    part: Callable[[A], Awaitable[T]], arguments: Iterable[A], at_once: float = math.inf
+) -> list[T]:
+    """Call a function for each argument, for at most `at_once` of them at a time. Return the results in the
+    order of the arguments, or raise the first error."""
+    results: dict[int, T] = {}
+    limit = anyio.CapacityLimiter(at_once)
+
+    async def run_one(number: int, argument: A) -> None:
+        async with limit:
+            results[number] = await part(argument)
+
+    async with one_job() as tasks:
+        for number, argument in enumerate(arguments):
+            tasks.start_soon(run_one, number, argument)
+    return [results[number] for number in sorted(results)]

@@ -18,9 +18,8 @@ from stretto.agents.conversation import Conversation
 from stretto.agents.endpoint import Endpoint
 from stretto.agents.recorder import CallLimits, CallRecorder
 from stretto.engine import Sampling
-from stretto.errors import EngineError
+from stretto.errors import EngineError, together
 from stretto.models.tokenizer import body_of, load_tokenizer
-from stretto.testing.workflow import together
 from stretto.tokenizer import Tokenizer as PolicyTokenizer
 from stretto.workflow import Answer, Images, OnTokens, Prompt, Score
 
@@ -96,7 +95,7 @@ class FakeSession:
         self.fault = ""
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-        return await together(self.group_size, sample)
+        return await together(sample, range(self.group_size))
 
     def begin(self, conversation_id: str) -> None:
         pass

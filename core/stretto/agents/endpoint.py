@@ -31,7 +31,7 @@ from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.dataset import OwnTurn
-from stretto.errors import ConfigError, EngineError, RequestError, one_job
+from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
 from stretto.models.tokenizer import work_on_text
 from stretto.tools import ParserName, parse_calls
 
@@ -259,15 +259,8 @@ class Endpoint:
 
     async def _answer_at_once(self, agent_run: _AgentRun, call: APICall) -> web.Response:
         threads = agent_run.recorder.take(call.inputs, call.tools)
-        replies: dict[int, Reply] = {}
-
-        async def answer_choice(choice: int, thread: Thread) -> None:
-            replies[choice] = await self._reply(agent_run, call, thread)
-
-        async with one_job() as tasks:
-            for choice, thread in enumerate(threads):
-                tasks.start_soon(answer_choice, choice, thread)
-        return _json(call.response([replies[choice] for choice in range(len(threads))]))
+        replies = await together(partial(self._reply, agent_run, call), threads)
+        return _json(call.response(replies))
 
     async def _stream(self, request: web.Request, agent_run: _AgentRun, call: APICall) -> web.StreamResponse:
         """Stream the answer. The response begins with the first token, so earlier refusals have a status."""

@@ -20,7 +20,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, binary, bootstrap_of
 from stretto.component import Problem
 from stretto.config import BusConfig
-from stretto.errors import BusError, ConfigError
+from stretto.errors import BusError, ConfigError, together
 from stretto.machine import clock
 from stretto.machine.interfaces import is_loopback
 
@@ -90,20 +90,13 @@ def _open_servers(bus: BusConfig) -> list[str]:
 async def faults_of_bus(config: BusConfig, timeout_s: float) -> list[Problem]:
     """Connect to each server of `bus.url`, and test the store on one. Raise ConfigError for a faulty file."""
     bootstrap = bootstrap_of(config, f"check-{secrets.token_hex(4)}", "kernel")
-    faults: dict[str, str] = {}
-    usable: list[str] = []
 
-    async def look(address: str) -> None:
-        fault = await _fault_of_server(bootstrap, address, timeout_s)
-        if fault:
-            faults[address] = fault
-        else:
-            usable.append(address)
+    async def look(address: str) -> str:
+        return await _fault_of_server(bootstrap, address, timeout_s)
 
-    async with anyio.create_task_group() as tasks:
-        for address in config.servers:
-            tasks.start_soon(look, address)
-    texts = [faults[address] for address in config.servers if address in faults]
+    faults = dict(zip(config.servers, await together(look, config.servers), strict=True))
+    texts = [fault for fault in faults.values() if fault]
+    usable = [address for address, fault in faults.items() if not fault]
     if not usable:
         return [Problem("bus.url", "; ".join(texts), "environment")]
     warnings = [Problem("bus.url", f"{text}; the run starts with the others", "warning") for text in texts]

@@ -34,7 +34,7 @@ from stretto.bus.messages.base import Message
 from stretto.bus.messages.membership import SERVER
 from stretto.bus.payloads import decoder, encode, join_stored, list_parts, split, with_parts
 from stretto.bus.server import Bootstrap
-from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, one_job
+from stretto.errors import BusError, Malformed, MessageGone, NoAnswer, Superseded, together
 from stretto.machine import clock
 
 M = TypeVar("M", bound=Message)
@@ -197,15 +197,10 @@ class Store:
             if 2 * len(wanted) <= number:
                 break  # most messages between the wanted ones are not wanted
 
-        async def read(sequence: int) -> None:
-            async with limit:
-                result[sequence] = await self.read(stream, sequence, kind)
+        async def read(sequence: int) -> M:
+            return await self.read(stream, sequence, kind)
 
-        limit = anyio.CapacityLimiter(_READ_AT_ONCE)
-        async with one_job() as tasks:
-            for sequence in missing:
-                tasks.start_soon(read, sequence)
-        return result
+        return result | dict(zip(missing, await together(read, missing, _READ_AT_ONCE), strict=True))
 
     async def read_newest(self, stream: str, subject: str, kind: type[M]) -> M:
         """Return the newest message of a subject. Raises as `read`."""

@@ -19,7 +19,7 @@ from stretto.agents.conversation import Conversation, conversation_in
 from stretto.component import Kind
 from stretto.engine import Sampling
 from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedback_of
-from stretto.errors import EngineError, one_job
+from stretto.errors import EngineError, together
 from stretto.models.images import files_of
 from stretto.models.prompts import both_tools
 from stretto.models.tokenizer import ByteTokenizer, answer_text
@@ -60,19 +60,6 @@ class ScoreCall(NamedTuple):
     texts: list[str]
     columns: Mapping[str, Sequence[Any]]
     """The columns besides those of the row, `completion_tokens` included."""
-
-
-async def together(size: int, sample: Callable[[int], Awaitable[T]]) -> list[T]:
-    """Run `sample` for each number below `size` concurrently. Return the results in order, or raise."""
-    results: dict[int, T] = {}
-
-    async def run_one(number: int) -> None:
-        results[number] = await sample(number)
-
-    async with one_job() as tasks:
-        for number in range(size):
-            tasks.start_soon(run_one, number)
-    return [results[number] for number in range(size)]
 
 
 class FakeSession:
@@ -157,7 +144,7 @@ class FakeSession:
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         """Run `sample` once for each sample of the group. The first error ends all."""
-        return await together(self.group_size, sample)
+        return await together(sample, range(self.group_size))
 
     def begin(self, conversation_id: str) -> None:
         """Give the conversation the next number."""
@@ -307,7 +294,7 @@ class _IncompleteSession(FakeSession):
 
     async def members(self, sample: Callable[[int], Awaitable[T]]) -> list[T]:
         self.has_members = True
-        return await together(self.group_size - 1, lambda number: sample(number + 1))
+        return await together(sample, range(1, self.group_size))
 
 
 class _Watch:
@@ -506,12 +493,12 @@ class WorkflowConformance(ComponentConformance):
         async def play_all() -> list[Sequence[Trajectory]]:
             workflow: Workflow = under_test.make(worker="rollout-0")
 
-            async def play(index: int) -> Sequence[Trajectory]:
-                ids = sessions[index].tokenizer.encode_prompt(row["prompt"])
-                return await workflow.run(Prompt(row, ids), sessions[index])
+            async def play(session: FakeSession) -> Sequence[Trajectory]:
+                ids = session.tokenizer.encode_prompt(row["prompt"])
+                return await workflow.run(Prompt(row, ids), session)
 
             with watch or nullcontext():
-                return await together(len(sessions), play)
+                return await together(play, sessions)
 
         return anyio.run(play_all)
 

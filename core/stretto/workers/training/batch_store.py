@@ -19,7 +19,7 @@ from stretto.assembly.placement import Placement
 from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
 from stretto.bus.messages.training import AskColumn, Column, RowRef
 from stretto.dataset import Dataset
-from stretto.errors import BusError, ConfigError, Refused
+from stretto.errors import BusError, ConfigError, Refused, together
 from stretto.models.files import fetch_config, positions_of
 from stretto.models.images import ImageFile, decode, images_of
 from stretto.models.tokenizer import load_tokenizer
@@ -346,22 +346,17 @@ class BatchStore:
     async def _fetch_images(self, rows: Sequence[int]) -> dict[str, bytes]:
         """Read from the log the images that workflows added to these rows, unless their media are cached."""
         keys = {self._images_of(row) for row in rows} - self._media.keys()
-        files: dict[str, bytes] = {}
-        limit = anyio.CapacityLimiter(_READS_AT_ONCE)
+        digests = {each for _, images in keys for each in images or () if isinstance(each, str)}
 
-        async def read(digest: str) -> None:
-            async with limit:
-                names = self._context.names
-                subject = names.image(digest)
-                image = await self._context.bus.store.read_newest(names.log_stream, subject, StoredImage)
+        async def read(digest: str) -> bytes:
+            names = self._context.names
+            subject = names.image(digest)
+            image = await self._context.bus.store.read_newest(names.log_stream, subject, StoredImage)
             if ImageFile(image.file).digest != digest:
                 raise BusError(f"{subject} of {names.log_stream} is another image than its name says")
-            files[digest] = image.file
+            return image.file
 
-        async with anyio.create_task_group() as tasks:
-            for digest in {each for _, images in keys for each in images or () if isinstance(each, str)}:
-                tasks.start_soon(read, digest)
-        return files
+        return dict(zip(digests, await together(read, digests, _READS_AT_ONCE), strict=True))
 
     async def _fetch(self, refs: Sequence[RowRef]) -> None:
         missing = {ref.sequence for ref in refs} - self._bundles.keys()
