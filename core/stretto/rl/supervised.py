@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import numpy as np
 
-from stretto.algorithm import AlgorithmConfig, Encoded
-from stretto.component import Problem
+from stretto.algorithm import AlgorithmConfig, Encoded, Group
+from stretto.component import Context, Problem
 from stretto.errors import ConfigError, column_error, nearest
 from stretto.models.chats import encode_chat
 from stretto.models.prompts import tools_of, with_own_turns
@@ -21,12 +21,29 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PairConfig",
+    "Supervised",
     "check_pair",
     "check_temperature",
     "cut_to_fit",
     "prompt_and_answer",
     "tokens_of_row",
 ]
+
+
+ConfigT = TypeVar("ConfigT", bound=AlgorithmConfig)
+
+
+class Supervised(Generic[ConfigT]):
+    """Base of algorithms that sample nothing: they train on every row."""
+
+    def __init__(self, config: ConfigT, context: Context) -> None:
+        del context
+        self.config = config
+
+    def keep(self, group: Group) -> bool:
+        """Keep every row."""
+        del group
+        return True
 
 
 class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

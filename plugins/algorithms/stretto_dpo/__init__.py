@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from stretto import Component, Context, Problem, hookimpl
-from stretto.algorithm import Call, Encoded, Group, Loss, Model, forward, function, read, train
+from stretto import Component, Problem, hookimpl
+from stretto.algorithm import Call, Encoded, Loss, Model, forward, function, read, train
 from stretto.component import PositiveFloat
-from stretto.rl.supervised import PairConfig, check_pair, check_temperature, prompt_and_answer
+from stretto.rl.supervised import PairConfig, Supervised, check_pair, check_temperature, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,14 +52,10 @@ class DPOConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError(f"label_smoothing is for variant 'sigmoid', found {self.variant!r}")
 
 
-class DPO:
+class DPO(Supervised[DPOConfig]):
     """Trains the policy, `actor`, on the rows, relative to a frozen `reference`."""
 
     models: Mapping[str, Model] = {"actor": Model(), "reference": Model(trainable=False)}
-
-    def __init__(self, config: DPOConfig, context: Context) -> None:
-        del context
-        self.config = config
 
     def calls(self) -> Sequence[Call]:
         """Return the dataflow read -> forward(reference) -> share -> train. Pairs are never split."""
@@ -73,10 +69,6 @@ class DPO:
                 reads=("group", "reference_logprobs", "share"),
             ),
         ]
-
-    def keep(self, group: Group) -> bool:
-        del group
-        return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Encode the prompt and one answer: the chosen one (index 0) or the rejected one (index 1)."""

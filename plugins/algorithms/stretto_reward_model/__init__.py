@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stretto import Component, Context, Problem, hookimpl
-from stretto.algorithm import Call, Encoded, Group, Loss, Model, read, train
+from stretto import Component, Problem, hookimpl
+from stretto.algorithm import Call, Encoded, Loss, Model, read, train
 from stretto.component import NonNegativeFloat
-from stretto.rl.supervised import PairConfig, check_pair, prompt_and_answer
+from stretto.rl.supervised import PairConfig, Supervised, check_pair, prompt_and_answer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,14 +42,10 @@ class RewardModelConfig(PairConfig, frozen=True, kw_only=True, forbid_unknown_fi
     customary."""
 
 
-class RewardModel:
+class RewardModel(Supervised[RewardModelConfig]):
     """Trains one model, `reward`, on the rows."""
 
     models: Mapping[str, Model] = {"reward": Model(head="reward")}
-
-    def __init__(self, config: RewardModelConfig, context: Context) -> None:
-        del context
-        self.config = config
 
     def calls(self) -> Sequence[Call]:
         """Return the dataflow read -> train. Pairs are never split."""
@@ -57,10 +53,6 @@ class RewardModel:
             read(self.encode, samples=2),
             train("reward", Loss(self.loss, "token", unit="group"), reads=("group",)),
         ]
-
-    def keep(self, group: Group) -> bool:
-        del group
-        return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Encode the prompt and one answer, chosen (0) or rejected (1); only the last token is trained on."""

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stretto import AlgorithmConfig, Component, Context, Problem, hookimpl
-from stretto.algorithm import Call, Encoded, Group, Loss, Model, Reduction, read, train
-from stretto.rl.supervised import check_temperature, prompt_and_answer, tokens_of_row
+from stretto import AlgorithmConfig, Component, Problem, hookimpl
+from stretto.algorithm import Call, Encoded, Loss, Model, Reduction, read, train
+from stretto.rl.supervised import Supervised, check_temperature, prompt_and_answer, tokens_of_row
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,22 +43,14 @@ class SFTConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_field
     their mean."""
 
 
-class SFT:
+class SFT(Supervised[SFTConfig]):
     """Trains one policy, `actor`, on the rows."""
 
     models: Mapping[str, Model] = {"actor": Model()}
 
-    def __init__(self, config: SFTConfig, context: Context) -> None:
-        del context
-        self.config = config
-
     def calls(self) -> Sequence[Call]:
         """Return the dataflow read -> train."""
         return [read(self.encode), train("actor", Loss(self.loss, self.config.loss_mean), reads=())]
-
-    def keep(self, group: Group) -> bool:
-        del group
-        return True
 
     def encode(self, row: Row, index: int, tokenizer: Tokenizer) -> Encoded:
         """Encode the prompt and the answer; only the answer is trained on."""
