@@ -130,8 +130,10 @@ class Intake(Generic[Sample]):
         self._requests: dict[str, tuple[OpenRequest, list[Sample]]] = {}
         self._ready: list[tuple[int, Sample]] = []
         self._too_new: list[Sample] = []
-        self._waiting = 0
-        self._next_deadline = inf
+        self.waiting = 0
+        """Number of samples in the line, including those that need newer weights."""
+        self.next_deadline = inf
+        """The earliest time by `clock.now` at which `late` may return requests."""
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -162,10 +164,10 @@ class Intake(Generic[Sample]):
         ]
         if samples:
             self._requests[request.id] = source, samples
-            self._next_deadline = min(self._next_deadline, source.deadline)
+            self.next_deadline = min(self.next_deadline, source.deadline)
         for sample in samples:
             self._queue(sample)
-        self._waiting += len(samples)
+        self.waiting += len(samples)
         return samples.copy()
 
     def samples(self, request: str) -> list[Sample]:
@@ -179,25 +181,20 @@ class Intake(Generic[Sample]):
     def late(self, now: float | None = None) -> list[OpenRequest]:
         """Return the requests that are late at `now`; the engine ends them with `OpenRequest.late`."""
         now = clock.now() if now is None else now
-        if now < self._next_deadline:
+        if now < self.next_deadline:
             return []
         requests = [request for request, _ in self._requests.values()]
-        self._next_deadline = min(
+        self.next_deadline = min(
             (open_request.deadline for open_request in requests if open_request.deadline > now), default=inf
         )
         return [open_request for open_request in requests if open_request.deadline <= now]
-
-    @property
-    def next_deadline(self) -> float:
-        """The earliest time by `clock.now` at which `late` may return requests."""
-        return self._next_deadline
 
     def close(self, sample: Sample) -> None:
         """Forget a sample that has ended, wherever it is. A closed sample stays closed."""
         if sample.ended:
             return
         sample.ended = True
-        self._waiting -= sample.waiting
+        self.waiting -= sample.waiting
         sample.waiting = False
         _, samples = self._requests[sample.request.id]
         samples.remove(sample)
@@ -205,11 +202,6 @@ class Intake(Generic[Sample]):
             del self._requests[sample.request.id]
 
     # ------------------------------------------------------------------------------------- the line
-
-    @property
-    def waiting(self) -> int:
-        """Number of samples in the line, including those that need newer weights."""
-        return self._waiting
 
     @property
     def ready(self) -> int:
@@ -227,13 +219,13 @@ class Intake(Generic[Sample]):
         """Remove the sample that starts next from the line, and return it. Call only if `ready` is not 0."""
         sample = heappop(self._ready)[1]
         sample.waiting = False
-        self._waiting -= 1
+        self.waiting -= 1
         return sample
 
     def put_back(self, sample: Sample) -> None:
         """Put a sample back into the line, at the place that it had."""
         sample.waiting = True
-        self._waiting += 1
+        self.waiting += 1
         self._queue(sample)
 
     def serve(self, version: int) -> None:
