@@ -31,7 +31,7 @@ from stretto.bus.messages.inference import AskSharedRows, SharedRows
 from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
 from stretto.bus.server import free_port
 from stretto.engine import MeasuringEngine, TrainingEngine
-from stretto.errors import ConfigError, EngineError, Refused, one_job
+from stretto.errors import ConfigError, EngineError, Refused, together
 from stretto.machine import clock
 from stretto.training.config import ModelTrainingConfig
 from stretto.weights import Publisher, WeightsNote
@@ -253,27 +253,19 @@ class TrainerWorker:
         other_workers = self._group.workers[1:] if self._rank == 0 else []
 
         async def run_on_all_ranks(message: M) -> A:
-            own: list[A] = []
-            others: list[A] = []
             # A pure function runs only on rank 0; the others ask for its columns later.
             alone = isinstance(message, messages.RunCall) and self._calls[message.name].op == "function"
 
-            async def run_here() -> None:
-                own.append(await handler(message))
-
-            async def pass_on(worker: str) -> None:
+            async def run_on(worker: str) -> A:
+                if worker == self._context.worker:
+                    return await handler(message)
                 subject = self._context.names.worker("trainer", worker, self._nonces[worker], verb)
-                others.append(
-                    await self._context.bus.request(
-                        subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S
-                    )
+                return await self._context.bus.request(
+                    subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S
                 )
 
-            async with one_job() as tasks:
-                tasks.start_soon(run_here)
-                for worker in () if alone else other_workers:
-                    tasks.start_soon(pass_on, worker)
-            return join(own[0], others)
+            own, *others = await together(run_on, [self._context.worker, *(() if alone else other_workers)])
+            return join(own, others)
 
         await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
 
