@@ -179,12 +179,8 @@ def test_the_command_prints_a_table_or_one_object(tmp_path: Path) -> None:
     assert refused.stderr == f"error: {folder} holds no run: it has no config.yaml\n"
 
 
-def test_a_run_that_a_kernel_owns_or_of_another_version_of_stretto_is_refused(tmp_path: Path) -> None:
-    books = Books()
-    del books.checkpoint["journal"]
-    folder = books.write(tmp_path / "run")
-    with pytest.raises(RunError, match="checkpoint step-000004 is of another version of stretto"):
-        audit_run(folder)
+def test_a_run_that_a_kernel_owns_is_refused(tmp_path: Path) -> None:
+    folder = Books().write(tmp_path / "run")
     with (
         lock_run(folder / "bus"),
         pytest.raises(RunError, match=r"is owned by pid \d+.*; try again when it has"),

@@ -161,11 +161,6 @@ class _Checker:
         """Return the messages that files name, and the files older than the journal's newest loss."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
-        for place, record in records:
-            if "journal" not in record:
-                raise RunError(
-                    f"{self._folder}: {place} is of another version of stretto: audit the run with that one"
-                )
         losses = {place: record["lost"]["journals"] for place, record in records}
         newest = max(losses.values(), default=0)
         named = [
