@@ -164,10 +164,8 @@ def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
     if not shapes:
         return None
     inner = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _is_outer(name)}
-    parameters, suffixes = (
-        sum(map(math.prod, shapes.values())),
-        tuple(f".{t}.weight" for t in micro_batch.targets),
-    )
+    parameters = sum(map(math.prod, shapes.values()))
+    suffixes = tuple(f".{target}.weight" for target in micro_batch.targets)
     adapted = sum(sum(shape) for name, shape in inner.items() if name.endswith(suffixes))
     adapters = adapted * micro_batch.rank
     trained = adapters if micro_batch.rank else parameters if micro_batch.trainable else 0

@@ -8,7 +8,7 @@ they were logged, so each start reads which rows arrived, from the run's page or
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ class WandbTracker:
         offline = section.mode == "offline"
         if run_id in _RUNS:
             _RUNS.pop(run_id).finish()
-        rows = list(self._rows_of_files(run_id)) if offline else []
+        files = sorted(self._folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
+        rows = [row for file in files for row in history_rows(file)]
         self._run = _RUNS[run_id] = wandb.init(
             project=section.project,
             entity=section.entity,
@@ -99,10 +100,6 @@ class WandbTracker:
         self._run.summary["status"] = summary["status"]
         self._run.summary["reason"] = summary["reason"]
         self._run.finish(exit_code=0 if summary["status"] == "completed" else 1)
-
-    def _rows_of_files(self, run_id: str) -> Iterator[dict[str, Any]]:
-        for file in sorted(self._folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb")):
-            yield from history_rows(file)
 
 
 def _largest(rows: list[dict[str, Any]], name: str, default: int) -> int:

@@ -60,7 +60,11 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     for need in known:
         if need.on_gpu and need.size > need.limit:
             text = f"needs {need.size / _GIB:.1f} GiB of its GPU, and may use {need.limit / _GIB:.1f}"
-            advice = _advice(assembly, [need.section], _fits_on_gpu)
+            advice = _advice(
+                assembly,
+                [need.section],
+                lambda needs: all(each.size <= each.limit for each in needs if each.on_gpu),
+            )
             yield Problem(need.section, f"{text}; {advice}", "error" if limited else "warning")
     if assembly.config.launcher.use != "local":
         return
@@ -68,17 +72,9 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     if size > _MUCH * memory:
         text = f"its engines need {size / _GIB:.1f} GiB of memory, and this machine has {memory / _GIB:.1f}"
         sections = [need.section for need in known if not need.on_gpu]
-        advice = _advice(assembly, sections, _fits_on_host)
+        advice = _advice(assembly, sections, lambda needs: on_host(needs) <= memory)
         yield Problem("model", f"{text}; {advice}", "error" if size > memory and limited else "warning")
     yield from _shared_memory_problems(assembly)
-
-
-def _fits_on_gpu(known: Sequence[Need]) -> bool:
-    return all(need.size <= need.limit for need in known if need.on_gpu)
-
-
-def _fits_on_host(known: Sequence[Need]) -> bool:
-    return on_host(known) <= available_memory()
 
 
 def _advice(
