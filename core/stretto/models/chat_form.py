@@ -89,7 +89,7 @@ class ChatForm:
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
         """Return the matches of end tokens in a text."""
-        return self._pattern.finditer(text) if self._pattern else ()
+        return self._pattern.finditer(text)
 
     def is_closed(self, answer: str) -> bool:
         """Return whether the answer contains an end token with only white space after it."""
@@ -101,11 +101,11 @@ class ChatForm:
 
     def end_at(self, text: str, place: int) -> str:
         """Return the end token at a place of a text; empty if there is none."""
-        match = self._pattern.match(text, place) if self._pattern else None
+        match = self._pattern.match(text, place)
         return match[0] if match else ""
 
     @cached_property
-    def _pattern(self) -> re.Pattern[str] | None:
+    def _pattern(self) -> re.Pattern[str]:
         return any_of(self.ends)
 
     def prepared(self, messages: Sequence[Message], special: re.Pattern[str] | None) -> list[dict[str, Any]]:
@@ -131,10 +131,10 @@ class ChatForm:
         return prepared
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
-    """Return a pattern that finds these texts, the longest first; None if there are no texts."""
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Return a pattern that finds these texts, the longest first; nothing if there are no texts."""
     longest_first = sorted(texts, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
 def plain_text(text: str, mark: str = "") -> str:
@@ -142,10 +142,10 @@ def plain_text(text: str, mark: str = "") -> str:
     return text.replace(_CUT, mark)
 
 
-def sections_of(text: str, special: re.Pattern[str] | None) -> list[tuple[str, bool]]:
+def sections_of(text: str, special: re.Pattern[str]) -> list[tuple[str, bool]]:
     """Return the sections of a rendered text, each with True if special tokens in it are text."""
-    if _CUT not in text or special is None:
-        return [(plain_text(text), _CUT in text)] if text else []
+    if _CUT not in text:
+        return [(text, False)] if text else []
     sections: list[tuple[str, bool]] = []
     for part in filter(None, re.split(f"({special.pattern})", text)):
         if _CUT not in part and sections and not sections[-1][1]:
@@ -170,7 +170,7 @@ def form_of(
     added: Mapping[str, int],
     own_ends: frozenset[int],
     model_ends: frozenset[int],
-    special: re.Pattern[str] | None,
+    special: re.Pattern[str],
     text_of: Callable[[int], str],
     in_parts: bool = False,
 ) -> ChatForm:
@@ -215,8 +215,8 @@ def form_of(
         final=turns.final,
         lead=lead,
         tail=tail,
-        plain_lead=special.sub("", lead) if special else lead,
-        plain_tail=special.sub("", tail) if special else tail,
+        plain_lead=special.sub("", lead),
+        plain_tail=special.sub("", tail),
         arguments=calls.arguments,
         call_content=calls.content,
         content=probe.contents,
@@ -287,7 +287,7 @@ class _TemplateProbe:
         one, the first special token; without any, two empty texts. Visible text before it, such as
         `</answer>`, has to be in the `shared` first characters, which follow the content of every turn."""
         place, fallback = 0, ("", "")
-        for found in self._visible_tokens.finditer(text) if self._visible_tokens else ():
+        for found in self._visible_tokens.finditer(text):
             if text[place : found.start()].strip() and found.start() > shared:
                 break
             if self.stops(found[0]):

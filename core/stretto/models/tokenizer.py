@@ -405,7 +405,7 @@ class ModelTokenizer:
         on matters: that token may remove or add a space at the start of the text."""
         if not (self._adds_space or self._strips):
             return self._ids(text)
-        last = max((match.start() for match in self._finds(before[-_NEAR:])), default=None)
+        last = max((match.start() for match in self._any_added.finditer(before[-_NEAR:])), default=None)
         prefix = before[-_NEAR:][last:] if last is not None else ("\na" if before else self._boundary)
         ids, head = self._ids(prefix + text), self._ids(prefix)
         return ids[len(head) :] if ids[: len(head)] == head else _behind_text(text, self._encode)
@@ -418,11 +418,8 @@ class ModelTokenizer:
             return self._as_text(text).ids
         return _behind_text(text, self._as_text)
 
-    def _finds(self, text: str) -> Iterable[re.Match[str]]:
-        return () if self._any_added is None else self._any_added.finditer(text)
-
     @cached_property
-    def _any_added(self) -> re.Pattern[str] | None:
+    def _any_added(self) -> re.Pattern[str]:
         return any_of(self._added)
 
     @cached_property
@@ -449,7 +446,7 @@ class ModelTokenizer:
         return self._begins[token]
 
     @cached_property
-    def _any_special(self) -> re.Pattern[str] | None:
+    def _any_special(self) -> re.Pattern[str]:
         return any_of(self._special)
 
     @cached_property
@@ -471,7 +468,7 @@ class ModelTokenizer:
         return backend
 
     @cached_property
-    def _special_texts(self) -> re.Pattern[str] | None:
+    def _special_texts(self) -> re.Pattern[str]:
         """Pattern of the special tokens in a text, without those that are places of images."""
         return any_of(text for text in self._special if not self._has_images or not _OF_IMAGES.search(text))
 
@@ -503,8 +500,7 @@ class ModelTokenizer:
 
     def special_in(self, text: str) -> str:
         """See `Tokenizer`."""
-        special = self._special_texts
-        match = None if special is None else special.search(text)
+        match = self._special_texts.search(text)
         return match[0] if match else ""
 
     def ends_turn(self, token: int) -> bool:
