@@ -364,9 +364,8 @@ async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
         if pixels:
             np.testing.assert_array_equal(media["pixel_values"], vision.alone(*pixels).media["pixel_values"])
     assert sorted(reads) == sorted(names[1:])  # each once
-    with pytest.raises(ExceptionGroup) as lie:
+    with pytest.raises(BusError, match="is another image than its name says"):
         await media_of(trajectory(0, [names[1]], 1), **{names[1]: files[2]})
-    assert lie.group_contains(BusError, match="is another image than its name says")
     with pytest.raises(ConfigError, match="1/1/0 has 4 image tokens, and its images make 8"):
         await media_of(trajectory(0, names[1:], 1))
     with pytest.raises(ConfigError, match="a sample names its image 1, and the row has 1"):
