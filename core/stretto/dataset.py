@@ -81,9 +81,6 @@ class Dataset(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------------------- curricula
-
-
 class TicketEnd(msgspec.Struct, frozen=True):
     """The outcome of a training ticket."""
 

@@ -40,8 +40,6 @@ _ERRORS = {
 """HTTP status -> the API's type of error; others: `invalid_request_error`, or `api_error` from 500 on."""
 
 
-# --------------------------------------------------------------------------------- parts of requests
-
 _Blocks = str | list[dict[str, Any]]
 
 
@@ -84,9 +82,6 @@ class _MessageBody(msgspec.Struct):
     tool_choice: _ToolChoice | None = None
     output_config: _OutputConfig | None = None
     mcp_servers: list[Any] | None = None
-
-
-# ----------------------------------------------------------------------------------------- messages
 
 
 class MessageCall:

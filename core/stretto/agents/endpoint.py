@@ -447,9 +447,6 @@ class _EventStream:
         return self._response
 
 
-# ----------------------------------------------------------------------------------------- helpers
-
-
 async def _warn_of_hidden_tools(tokenizer: Tokenizer) -> None:
     """Warn if the template shows no tools: `stretto check` does not know whether an agent sends any."""
     form = await work_on_text(lambda: tokenizer.form, 0)

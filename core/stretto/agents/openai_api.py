@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ChatCall", "CompletionCall", "ResponseCall", "openai_error"]
 
-# --------------------------------------------------------------------------------- parts of requests
-
 
 class _ImageURL(msgspec.Struct):
     url: str
@@ -148,9 +146,6 @@ class _InputOutput(msgspec.Struct):
     output: str | list[_Part]
 
 
-# -------------------------------------------------------------------------------- chat completions
-
-
 class _ChoicesCall:
     """What the two calls share whose answers are choices."""
 
@@ -250,9 +245,6 @@ class ChatCall(_ChoicesCall):
         return {"content": content, "refusal": None}
 
 
-# ------------------------------------------------------------------------------------- completions
-
-
 class CompletionCall(_ChoicesCall):
     """`POST /v1/completions`."""
 
@@ -312,9 +304,6 @@ class CompletionCall(_ChoicesCall):
             "top_logprobs": None,
             "text_offset": offsets.tolist(),
         }
-
-
-# --------------------------------------------------------------------------------------- responses
 
 
 class ResponseCall:

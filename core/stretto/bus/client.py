@@ -139,8 +139,6 @@ class Bus:
         """Maximum size, in bytes, of a payload that the bus sends in one piece."""
         return payload_limit(self._nats)
 
-    # ---------------------------------------------------------------------- publish and subscribe
-
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
         """Send a message to the current subscribers of a subject."""
         await self._send(subject, encode(message), reply)

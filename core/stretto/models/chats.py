@@ -236,9 +236,6 @@ def is_shown(
         return True  # the template reads the value, because it refuses the replacement
 
 
-# ------------------------------------------------------------------------------------- tool calls
-
-
 def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the arguments of a tool call; ConfigError if `call` is no tool call."""
     function: Any = call.get("function", call) if isinstance(call, Mapping) else None

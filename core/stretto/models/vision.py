@@ -57,9 +57,6 @@ _ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 _OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
-# ------------------------------------------------------------------------------------------ models
-
-
 def is_vision_language(config: Mapping[str, Any]) -> bool:
     """Return whether this `config.json` belongs to a model that reads images."""
     return "vision_config" in config
@@ -90,9 +87,6 @@ def newest_name(name: str) -> str:
         if name.startswith(older):
             return newer + name.removeprefix(older)
     return name
-
-
-# --------------------------------------------------------------------------------------- processors
 
 
 def keep_torch_out() -> None:

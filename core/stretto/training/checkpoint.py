@@ -196,9 +196,6 @@ def tensor_names(folder: Path, stem: str) -> list[str]:
     return [*_CheckpointFile(folder, stem)]
 
 
-# --------------------------------------------------------------------------------------- parameters
-
-
 @torch.no_grad()
 def restore_parameters(
     folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
@@ -217,9 +214,6 @@ def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
     if full.shape != into.shape:
         raise EngineError(f"{name!r} was saved with shape {tuple(full.shape)}; expected {tuple(into.shape)}")
     layout.take(into, full)
-
-
-# ---------------------------------------------------------------------------------------- optimizer
 
 
 def optimizer_tensors(
@@ -250,16 +244,10 @@ def restore_optimizer(
         optimizer.state[parameter][entry] = state
 
 
-# --------------------------------------------------------------------------------------------- layout
-
-
 def restore_layout(folder: Path, layout: Layout, trained: Iterable[Tensor]) -> None:
     """Restore the tensors that the layout carries from step to step, if the checkpoint has them."""
     if any(folder.glob("layout*.safetensors")):
         layout.restore(_CheckpointFile(folder, "layout"), trained)
-
-
-# ---------------------------------------------------------------------------------------- generators
 
 
 def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:

@@ -156,9 +156,6 @@ def _common_length(one: Integers, other: Integers) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-# ----------------------------------------------------------------------------------- micro-batches
-
-
 def split_batch(batch: Batch, max_nodes: int, *, whole_groups: bool) -> list[Batch]:
     """Split into consecutive batches whose trees have at most `max_nodes` nodes each, or one sequence.
     Consecutive sequences of a `group` stay together if their tree fits; with `whole_groups`, always."""

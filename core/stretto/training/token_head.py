@@ -431,9 +431,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += (left @ right).float()
 
 
-# --------------------------------------------------------------------------------------- the trial
-
-
 @torch.no_grad()
 def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
     try:

@@ -94,9 +94,6 @@ class ReasoningGym:
         }
 
 
-# ------------------------------------------------------------------------------------------ reward
-
-
 class ReasoningGymReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `reasoning_gym`."""
 

@@ -61,9 +61,6 @@ class Entry(msgspec.Struct, frozen=True):
     """Why the row could not be generated; empty for a good row."""
 
 
-# ------------------------------------------------------------------------------------- the owner
-
-
 class Generator:
     """Starts the process at the first request for a row, and ends it. Any thread may call this object."""
 
@@ -125,9 +122,6 @@ class Generator:
             self._pipe.close()
 
 
-# -------------------------------------------------------------------------------------- plain data
-
-
 def plain(value: Any) -> Any:
     """Convert a value of the library for msgpack. Tuples and integers of more than 64 bits are marked, for
     `restore` to convert them back. Raise TypeError for other types."""
@@ -158,9 +152,6 @@ def restore(value: Any) -> Any:
     if mapping.keys() == {_INTEGER}:
         return int(mapping[_INTEGER])
     return {key: restore(item) for key, item in mapping.items()}
-
-
-# ------------------------------------------------------------------------------------- the process
 
 
 def _make_dataset(order: Order) -> Any:

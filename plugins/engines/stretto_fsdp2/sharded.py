@@ -46,8 +46,6 @@ class ShardedLayout(RankLayout):
         self._power_sgd: PowerSgd | None = None
         self.autocast = not config.shard
 
-    # ------------------------------------------------------------------------------- the model
-
     def distribute(self, model: PreTrainedModel) -> None:
         """Split the model by tensor, then shard it or move a full copy to the device."""
         if self.width > 1:
@@ -131,8 +129,6 @@ class ShardedLayout(RankLayout):
         if self._power_sgd is not None:
             gradient_size = sum(parameter.numel() for parameter in trained)
             self._power_sgd.restore(carried, gradient_size, self.device)
-
-    # --------------------------------------------------------------------------------- computing
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]

@@ -105,9 +105,6 @@ class Verifiers:
         return reply["tasks"]
 
 
-# ---------------------------------------------------------------------------------------- workflow
-
-
 class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the workflow `verifiers`."""
 
@@ -145,9 +142,6 @@ def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[
                 f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' needs the dataset 'verifiers'"
             )
     yield from sandbox_problems(run, network=True)
-
-
-# ------------------------------------------------------------------------------------------ reward
 
 
 class VerifiersReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -30,9 +30,6 @@ _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
 """Replaces an importance weight that was rounded to 0, because 0 has no logarithm."""
 
 
-# ------------------------------------------------------------------------------ batches and digests
-
-
 def read_recording(folder: Path) -> RunHistory:
     """Return the history of a run that no kernel owns, with all batches from version 0 on."""
     journal = read_journal(folder)
@@ -47,9 +44,6 @@ def read_recording(folder: Path) -> RunHistory:
             "the run's store is lost (see summary.json)"
         )
     return journal.history
-
-
-# ------------------------------------------------------------------------------ the data of groups
 
 
 class KeptGroups:
@@ -136,9 +130,6 @@ def _array_of(values: Sequence[int] | None, dtype: type[np.generic]) -> Array | 
 
 def _images_of(text: str | None) -> tuple[str | int, ...] | None:
     return None if text is None else msgspec.json.decode(text, type=tuple[Digest | NonNegativeInt, ...])
-
-
-# ------------------------------------------------------------------------------ importance weights
 
 
 @dataclass

@@ -162,9 +162,6 @@ def off_policy(weights: WeightSums) -> dict[str, float]:
     }
 
 
-# ----------------------------------------------------------------------------------------- as text
-
-
 def report_lines(report: ReplayReport) -> list[str]:
     """Return the result of a complete replay in words."""
     what = f"steps {report.first} to {report.last} of {report.run} were trained again"

@@ -87,9 +87,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens per second of all engines together, while they were busy."""
 
 
-# ------------------------------------------------------------------------------------- composing
-
-
 def compose_evaluation(source: str, options: EvaluationOptions, overrides: Sequence[str] = ()) -> Composed:
     """Compose the run that evaluates a run's checkpoint, or a model by its folder or hub id."""
     for item in overrides:
@@ -215,9 +212,6 @@ def _require_rows_and_reward(document: Mapping[str, Any], overrides: Sequence[st
         raise ConfigError("no reward to score the answers: give `--reward NAME`, for example `--reward math`")
 
 
-# --------------------------------------------------------------------------------------- running
-
-
 def run_evaluation(
     assembly: Assembly, forks: ForkServer | None, threshold: float
 ) -> tuple[Result | None, dict[str, Any]]:
@@ -254,9 +248,6 @@ def run_evaluation(
     temporary.write_text(json.dumps(full_summary, indent=1) + "\n")
     temporary.rename(folder / "summary.json")
     return result, full_summary
-
-
-# -------------------------------------------------------------------------------------- counting
 
 
 def result_of(

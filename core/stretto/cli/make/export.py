@@ -54,9 +54,6 @@ _FIGURES = ("reward", "length", "entropy", "staleness")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
-# ------------------------------------------------------------------------------------------- models
-
-
 def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
     """Write a checkpoint's model, by default the newest, to a free folder. It is complete or absent."""
     checkpoint = find_checkpoint(run.folder, version)
@@ -175,8 +172,6 @@ def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
         return []
     return [f"| {title} | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
 
-
-# ------------------------------------------------------------------------------------------ samples
 
 _PAGE = 500
 """Maximum number of samples whose tokens are in memory at the same time."""

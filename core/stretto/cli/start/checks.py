@@ -91,9 +91,6 @@ def faults_and_warnings(
     return faults, warnings
 
 
-# --------------------------------------------------------------------------------------- problems
-
-
 def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
     placement_problems = _plugin_problems(assembly, "algorithm", _placement_problems(assembly))

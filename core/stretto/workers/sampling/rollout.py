@@ -133,8 +133,6 @@ class RolloutWorker:
             )
         return dataset
 
-    # --------------------------------------------------------------------------------- tickets
-
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
         """Take tickets from the queue whenever more may run, until the worker drains. Each purpose is counted
         apart: training tickets count while their engine is lent, and must not delay an evaluation."""

@@ -239,8 +239,6 @@ class TrainerWorker:
         )
         return context.composed.make(group.path, component_context, section)
 
-    # --------------------------------------------------------------------------- in all ranks together
-
     async def _serve(
         self,
         verb: str,
