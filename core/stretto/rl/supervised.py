@@ -60,8 +60,9 @@ class PairConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.chosen_column, self.rejected_column
 
 
-def check_pair(config: PairConfig) -> Iterator[Problem]:
+def check_pair(config: PairConfig, run: RunConfig) -> Iterator[Problem]:
     """Yield a problem if both answers come from the same column."""
+    del run
     if config.chosen_column == config.rejected_column:
         yield Problem("algorithm.rejected_column", f"{config.rejected_column!r} is the chosen column too")
 
@@ -149,8 +150,9 @@ def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None
     return Encoded(tokens, [False, *map(bool, mask[1:])])
 
 
-def check_temperature(run: RunConfig) -> Iterator[Problem]:
+def check_temperature(config: AlgorithmConfig, run: RunConfig) -> Iterator[Problem]:
     """Yield a problem if `sampling.temperature` is not 1: the algorithm needs the model's own likelihoods."""
+    del config
     if run.sampling.temperature != 1:
         yield Problem(
             "sampling.temperature",

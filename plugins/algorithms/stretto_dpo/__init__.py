@@ -110,8 +110,8 @@ class DPO(Supervised[DPOConfig]):
 
 def check(config: DPOConfig, run: RunConfig) -> Iterator[Problem]:
     """Check the two columns of answers, and that the temperature is 1."""
-    yield from check_temperature(run)
-    yield from check_pair(config)
+    yield from check_temperature(config, run)
+    yield from check_pair(config, run)
 
 
 @hookimpl

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stretto import Component, Problem, hookimpl
+from stretto import Component, hookimpl
 from stretto.algorithm import Call, Encoded, Loss, Model, read, train
 from stretto.component import NonNegativeFloat
 from stretto.rl.supervised import PairConfig, Supervised, check_pair, prompt_and_answer
@@ -24,7 +24,6 @@ from stretto.rl.supervised import PairConfig, Supervised, check_pair, prompt_and
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.config import RunConfig
     from stretto.dataset import Row
     from stretto.rl.batch import Batch
     from stretto.tokenizer import Tokenizer
@@ -79,12 +78,6 @@ class RewardModel(Supervised[RewardModelConfig]):
         }
 
 
-def check(config: RewardModelConfig, run: RunConfig) -> Iterator[Problem]:
-    """Check the two columns of answers."""
-    del run
-    yield from check_pair(config)
-
-
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
     yield Component(
@@ -92,6 +85,6 @@ def stretto_algorithm() -> Iterator[Component[RewardModelConfig]]:
         RewardModel,
         RewardModelConfig,
         "a reward model from pairs of answers (Bradley-Terry)",
-        check,
+        check_pair,
         requires={"torch": "stretto[torch]"},
     )

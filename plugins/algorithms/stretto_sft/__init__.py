@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stretto import AlgorithmConfig, Component, Problem, hookimpl
+from stretto import AlgorithmConfig, Component, hookimpl
 from stretto.algorithm import Call, Encoded, Loss, Model, Reduction, read, train
 from stretto.rl.supervised import Supervised, check_temperature, prompt_and_answer, tokens_of_row
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.config import RunConfig
     from stretto.dataset import Row
     from stretto.rl.batch import Batch
     from stretto.tokenizer import Tokenizer
@@ -64,11 +63,6 @@ class SFT(Supervised[SFTConfig]):
         return -logprobs, {"nll": -logprobs.detach()}
 
 
-def check(config: SFTConfig, run: RunConfig) -> Iterator[Problem]:
-    del config
-    yield from check_temperature(run)
-
-
 @hookimpl
 def stretto_algorithm() -> Iterator[Component[SFTConfig]]:
     yield Component(
@@ -76,6 +70,6 @@ def stretto_algorithm() -> Iterator[Component[SFTConfig]]:
         SFT,
         SFTConfig,
         "supervised fine-tuning on the answers of the dataset",
-        check,
+        check_temperature,
         requires={"torch": "stretto[torch]"},
     )
