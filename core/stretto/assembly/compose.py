@@ -134,7 +134,6 @@ class Composed:
 def compose(
     file: Path,
     overrides: Sequence[str] = (),
-    plugins: Plugins | None = None,
     *,
     document: Mapping[str, Any] | None = None,
 ) -> Composed:
@@ -145,7 +144,7 @@ def compose(
         source = run_file.RunFile(file, overrides, document)
         with _redacted_errors(source.redact):
             plain, secret = run_file.read(source)
-            composed = _Composer(source, plugins or Plugins(), deepcopy(plain)).run()
+            composed = _Composer(source, Plugins(), deepcopy(plain)).run()
             for document in (plain, secret):
                 _inherit_sections(document)
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)

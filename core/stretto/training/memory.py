@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,7 @@ for the Llama, Qwen2 and GPT-2 types in float32, without checkpointing."""
 _CHUNKS = 5
 """Tensors of a chunk's logits that live at once, at most."""
 _CHUNK_BYTES = 2**26
+_OUTER = re.compile("embed|wte|wpe|lm_head")  # in names of tensors of the embeddings and the head
 _COUNT_S = 180.0
 
 
@@ -163,7 +165,7 @@ def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
     shapes = {name: place.shape for name, place in tensors_of_model(Path(folder)).items()} if folder else {}
     if not shapes:
         return None
-    inner = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _is_outer(name)}
+    inner = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _OUTER.search(name)}
     parameters = sum(map(math.prod, shapes.values()))
     suffixes = tuple(f".{target}.weight" for target in micro_batch.targets)
     adapted = sum(sum(shape) for name, shape in inner.items() if name.endswith(suffixes))
@@ -184,8 +186,3 @@ def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
         activations=micro_batch.tokens * _BYTES_OF_A_CHANNEL * channels
         + _CHUNKS * min(_CHUNK_BYTES, 4 * micro_batch.tokens * vocabulary),
     )
-
-
-def _is_outer(name: str) -> bool:
-    """Return whether a tensor belongs to the embeddings or to the head."""
-    return any(word in name for word in ("embed", "wte", "wpe", "lm_head"))

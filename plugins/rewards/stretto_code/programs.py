@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -159,13 +158,12 @@ class _WarmPython:
             env=_ENVIRONMENT,
             nests=True,
         )
-        command = replace(command, inherited=(descriptor,))
         try:
             self._process = subprocess.Popen(
                 command.argv,
                 env=command.env,
                 cwd=command.folder,
-                pass_fds=command.inherited,
+                pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
