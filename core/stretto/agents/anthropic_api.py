@@ -171,9 +171,6 @@ class MessageCall:
         return {"stop_reason": reason, "stop_sequence": None}
 
 
-# ------------------------------------------------------------------------------- reading requests
-
-
 def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
     """Yield a message in the form of chat templates. A user's becomes one for each tool result and text."""
     blocks = _blocks(message.content)
@@ -240,9 +237,6 @@ def _reads_tools(tools: Sequence[Any], choice: _ToolChoice | None) -> bool:
         message = f"a tool call cannot be forced: {kind!r}; expected 'auto' or 'none'"
         raise ApiError(message, param="tool_choice.type")
     return bool(tools) and kind == "auto"
-
-
-# --------------------------------------------------------------------------------- writing answers
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:

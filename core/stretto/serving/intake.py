@@ -135,8 +135,6 @@ class Intake(Generic[Sample]):
         self.next_deadline = inf
         """The earliest time by `clock.now` at which `late` may return requests."""
 
-    # ------------------------------------------------------------------------------------- requests
-
     def accept(self, request: GenerateRequest, arrived: float | None = None) -> list[Sample]:
         """Put the samples of a request into the waiting line, and return them. Samples that the client
         already has are left out. A request that is already open has no new samples.
@@ -201,8 +199,6 @@ class Intake(Generic[Sample]):
         if not samples:
             del self._requests[sample.request.id]
 
-    # ------------------------------------------------------------------------------------- the line
-
     @property
     def ready(self) -> int:
         """Number of samples that could start now. It may count ended samples, but is 0 without others."""
@@ -242,8 +238,6 @@ class Intake(Generic[Sample]):
             heappush(self._ready, (sample.place, sample))
         else:
             self._too_new.append(sample)
-
-    # -------------------------------------------------------------------------------------- checks
 
     def _check_prompt(self, request: GenerateRequest) -> NDArray[np.int32]:
         sampling, count = request.sampling, len(request.seeds)

@@ -137,8 +137,6 @@ class Server:
         if await self._process.wait() == -signal.SIGKILL:
             _kill_session(self._process.pid)
 
-    # ---------------------------------------------------------------------------------------- HTTP
-
     async def until_healthy(self, path: str, deadline_s: float) -> None:
         """Wait until the server answers at `path`. Raise EngineError, with the log's end, if it does not."""
         deadline = clock.now() + deadline_s

@@ -49,8 +49,6 @@ class Layout:
         torch.set_num_threads(config.threads)
         self.device = compute_device(config.device, config.share)
 
-    # ------------------------------------------------------------------------------- the model
-
     @property
     def staging(self) -> torch.device:
         """The device on which the engine loads and tests the whole model before distribution."""
@@ -86,8 +84,6 @@ class Layout:
     def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
         """Restore the tensors that `carried()` yielded. Raise EngineError if they do not fit `trained`."""
 
-    # ------------------------------------------------------------------------------ the numbers
-
     def gather_ranks(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, in every rank. Values have JSON types."""
         return [value]
@@ -99,8 +95,6 @@ class Layout:
     def share(self, output: Tensor) -> Tensor:
         """Return, in all ranks of a part, the tensor that some of these ranks have computed."""
         return output
-
-    # --------------------------------------------------------------------------------- computing
 
     def compute(self, model: Any, inputs: ModelInputs) -> Tensor:
         """Return the figures of the wanted tokens; see `stretto.training.token_head.return_figures`."""

@@ -53,9 +53,6 @@ __all__ = [
 log = structlog.get_logger()
 
 
-# ----------------------------------------------------------------------------------------- loading
-
-
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device, trains_on: torch.device
 ) -> tuple[PreTrainedModel, InputRows]:
@@ -259,9 +256,6 @@ def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]
     this input, because the output of a new head is 0 everywhere."""
     base: Any = model.base_model
     return lambda arguments: base(**arguments).last_hidden_state
-
-
-# ------------------------------------------------------------------------------------------ layers
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -105,8 +105,6 @@ class MixCurriculum:
             for number, (name, (rows, _)) in enumerate(parts.items())
         }
 
-    # ------------------------------------------------------------------------------- the contract
-
     def choose(self, ticket: int, version: int) -> int:
         shares = self._shares(version)
         name = max(

@@ -48,8 +48,6 @@ class PipelineLayout(RankLayout):
                 self._line, self._group, self._ends = line, groups[0], groups[2]
                 self._neighbours = Neighbours(line, self._index, *groups[:2])
 
-    # ------------------------------------------------------------------------------- the model
-
     def distribute(self, model: PreTrainedModel) -> None:
         """Cut the model down to this rank's stage."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -89,8 +87,6 @@ class PipelineLayout(RankLayout):
         """Return True in the first pipeline, if the parameter is not a copy of a tied embedding."""
         del parameter
         return self.rank < self.width and self.name(name) == name
-
-    # --------------------------------------------------------------------------------- computing
 
     def share(self, output: Tensor) -> Tensor:
         """Broadcast the output from the last stage to the others."""

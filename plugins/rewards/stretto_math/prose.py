@@ -13,8 +13,6 @@ ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
 )
 
-# ----------------------------------------------------------------------------------------- notations
-
 _MARK = r"\\(?:overline|bar|dot) ?"
 _POINT = r"(?<![\d.])(\d{0,20})\.(\d{0,40})"
 _REPEATING = re.compile(
@@ -75,9 +73,6 @@ def _latex(whole: str, places: str, block: str) -> str:
     value = Fraction(int(whole + places or "0"), 10 ** len(places))
     value += Fraction(int(block), (10 ** len(block) - 1) * 10 ** len(places))
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
-
-
-# --------------------------------------------------------------------------------- values between words
 
 
 @dataclass(frozen=True)

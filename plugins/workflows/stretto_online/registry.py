@@ -125,8 +125,6 @@ class SessionRegistry:
         self._offered = anyio.Event()
         await session.started.wait()
 
-    # ------------------------------------------------------------------------------------ handlers
-
     async def _start(self, request: web.Request) -> web.Response:
         if not _has_key(request, self._token):
             raise ApiError(

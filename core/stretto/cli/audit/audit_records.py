@@ -24,8 +24,6 @@ from stretto.records.events.files import stored_events
 from stretto.records.events.history import RunHistory
 from stretto.records.files import read_record
 
-# ---------------------------------------------------------------------------------------- journal
-
 
 @dataclass(frozen=True)
 class JournalMessage:
@@ -116,9 +114,6 @@ def chain_faults(messages: Sequence[JournalMessage], named: Iterable[NamedMessag
             yield f"message {reference.sequence}, which {reference.place} names, {state}"
 
 
-# ------------------------------------------------------------------------------------ kept samples
-
-
 @dataclass(frozen=True)
 class TrajectoryFacts:
     """The facts of one kept trajectory, computed from its arrays."""
@@ -190,9 +185,6 @@ def _facts(row: Mapping[str, Any], faults: list[str]) -> TrajectoryFacts | None:
         reward=row["reward"],
         sample=row["sample"],
     )
-
-
-# ------------------------------------------------------------------------------- files of the run
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,6 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     return Replayed(out, summary, report)
 
 
-# ---------------------------------------------------------------------------------- which batches
-
-
 def _start(folder: Path, version: str | None) -> tuple[Path, KernelState] | None:
     if version is None or version == "0":
         return None
@@ -120,9 +117,6 @@ def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]
         f"{missing[0] + 1} (samples.keep: {keep}); a run that is to be replayed from its beginning needs "
         f"samples.keep: all, which is the default{hint}"
     )
-
-
-# ------------------------------------------------------------------------------- which values
 
 
 def _segments(

@@ -78,9 +78,6 @@ def examine_machine() -> list[Observation]:
     ]
 
 
-# ------------------------------------------------------------------------------------------ plugins
-
-
 def _examine(line: Listing, listing: Iterable[Listing], plugins: Plugins) -> Iterator[Observation]:
     subject = f"{line.kind} {line.name}"
     rivals = [
@@ -154,9 +151,6 @@ def _warnings_of(component: Component[Any]) -> Iterator[str]:
     for field in fields_of(component.config):
         if not field.meaning and "." not in field.name:
             yield f"the key {field.name!r} has no meaning: write a docstring under the field"
-
-
-# ------------------------------------------------------------------------------------------ machine
 
 
 def _bfloat16(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
