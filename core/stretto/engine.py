@@ -192,6 +192,11 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     """The fixed text that trainer and engine score at every weight swap; null for none."""
 
     @property
+    def sleeps(self) -> bool:
+        """Whether generation and training take turns. A start decides about `auto`."""
+        return self.sleep is True
+
+    @property
     def canary_bound(self) -> float | None:
         """The bound of the canary that holds for this engine, in nats; None without a canary."""
         if self.canary is None:

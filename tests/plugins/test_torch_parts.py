@@ -34,7 +34,7 @@ from stretto_torch.prefixes import Prefixes
 from stretto_torch.sampling import Bias, SamplingSettings, draw, uniforms
 from stretto_torch.shapes import Shapes, TokenSpan
 from stretto_torch.size_classes import SizeClasses
-from stretto_torch.sleep import Resident
+from stretto_torch.sleep import DeviceMemory
 from torch_engine import make_model
 
 # ------------------------------------------------------------------------- shapes, size classes, the pool
@@ -494,7 +494,7 @@ def test_memory_that_is_freed_is_the_systems_and_comes_back_as_zeros() -> None:
     """Of memory that torch or numpy allocated, whole or as a part, and of weights that a file holds."""
     size = 2**24
     tensors = [torch.ones(size), torch.from_numpy(np.ones(size, np.float32))[5:], torch.ones(2, size)[1]]
-    resident, views = Resident([*tensors, tensors[0][7:], torch.ones(3)]), [t[:size:99] for t in tensors]
+    resident, views = DeviceMemory([*tensors, tensors[0][7:], torch.ones(3)]), [t[:size:99] for t in tensors]
     before = psutil.Process().memory_full_info().pss
     resident.free()
     freed = before - psutil.Process().memory_full_info().pss

@@ -255,7 +255,7 @@ async def memory_of(engine: Engine) -> list[str]:
     return (await server.get("/state", deadline_s=patience()))["memory"]
 
 
-async def test_a_server_sleeps_until_a_swap_and_a_killed_one_is_replaced_by_one_that_sleeps(
+async def test_a_server_sleeps_until_a_swap_also_if_it_is_killed(
     tmp_path: Path,
 ) -> None:
     """The stand-in ends if a call comes in a wrong order."""
@@ -265,7 +265,7 @@ async def test_a_server_sleeps_until_a_swap_and_a_killed_one_is_replaced_by_one_
             await engine.sleep()
             assert (engine.load().version, await memory_of(engine)) == (-1, [])
             if version:
-                process_of(tmp_path).kill()  # the swap takes memory of the next server, which it has freed
+                process_of(tmp_path).kill()
             await engine.swap(version_of(tmp_path / f"{version}-{len(answers.finish)}", version))
             assert await memory_of(engine) == ["kv_cache", "weights"]
             count = len(answers.finish)
@@ -275,11 +275,16 @@ async def test_a_server_sleeps_until_a_swap_and_a_killed_one_is_replaced_by_one_
             assert set(answers.versions[f"{count}", 1]) == {version}
 
 
-async def test_a_server_killed_when_it_goes_to_sleep_is_replaced_by_one_that_sleeps(tmp_path: Path) -> None:
-    async with started(tmp_path, sleep=True) as (engine, _):
-        process_of(tmp_path).kill()
+async def test_a_server_killed_when_it_goes_to_sleep_is_replaced_at_the_next_swap(tmp_path: Path) -> None:
+    async with started(tmp_path, sleep=True, restarts=1) as (engine, _):
+        killed = process_of(tmp_path)
+        killed.kill()
         await engine.sleep()
-        assert await memory_of(engine) == []
+        await anyio.sleep(patience(0.3))  # the engine looks for lost servers
+        children = psutil.Process().children(recursive=True)
+        assert not [child for child in children if child.pid != killed.pid and child.is_running()]
+        await engine.swap(version_of(tmp_path / "next", 1))
+        assert (engine.load().version, await memory_of(engine)) == (1, ["kv_cache", "weights"])
 
 
 async def test_a_server_that_falls_silent_is_ended_and_started_again(tmp_path: Path) -> None:

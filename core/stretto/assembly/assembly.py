@@ -260,13 +260,15 @@ def decided(composed: Composed, gpu_bytes: int | None = None) -> Composed:
 def _must_sleep(composed: Composed, gpu_bytes: int | None) -> bool:
     """Return whether trainer and engine share GPUs whose memory suffices only if the engine sleeps."""
     engine, trainer = composed.config.inference, composed.config.training
-    shares_gpus = engine.gpus and trainer.gpus and engine.share + trainer.share <= 1
+    if not (engine.may_sleep and engine.gpus and trainer.gpus and engine.share + trainer.share <= 1):
+        return False
 
     def fits(*, sleep: bool) -> bool:
         tried = _with_pass_sizes(composed.with_value("inference.sleep", sleep), gpu_bytes)
-        return all(need.size <= need.limit for need in Assembly(tried, folder="", gpu_bytes=gpu_bytes).needs)
+        assembly = Assembly(tried, folder="", gpu_bytes=gpu_bytes)
+        return assembly.graph.samples and all(need.size <= need.limit for need in assembly.needs)
 
-    return bool(shares_gpus) and engine.may_sleep and not fits(sleep=False) and fits(sleep=True)
+    return not fits(sleep=False) and fits(sleep=True)
 
 
 def _has_room(config: RunConfig) -> bool:
@@ -274,7 +276,7 @@ def _has_room(config: RunConfig) -> bool:
     machine, and the trainer and both engines fit into half of its memory."""
     section = config.inference
     is_alone = section.replicas == 1 and config.launcher.use == "local"
-    if not section.may_be_doubled or section.gpus or config.training.gpus or section.sleep or not is_alone:
+    if not section.may_be_doubled or section.gpus or config.training.gpus or section.sleeps or not is_alone:
         return False
     folder = folder_of_model(config.model)
     if config.model is None or folder is None:

@@ -40,11 +40,11 @@ class Change(NamedTuple):
 
 def changes(assembly: Assembly, section: str) -> list[Change]:
     """Return changes of a section that free memory, the largest first. No change has an effect on what is
-    learned, except `lora`, and `dtype` by rounding."""
-    before, size = _total(assembly), sum(need.number * need.size for need in assembly.needs)
+    learned, except `lora`, `dtype` by rounding, and `sleep` by the versions that sample."""
+    before, size = _excess(assembly), sum(need.number * need.size for need in assembly.needs)
     result: list[Change] = []
     for path, value in _candidates(assembly, section):
-        after = _total(_changed(assembly, assembly.composed.with_value(path, value)))
+        after = _excess(_changed(assembly, assembly.composed.with_value(path, value)))
         if (freed := before - after) > _WORTH * size:
             result.append(Change(path, value, freed))
     return sorted(result, key=lambda change: -change.freed)
@@ -57,7 +57,7 @@ def fitting(
 ) -> list[Change]:
     """Return as few of these changes as make the run fit, first of those that do not change what is learned;
     empty if all together do not."""
-    harmless = [change for change in found if not change.path.endswith((".lora", ".dtype"))]
+    harmless = [change for change in found if not change.path.endswith((".lora", ".dtype", ".sleep"))]
     for candidates in (harmless, found):
         composed, applied = assembly.composed, list[Change]()
         for change in candidates:
@@ -72,7 +72,7 @@ def _changed(assembly: Assembly, composed: Composed) -> Assembly:
     return Assembly(composed, folder=assembly.folder, gpu_bytes=assembly.gpu_bytes)
 
 
-def _total(assembly: Assembly) -> int:
+def _excess(assembly: Assembly) -> int:
     """Return the bytes of all processes, less those of GPUs that they may use, where these are known."""
     total = 0
     for need in assembly.needs:
@@ -97,7 +97,8 @@ def _candidates(assembly: Assembly, path: str) -> Iterator[tuple[str, Any]]:
     if section.gpus and getattr(section, "may_be_on_host", False) and section.state == "device":
         yield f"{path}.state", "host"
     engine = assembly.config.inference
-    if path != "inference" and section.gpus and engine.gpus and engine.may_sleep and not engine.sleep:
+    shares_gpus = path != "inference" and section.gpus and engine.gpus and assembly.graph.samples
+    if shares_gpus and engine.may_sleep and not engine.sleeps:
         yield "inference.sleep", True
     if getattr(section, "gradient_checkpointing", True) is False:
         yield f"{path}.gradient_checkpointing", True

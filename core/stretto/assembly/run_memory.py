@@ -53,7 +53,7 @@ def needs(
         held = _held(config, placement, group)
         if (memory := group.section.memory(held, longest)) is not None:
             limit = _limit(config, group.section, gpu_bytes)
-            if (share := training_share(config, group.section)) > group.section.share:
+            if (share := training_share(config, placement, group.section)) > group.section.share:
                 limit = _limit_in_turns(memory, limit, share / group.section.share)
             result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
             parameters = memory.parameters if [model.source for model in held] == [config.model] else 0
@@ -76,11 +76,15 @@ def longest_sample(config: RunConfig, *, sampled: bool) -> int:
     return config.sampling.max_tokens + (config.dataset.max_prompt_tokens or 0)
 
 
-def training_share(config: RunConfig, section: TrainingConfig) -> float:
-    """Return the share of each GPU that a process of training may use: engines that sleep leave it theirs."""
+def training_share(config: RunConfig, placement: Placement, section: TrainingConfig) -> float:
+    """Return the share of each GPU that a process of training may use. An engine that sleeps leaves its share
+    to the processes that may be on its GPU, in equal parts."""
     engine = config.inference
-    lent = engine.share if engine.sleep and engine.gpus and section.gpus else 0.0
-    return min(1.0, section.share + lent)
+    if not (engine.sleeps and engine.gpus and section.gpus and section.share + engine.share <= 1):
+        return section.share
+    groups = sum(group.section.gpus > 0 for group in placement.groups.values())
+    ranks = min(section.processes, int((1 - engine.share) / section.share + 1e-6))
+    return section.share + engine.share / (groups * ranks)
 
 
 def _limit_in_turns(memory: Memory, own: float, factor: float) -> float:

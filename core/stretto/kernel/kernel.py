@@ -196,7 +196,8 @@ class Kernel:
         living = await self._living_trainers(resumption) if trainers_live else None
         self._enable_replacement()
         await self._meet_trainers()
-        recovered = await resumption.repeat(living)
+        async with self._engines.making_room():
+            recovered = await resumption.repeat(living)
         if workers_live:
             since, version = resumption.stored.journal.heard_at, self._scheduler.version
             self._journal.hear(Replaced(since, "kernel", "killed", version, recovered.repeated))

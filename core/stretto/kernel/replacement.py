@@ -86,7 +86,8 @@ class TrainerReplacement:
         await self._setup.fleet.end_all("trainer")
         nonces = self._trainers.nonces = await self._admission.until_trainers_ready()
         try:
-            repeated = await self._restore()
+            async with self._engines.making_room():
+                repeated = await self._restore()
         except (OSError, BusError, msgspec.DecodeError) as error:
             if len(nonces) > 1:
                 await anyio.sleep(NOTICED_S)

@@ -170,7 +170,7 @@ def _settings(assembly: Assembly, datasets: dict[str, Dataset]) -> SchedulerSett
         steps=config.steps,
         batch_size=queue.batch_size,
         max_staleness=queue.max_staleness if graph.samples else 0,  # dataset rows have no version
-        alternates=graph.samples and config.inference.sleep is True,
+        alternates=graph.samples and config.inference.sleeps,
         max_divergence=queue.max_divergence,
         rows=len(datasets["dataset"]),
         group_size=graph.source.samples,

@@ -92,7 +92,7 @@ class Steps:
         must_save |= config.checkpoint.keep_best and self._scheduler.evaluation.is_due(version)
         # Rows of a dataset have no version: the next step does not wait for the weights of this step.
         publishes_later = self._scheduler.settings.max_staleness > 0 or not self._setup.graph.samples
-        publishes_later &= not alternates  # engines that wake load the newest weights, and no others
+        publishes_later &= not alternates  # engines that wake after the step must not load older weights
 
         async def run_step() -> tuple[StepResult, float, float, WeightsNote | None]:
             result, busy_s = await self._run_calls(start)

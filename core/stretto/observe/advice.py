@@ -433,7 +433,9 @@ def _evaluation_waits(history: History, knobs: _Knobs) -> _Finding | None:
         lines[0]["step"],
         f"training waits for evaluations in {waited_s:.3g} of the {total_s:.3g} s of steps "
         f"{lines[0]['step']}-{lines[-1]['step']} ({waited_s / total_s:.0%}), because they {why}",
-        "" if has_own or knobs.get("inference.urls") else knobs.set("evaluation.own_engine", True),
+        ""
+        if has_own or knobs.get("inference.urls") or knobs.get("inference.sleep")
+        else knobs.set("evaluation.own_engine", True),
         knobs.scale("evaluation.every", 2),
         knobs.scale("evaluation.rows", 1 / 2) or "evaluate fewer rows (`evaluation.rows`)",
         "" if _cores_are_full(lines, knobs) else knobs.add("inference.replicas", 1),

@@ -182,7 +182,7 @@ class ServerEngine(Streams, ABC):
                 try:
                     return await self._swap_on(server, update)
                 except ServerLost as error:
-                    reason = str(error)
+                    reason, self._asleep = str(error), False
                     server.distrust(f"at the swap to version {update.note.version}: {reason}")
             await replaced.wait()
         version = update.note.version
@@ -191,11 +191,11 @@ class ServerEngine(Streams, ABC):
         )
 
     async def sleep(self) -> None:
-        """See `SleepingEngine`. A server that is lost meanwhile is replaced by one that sleeps."""
+        """See `SleepingEngine`. The next swap replaces a server that is lost now, or while it sleeps."""
         async with self._control:
             if self._asleep:
                 return
-            server, replaced = self._current_server(), self._replaced
+            server = self._current_server()
             self._asleep, self._version = True, -1
             if self._weight_files is not None:
                 self._weight_files.drop()
@@ -204,10 +204,9 @@ class ServerEngine(Streams, ABC):
             try:
                 await self._samples.drain(server)
                 await self.free_memory(server)
-                return
             except ServerLost as error:
                 server.distrust(f"at its sleep: {error}")
-        await replaced.wait()
+                await server.stop()
 
     async def logprobs(
         self, sequences: Sequence[NDArray[np.int32]], images: Sequence[bytes] = ()
@@ -271,8 +270,9 @@ class ServerEngine(Streams, ABC):
             if self._asleep:
                 await self.take_memory(server, "kv_cache")
                 self._asleep = False
-        except ServerLost as error:
-            server.distrust(str(error))
+        except (ServerLost, WeightsError) as error:
+            if self._asleep or isinstance(error, ServerLost):
+                server.distrust(str(error))
             raise
         finally:
             self._samples.send_to(server, self._version)
@@ -395,7 +395,9 @@ class ServerEngine(Streams, ABC):
                 server.distrust(f"it ended with status {server.status}")
             elif self._samples.expecting and clock.now() - server.last_data_at > silence_s:
                 server.distrust(f"it sent nothing for {silence_s:g} s (inference.silence_s)")
-            if server.broken:
+            if server.broken and self._asleep:
+                await server.stop()  # another one would take memory now: the next swap starts it
+            elif server.broken:
                 await self._replace(server)
 
     async def _replace(self, server: Server) -> None:
@@ -437,9 +439,7 @@ class ServerEngine(Streams, ABC):
         self._restart_times.append(now)
 
     async def _reload(self, server: Server) -> None:
-        """Bring a new server into the lost one's state. If its weights are gone, wait for the next swap."""
-        if self._asleep:
-            await self.free_memory(server)
+        """Load the lost server's weights into a new server. If the files are gone, wait for the next swap."""
         if self._weight_files is None:
             return
         note, folder = self._weight_files.note, self._weight_files.folder

@@ -126,7 +126,7 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
 
 
 def _with_measured_engines(run: Mapping[str, Any], times: ServiceTimes, *, computes: bool) -> dict[str, Any]:
-    kept_keys = ("slots", "replicas", "threads")
+    kept_keys = ("slots", "replicas", "threads", "sleep")
     speedup = 1 if computes else run["training"].get("processes", 1)  # the host divides the cores
     engine = {key: value for key, value in run["inference"].items() if key in kept_keys and value is not None}
     return {

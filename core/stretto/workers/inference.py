@@ -127,7 +127,7 @@ class InferenceWorker:
             async with anyio.create_task_group() as tasks:
                 self._tasks = tasks
                 await engine.start(self._emit, tasks)
-                if context.composed.config.inference.sleep:
+                if context.composed.config.inference.sleeps:
                     await self._sleep()  # it may be training's turn
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)

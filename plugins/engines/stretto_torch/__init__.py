@@ -73,7 +73,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     captured at the first step with a new number of samples (rounded up to a multiple of 8) and a new length
     (to a power of two). For this, every sample takes as much of the cache as the longest. If the cache has no
     room for that, the step runs uncaptured. Prompts, `on_swap: recompute` and the sampling from logits always
-    do."""
+    do. An engine that sleeps captures all graphs again."""
 
     def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`."""

@@ -22,7 +22,7 @@ from stretto.serving.stop_strings import StopStrings
 from stretto_torch.decoder_graphs import GraphDecoder
 from stretto_torch.images import PromptImages
 from stretto_torch.model import LoadedModel
-from stretto_torch.sleep import Resident
+from stretto_torch.sleep import DeviceMemory
 from stretto_torch.slot_sample import SlotSample
 from stretto_torch.slots import NO_TOKENS, SampleEnding, SlotOutput, Slots
 
@@ -66,7 +66,7 @@ class Batcher:
             SlotSample, vocabulary=model.decoder.vocabulary, room=model.shapes.context, eos=model.eos
         )
         """All unfinished samples. Call `step` at `intake.next_deadline` even if `busy` is False."""
-        self._resident = Resident([*model.targets.tensors, *model.decoder.cache.layers])
+        self._memory = DeviceMemory([*model.targets.tensors, *model.decoder.cache.layers])
         self._chunks: list[Chunk] = []
         # Time of the end of the last step; None if no sample remained, or a swap or `logprobs` came after it.
         self._decoding_since: float | None = None
@@ -116,7 +116,7 @@ class Batcher:
     def swap(self, tensors: Mapping[str, Tensor], version: int) -> float:
         """Use these checked weights from the next token on. Return the duration in seconds."""
         start, self._decoding_since = monotonic(), None
-        self._resident.restore()
+        self._memory.restore()
         self.model.targets.load(tensors)
         self.version = version
         ahead = [sample for sample in self.slots.running if sample.request.min_version > version]
@@ -133,13 +133,12 @@ class Batcher:
 
     def sleep(self) -> None:
         """Serve no version, and free the memory of weights and cache, until `swap` gets all tensors."""
-        self._end_all(self.intake, "abort")
         self.version = -1
         self.intake.serve(-1)
         self.model.targets.unpack()
         if isinstance(self.model.decoder, GraphDecoder):
             self.model.decoder.forget()
-        self._resident.free()
+        self._memory.free()
 
     # -------------------------------------------------------------------------------- state and steps
 

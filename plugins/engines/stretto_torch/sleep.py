@@ -16,8 +16,8 @@ from torch import Tensor
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-class Resident:
-    """The storages of some tensors. Not their memory: `free` and `restore` may be repeated."""
+class DeviceMemory:
+    """The memory of some tensors. `free` and `restore` may be repeated."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]

@@ -116,6 +116,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         yield from _batch_problems(assembly)
         if assembly.graph.samples and config.steps:
             yield from _sampling_problems(config)
+        yield from _sleep_problems(assembly)
         yield from _measure_problems(assembly)
         yield from _value_problems(config)
         yield from _odd_values(config)
@@ -441,6 +442,14 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
         )
 
 
+def _sleep_problems(assembly: Assembly) -> Iterator[Problem]:
+    engine = assembly.config.inference
+    if engine.sleeps and not engine.may_sleep:
+        yield Problem("inference.sleep", f"engine {engine.use!r} cannot free its device's memory; remove it")
+    if engine.sleeps and assembly.config.steps and not assembly.graph.samples:
+        yield Problem("inference.sleep", "is true, but this algorithm trains on rows as they are; remove it")
+
+
 def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
     sampling = config.sampling
     if sampling.temperature == 0:
@@ -461,8 +470,6 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
                 f"drawn from, and the engine {use!r} of `{path}` {what}; use these "
                 "options in `evaluation.sampling`, or another engine",
             )
-    if sampler.sleep and not sampler.may_sleep:
-        yield Problem("inference.sleep", f"engine {sampler.use!r} cannot free its device's memory; remove it")
     if sampling.temperature > _HIGH_TEMPERATURE:
         yield _warning(
             "sampling.temperature",

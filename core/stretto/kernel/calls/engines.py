@@ -8,7 +8,8 @@ engine has then sent no token of that version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import asynccontextmanager
 from itertools import count
 
 import anyio
@@ -29,6 +30,7 @@ from stretto.weights import WeightsNote
 log = structlog.get_logger()
 
 _SWAP_S = 300.0  # deadline of one swap
+_LOOK_S = 0.5  # from one look for engines that are starting to the next
 _ASKED = 32  # `busy_s` asks at most this many engines for their load
 _TURN_S = 30.0
 """Maximum length of an evaluation's first turn at a single engine."""
@@ -63,9 +65,13 @@ class Engines:
         """Rank 0 of the lead group; None while trainers are lost."""
         self.note: WeightsNote | None = None
         self._announced = anyio.Event()
+        self._alternates = setup.scheduler.settings.alternates
         self._awake: set[str] = set()
         """The workers that have, or may get, weights on their device."""
-        self._rested = anyio.Event()
+        self._fell_asleep = anyio.Event()
+        self._rooms = 0
+        """Number of blocks of `making_room` under way."""
+        self._fleet.may_start = lambda role: role != "inference" or not self._must_sleep
         self.notes: dict[int, WeightsNote] = {}
         """Version -> note, of the newest version and of versions that evaluations need."""
 
@@ -112,7 +118,7 @@ class Engines:
             self._news.pop(member.worker).set()
             self._swaps.pop(member.worker, None)
             self._waits.gone(member.worker)
-            self._rests(member.worker)
+            self._mark_asleep(member.worker)
         self._look_at_lending_in_use()
 
     def _notify_engines(self) -> None:
@@ -148,15 +154,34 @@ class Engines:
             with anyio.move_on_at(next_look):
                 await news.wait()
 
-    async def until_asleep(self) -> None:
-        """Wait until all engines sleep. They do so while the demand says it."""
-        while self._awake:
-            await self._rested.wait()
+    @property
+    def _must_sleep(self) -> bool:
+        return self._demand.asleep or self._rooms > 0
 
-    def _rests(self, worker: str) -> None:
+    async def until_asleep(self) -> None:
+        """Wait until all engines sleep, also those that are starting. They do so while they must."""
+        while self._awake or any(worker.startswith("inference") for worker in self._fleet.starting):
+            with anyio.move_on_after(_LOOK_S):
+                await self._fell_asleep.wait()
+
+    @asynccontextmanager
+    async def making_room(self) -> AsyncGenerator[None]:
+        """If engines and trainers take turns: let engines sleep during the block, in which trainers repeat
+        steps."""
+        self._rooms += self._alternates
+        self._notify_engines()
+        try:
+            if self._alternates:
+                await self.until_asleep()
+            yield
+        finally:
+            self._rooms -= self._alternates
+            self._notify_engines()
+
+    def _mark_asleep(self, worker: str) -> None:
         self._awake.discard(worker)
-        self._rested.set()
-        self._rested = anyio.Event()
+        self._fell_asleep.set()
+        self._fell_asleep = anyio.Event()
 
     async def keep_current(self, member: FleetMember) -> None:
         """Swap one worker to its target weights until the worker is gone. Outdated versions are skipped."""
@@ -164,6 +189,7 @@ class Engines:
         served: tuple[int, str, bool] | None = None
         if member.is_former:  # the worker's time for a former kernel does not count
             self._busy[member.nonce] = member.busy_s
+            self._awake.add(member.worker)
         self._look_at_lending_in_use()
         while self._is_present(member):
             news = self._news[member.worker] = anyio.Event()
@@ -194,7 +220,7 @@ class Engines:
                 return  # the worker was lost before its answer came
             if note is None:
                 failures, served, member.callable = 0, _served_by(target), False
-                self._rests(member.worker)
+                self._mark_asleep(member.worker)
                 self.on_callable(member)
                 continue
             are_new = served is None or served[:2] != (note.version, note.digest)
@@ -235,16 +261,17 @@ class Engines:
         return self._mean_busy_s
 
     def _target(self, member: FleetMember) -> tuple[WeightsNote | None, bool] | None:
-        """Return the weights that a worker must serve, None to sleep; and whether only an evaluation may use
-        the worker."""
-        if self._demand.asleep:
+        """Return the weights that a worker must serve, or None if it must sleep, and whether only an
+        evaluation may use the worker. None: there are no weights for it yet."""
+        if self._must_sleep:
             return None, False
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None and not member.is_evaluator else None
 
     async def _swap(self, member: FleetMember, note: WeightsNote | None, *, exact: bool) -> SwapDone | None:
-        """Swap a worker to these weights. Return None if the weights are published again meanwhile."""
+        """Swap a worker to these weights, or to sleep without. Return None if the weights are published again
+        meanwhile."""
         if note is not None:
             self._awake.add(member.worker)
         if (exact or note is None) and not member.is_evaluator:

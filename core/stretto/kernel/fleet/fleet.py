@@ -143,6 +143,8 @@ class Fleet:
         """Returns what was counted before the start for the memory of a worker that the system killed."""
         self.needs: Callable[[Role], bool] = lambda role: True
         """Returns whether lost workers of a role start again."""
+        self.may_start: Callable[[Role], bool] = lambda role: True
+        """Whether a lost worker of this role may start again now."""
         self.hears: Callable[[], bool] = lambda: True
         """Returns whether heartbeats can arrive now."""
         self.reconnect_s = 0.0
@@ -260,7 +262,9 @@ class Fleet:
     async def _restart(self, job: Job, pause_s: float) -> bool:
         """Start a worker again after a pause, if it is still needed. Return whether it was started."""
         await anyio.sleep(pause_s)
-        while not self.hears():  # without a connection, the worker would end again
+        self.starting.pop(job.worker, None)  # it ended before it joined
+        # Without a connection, the worker would end again.
+        while not (self.hears() and self.may_start(job.role)):
             await anyio.sleep(0.2)
         async with self._launching:
             if self._ending or not self.needs(job.role):

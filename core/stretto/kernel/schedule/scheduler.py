@@ -282,6 +282,7 @@ class Scheduler:
         self._phase = "training"
         self.tickets.take_over(held)
         self.evaluation.tickets.take_over(held)
+        self._generating |= bool(self.tickets.unfinished)  # groups may be lost in a damaged log
         self._expire_unfit()
         self._issue([each for each in self.tickets.open.values() if each.done is None and not each.worker])
         self.evaluation.issue_again()

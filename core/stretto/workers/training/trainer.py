@@ -223,7 +223,9 @@ class TrainerWorker:
         context, group = self._context, self._group
         config, model = context.composed.config, self._graph.models[name]
         settings, source = config.models.get(name), config.source_of(name)
-        section = msgspec.structs.replace(group.section, share=training_share(config, group.section))
+        section = msgspec.structs.replace(
+            group.section, share=training_share(config, context.assembly.placement, group.section)
+        )
         if settings is not None and settings.lr is not None:
             section = msgspec.structs.replace(section, lr=settings.lr)
         lora = section.lora if isinstance(section, ModelTrainingConfig) else None
@@ -382,13 +384,14 @@ class TrainerWorker:
             for store in self._stores:
                 store.end()
             self._keep_note(message.needed)
-            if self._context.composed.config.inference.sleep and self._group.section.gpus:
-                import torch
-
-                torch.cuda.empty_cache()  # engines that wake on this device need the room
             self._version += 1
             if self._publication is not None:
                 self._note = self._publication.begin(self._version, message.needed)
+            if self._context.composed.config.inference.sleeps and self._group.section.gpus:
+                import torch
+
+                # Engines that wake on this device need the room. What began above is done before.
+                await self._thread.run(torch.cuda.empty_cache)
             return messages.StepEnded()
 
     def _keep_note(self, needed: Sequence[int]) -> None:
