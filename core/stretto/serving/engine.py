@@ -396,8 +396,10 @@ class ServerEngine(Streams, ABC):
             elif self._samples.expecting and clock.now() - server.last_data_at > silence_s:
                 server.distrust(f"it sent nothing for {silence_s:g} s (inference.silence_s)")
             if server.broken and self._asleep:
-                await server.stop()  # another one would take memory now: the next swap starts it
-            elif server.broken:
+                await server.stop()
+                while self._asleep:  # another one would take memory now: the next swap ends the sleep
+                    await anyio.sleep(_LOOK_EVERY_S)
+            if server.broken:
                 await self._replace(server)
 
     async def _replace(self, server: Server) -> None:
