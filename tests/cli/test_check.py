@@ -419,6 +419,10 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         ),
         ((*TORCH, "inference.cuda_graphs=true"), ["inference.cuda_graphs: is true, and needs a GPU"]),
         (
+            (*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "inference.sleep=true"),
+            ["error inference.sleep: is true, but this algorithm trains on rows as they are"],
+        ),
+        (
             (*TORCH, "training.betas=[0.9,1.0]"),
             ["error override training.betas.1: expected float < 1.0; found"],
         ),
