@@ -585,7 +585,7 @@ async def test_a_worker_killed_for_lack_of_memory_is_lost_with_what_was_counted(
         workers._handles[rollout.worker] = handle  # pyright: ignore[reportPrivateUsage]
         join(workers, tmp_path, rollout.worker)
         counters.write_text(f"nr_free_pages 7\noom_kill {kills}\nunevictable_pgs 0\n")
-        os.kill(psutil.Process().children()[-1].pid, signal.SIGKILL)
+        os.kill(handle.pid, signal.SIGKILL)
         await workers._live(rollout)  # pyright: ignore[reportPrivateUsage]
     ends = ["killed by signal 9", "killed by signal 9: this machine's memory was full; rollout-1 was counted"]
     assert [how for _, how, _ in lost] == ends
