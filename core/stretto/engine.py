@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -48,6 +49,7 @@ __all__ = [
     "TrainingConfig",
     "TrainingEngine",
     "VisionEngine",
+    "sample_seed",
     "slots_for",
 ]
 
@@ -228,7 +230,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_ids: Array
     """(P,) int32, P >= 1."""
     seeds: tuple[int, ...]
-    """One 64-bit seed for each sample. The number of seeds is the number of samples, n."""
+    """One 64-bit seed for each sample. The number of seeds is the number of samples, n. See `sample_seed`."""
     sampling: Sampling
     min_version: int
     """Oldest policy version that may sample a token. An engine with older weights lets the request wait."""
@@ -536,6 +538,12 @@ class PartlyFrozenEngine(TrainingEngine, Protocol):
     def frozen_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the other tensors of `weights`. They are the same until the next `load`."""
         ...
+
+
+def sample_seed(scope: str, turn: str, sample: int) -> int:
+    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run:
+    `scope` is the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row."""
+    return int.from_bytes(sha256(f"{scope}/{turn}/{sample}".encode()).digest()[:8], "little")
 
 
 def slots_for(samples_in_flight: int, *, deterministic: bool) -> int:

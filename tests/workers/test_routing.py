@@ -24,8 +24,8 @@ from stretto.bus.messages.membership import EngineFigures, Peer, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TrajectoryBundle, WireTrajectory
 from stretto.bus.server import Bootstrap
+from stretto.engine import sample_seed
 from stretto.workers.sampling.routing import Router
-from stretto.workers.sampling.session import sample_seed
 
 
 class Kernel:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from stretto.array import Array
 from stretto.bus.messages.tickets import Ticket
 from stretto.config import RunConfig
 from stretto.dataset import Message, Row
-from stretto.engine import GenerateRequest, Sampling
+from stretto.engine import GenerateRequest, Sampling, sample_seed
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
 from stretto.machine import clock
@@ -305,10 +304,3 @@ class RolloutSession:
         """Return the row that is sent to verifiers: without its images, if the model reads images."""
         hidden = IMAGE_COLUMNS if self._services.images is not None else ()
         return {name: value for name, value in prompt.row.items() if name not in hidden}
-
-
-def sample_seed(scope: str, turn: str, sample: int) -> int:
-    """Return the seed of one sample. It is the same in every attempt and in every repetition of the run:
-    `scope` is the run's seed, the ticket's purpose, and the ticket's number or, in an evaluation, its row."""
-    digest = hashlib.sha256(f"{scope}/{turn}/{sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")
