@@ -24,7 +24,7 @@ from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
-from stretto.errors import LaunchError, Refused, printable
+from stretto.errors import LaunchError, Refused, printable, together
 from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
@@ -299,10 +299,8 @@ class Fleet:
 
     async def end_all(self, role: Role) -> None:
         """Kill the processes of a role; `_end_hanging` kills those that hang. All processes start again."""
-        async with anyio.create_task_group() as tasks:
-            for worker in self.started(role):
-                if worker not in self._hanging:
-                    tasks.start_soon(self._kill, worker, self._handles[worker], 0)
+        working = [worker for worker in self.started(role) if worker not in self._hanging]
+        await together(lambda worker: self._kill(worker, self._handles[worker], 0), working)
 
     def lasts(self, role: Role) -> None:
         """Reset the count of restarts for all workers of a role, because they have done their work."""
