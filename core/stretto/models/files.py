@@ -85,7 +85,7 @@ def is_hybrid(model: str | None) -> bool:
 def needs_padding(model: str | None) -> bool:
     """Return whether a hybrid's sequences cannot share a row here: it has sliding windows, or the packages
     whose kernels keep sequences apart are not installed."""
-    kinds = set(text_config(model).get("layer_types") or ())
+    kinds: list[str] = text_config(model).get("layer_types") or []
     kernels = "fla" if "linear_attention" in kinds else "mamba_ssm"
     is_installed = all(find_spec(package) for package in (kernels, "causal_conv1d"))
     return is_hybrid(model) and ("sliding_attention" in kinds or not is_installed)

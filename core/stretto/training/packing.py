@@ -251,7 +251,7 @@ def differs_from_plain(
         inputs = rows.inputs(part, every_token, device)
         with torch.no_grad():
             leaf: Tensor = embedding(inputs.arguments["input_ids"])
-        hook = embedding.register_forward_hook(lambda *_: leaf.requires_grad_())
+        hook = embedding.register_forward_hook(lambda *_: leaf.requires_grad_())  # pyright: ignore[reportUnknownLambdaType]
         try:
             states = compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]
         finally:

@@ -206,9 +206,7 @@ class Fleet:
             log.info("stopping worker", worker=worker, place=handle.place)
             await self._kill(worker, handle, 1.0)
 
-        async with anyio.create_task_group() as tasks:
-            for worker_handle in self._handles.items():
-                tasks.start_soon(end, *worker_handle)
+        await together(lambda worker_handle: end(*worker_handle), self._handles.items())
 
     async def _look_after(self, job: Job) -> None:
         last = await supervised(
