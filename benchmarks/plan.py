@@ -28,7 +28,8 @@ from typing import Any
 from stretto.machine.cores import available_cores
 from stretto.records.metrics import MetricsReader
 from stretto.records.run_folder import RunFolder
-from stretto_plan.recorded import processor_s, steady_steps
+from stretto_plan.measuring import processor_s
+from stretto_plan.recorded import steady_steps
 from whole_runs import QUICKSTART, mock_run_file, summary_of
 
 STEPS = 60
@@ -101,7 +102,7 @@ def planned_rows(run: Path) -> dict[str, tuple[float, float]]:
 
 def used_s(run: Path) -> float:
     """Return the processor seconds of a steady step of a run on this machine."""
-    return processor_s(steady_steps(RunFolder(run)), round(available_cores()))
+    return sum(processor_s(steady_steps(RunFolder(run)), available_cores()).values())
 
 
 def compare_pair(overrides: list[str], turns: int) -> dict[str, Any]:

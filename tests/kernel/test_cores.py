@@ -50,10 +50,29 @@ def test_the_shares_of_the_cores_are_no_more_than_all() -> None:
     deadline = time.monotonic() + patience(0.1)
     while time.monotonic() < deadline:
         pass
-    used, idle, memory = meter.read()
+    used, idle, memory, of_roles = meter.read()
     assert 0 < used <= 1
+    assert sum(of_roles.values()) == pytest.approx(used)
     assert 0 <= idle <= 1 - used
     assert 0 < memory < 1
+
+
+def test_a_worker_works_with_its_children(tmp_path: Path) -> None:
+    worker = subprocess.Popen(["sh", "-c", "sleep 99 & echo; wait", tmp_path / "trainer-0.json"], stdout=-1)
+    other = subprocess.Popen(["sleep", "99"])
+    try:
+        assert worker.stdout is not None
+        worker.stdout.readline()  # its child has started
+        roles = cores_module._roles_of_family(psutil.Process())  # pyright: ignore[reportPrivateUsage]
+        [child] = psutil.Process(worker.pid).children()
+        assert roles[child] == roles[psutil.Process(worker.pid)] == "trainer"
+        assert roles[psutil.Process(other.pid)] == "other"
+        assert roles[psutil.Process()] == "kernel"
+    finally:
+        for process in (*psutil.Process(worker.pid).children(), worker, other):
+            process.kill()
+        worker.communicate()
+        other.wait()
 
 
 @pytest.mark.parametrize(

@@ -454,12 +454,6 @@ class _Composer:
                     message, path = _message_and_path(cause)[0], origin
             value, annotation = _at(data, path), _annotation_at(struct, path)
             text = _plain_message(message, value, annotation)
-            if value == "auto" and path.endswith((".threads", ".processes")):
-                raise self.source.error(
-                    path,
-                    "'auto' is gone; write a number, such as 1 (docs/choosing.md says when more is faster)",
-                    value,
-                ) from error
             shown = _LOGIN.sub("://<login>@", repr(value))
             value_text = "" if isinstance(value, dict) else f"; found {shown}{from_key}"
             hint = _hint(path, message, value, annotation)

@@ -49,14 +49,6 @@ BASES: dict[Kind, type[msgspec.Struct]] = {
     "tracker": TrackerConfig,
 }
 
-# Components that are gone -> what to write instead, for error messages.
-REMOVED: dict[tuple[Kind, str], str] = {
-    ("launcher", "kubernetes"): (
-        "see docs/cluster.md: Ray on KubeRay, or a Job manifest for a worker with an invite"
-    ),
-    ("tracker", "csv"): "metrics.jsonl has the same figures: pandas.read_json(path, lines=True)",
-}
-
 
 @dataclass(frozen=True)
 class Listing:
@@ -248,8 +240,6 @@ class Plugins:
         return self._offers[key]
 
     def _unknown(self, kind: Kind, name: str) -> str:
-        if instead := REMOVED.get((kind, name)):
-            return f"the {kind} {name!r} is gone; {instead}"
         installed = self.names(kind)
         if kind == "reward" and re.search(r"\.py:\w+$", name):
             return f"{name!r} is a function; write reward: {{use: function, function: {name}}}"

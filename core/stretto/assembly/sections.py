@@ -94,9 +94,7 @@ FOREIGN_KEYS = {
 
 # Keys that are gone -> what to write instead, for error messages. A section's key stands for all its keys.
 REMOVED_KEYS: dict[str, str] = {
-    "elastic": "docs/elastic.md has a loop around `stretto status` and `stretto scale`",
     "training.cpu_offload": "write `state: host`",
-    "tracing": "the timeline shows what the kernel and the workers did (stretto trace RUN, docs/seeing.md)",
 }
 
 _NAMED_KEY = re.compile(rf"groups\.{GROUP_NAME}|variants\.{VARIANT_NAME}\.({'|'.join(VARIANT_SECTIONS)})")

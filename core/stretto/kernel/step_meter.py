@@ -94,6 +94,7 @@ class StepMeter:
             cores_used=round(cores.used, 4),
             cores_idle=round(cores.idle, 4),
             memory_used=round(cores.memory, 3),
+            cores_of_roles={role: round(share, 4) for role, share in cores.of_roles.items()},
             calls=tuple(result.times),
             skipped=tuple(result.skipped),
             ledger=msgspec.to_builtins(self._scheduler.ledger),

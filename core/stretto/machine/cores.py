@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import psutil
 __all__ = ["CoreMeter", "CoreUse", "MemoryKills", "available_cores", "available_memory", "gpu_memory"]
 
 _GPU_S = 20.0  # a driver that has not been used for long takes seconds to answer
+_WORKER = re.compile(r".*/([a-z]+)-[^/]*\.json")  # the last argument of a worker: its file
 _LIST_S = 5.0
 """Time between two searches for child processes: each search reads all processes of the machine."""
 
@@ -96,6 +98,9 @@ class CoreUse(NamedTuple):
     """The share that no process of the machine used, at most the rest of this process's limit."""
     memory: float
     """The share of the machine's memory that its processes use."""
+    of_roles: dict[str, float]
+    """The parts of `used`: of the `kernel`, which is this process, `nats-server`, each role of workers with
+    their children, and `other` processes."""
 
 
 class CoreMeter:
@@ -106,7 +111,7 @@ class CoreMeter:
         self._time = time.monotonic()
         self._idle_s = _idle_s()
         self._listed = 0.0
-        self._processes: list[psutil.Process] = []
+        self._roles: dict[psutil.Process, str] = {}
         self._seconds: dict[psutil.Process, float] = {}
         """Processor time of each process up to the last reading."""
         self.read()
@@ -116,17 +121,31 @@ class CoreMeter:
         """Return the mean shares since the last call. The system counts processor time in steps of 0.01 s."""
         now, before = time.monotonic(), self._seconds
         if now - self._listed > _LIST_S:
-            this_process = psutil.Process()
-            self._listed, self._processes = now, [this_process, *this_process.children(recursive=True)]
-        self._seconds = {
-            process: _seconds_of(process, before.get(process, 0.0)) for process in self._processes
-        }
-        used_s = sum(seconds - before.get(process, 0.0) for process, seconds in self._seconds.items())
+            self._listed, self._roles = now, _roles_of_family(psutil.Process())
+        self._seconds = {process: _seconds_of(process, before.get(process, 0.0)) for process in self._roles}
+        role_s = dict.fromkeys(self._roles.values(), 0.0)
+        for process, role in self._roles.items():
+            role_s[role] += self._seconds[process] - before.get(process, 0.0)
         idle_s, idle_before = _idle_s(), self._idle_s
         core_s = max(1e-9, (now - self._time) * self._cores)
         self._time, self._idle_s = now, idle_s
-        used, idle = min(1.0, used_s / core_s), max(0.0, (idle_s - idle_before) / core_s)
-        return CoreUse(used, min(1.0 - used, idle), psutil.virtual_memory().percent / 100)
+        used, idle = min(1.0, sum(role_s.values()) / core_s), max(0.0, (idle_s - idle_before) / core_s)
+        of_roles = {role: seconds / core_s for role, seconds in role_s.items()}
+        return CoreUse(used, min(1.0 - used, idle), psutil.virtual_memory().percent / 100, of_roles)
+
+
+def _roles_of_family(kernel: psutil.Process) -> dict[psutil.Process, str]:
+    """Return the role of a process and of each of its descendants."""
+    roles, inherited = {kernel: "kernel"}, {kernel.pid: "other"}
+    for process in kernel.children(recursive=True):  # each comes after its parent
+        try:
+            words = [word for word in process.cmdline() if word]  # a forked worker's has empty ones
+            worker = _WORKER.fullmatch(words[-1]) if words else None
+            role = "nats-server" if process.name() == "nats-server" else worker and worker[1]
+            roles[process] = inherited[process.pid] = role or inherited[process.ppid()]
+        except (psutil.Error, KeyError):  # it has ended, or its parent has
+            continue
+    return roles
 
 
 def _idle_s() -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "is_hybrid",
     "known_config",
     "modelling_imports",
+    "needs_padding",
     "positions_of",
     "shapes_in",
     "tensors_of_model",
@@ -78,6 +80,15 @@ def is_hybrid(model: str | None) -> bool:
     text = text_config(model)
     recurrent = any(word in key for key in text for word in ("mamba", "ssm", "linear_"))
     return recurrent or not set(text.get("layer_types") or ()) <= {"full_attention"}
+
+
+def needs_padding(model: str | None) -> bool:
+    """Return whether a hybrid's sequences cannot share a row here: it has sliding windows, or the packages
+    whose kernels keep sequences apart are not installed."""
+    kinds: list[str] = text_config(model).get("layer_types") or []
+    kernels = "fla" if "linear_attention" in kinds else "mamba_ssm"
+    is_installed = all(find_spec(package) for package in (kernels, "causal_conv1d"))
+    return is_hybrid(model) and ("sliding_attention" in kinds or not is_installed)
 
 
 def cache_bytes(model: str | None, item: int) -> int:

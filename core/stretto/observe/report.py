@@ -184,6 +184,7 @@ class Report:
             **_of_waits(step.waits, step_s - step.train_s),
             "cores_used": step.cores_used,
             "cores_idle": step.cores_idle,
+            **{f"cores/{role}": share for role, share in step.cores_of_roles.items()},
             **({} if step.memory_used is None else {"memory_used": step.memory_used}),
             **step.of_batch,
             "tokens": step.tokens,

@@ -173,6 +173,17 @@ class Server:
         """Send a POST request, with `body` as JSON. The answer and the errors are those of `get`."""
         return await self._call("POST", path, body, deadline_s)
 
+    async def change(self, path: str, body: Any = None, *, deadline_s: float) -> Any:
+        """Send a POST request without which the server's state would not be known.
+
+        Raises:
+            ServerLost: if there is no answer by the deadline, or the server refuses.
+        """
+        try:
+            return await self.post(path, body, deadline_s=deadline_s)
+        except ServerRefused as error:
+            raise ServerLost(str(error)) from error
+
     async def _call(self, method: str, path: str, body: Any, deadline_s: float) -> Any:
         self._check_open()
         try:

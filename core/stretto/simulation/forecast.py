@@ -75,6 +75,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     """Role -> callbacks in a step; for `nats-server`, messages."""
     engine_s: float
     """Processor seconds of the engines in a step."""
+    interference: dict[str, float]
+    """`inference` and `trainer` -> processor seconds of its computations, divided by those that they would
+    take alone on the host."""
     sampled_tokens: float
     """Sampled tokens that are trained, in a step."""
     engine_busy: float
@@ -205,6 +208,10 @@ class _FaultlessUniverse(Universe):
             cores={role: used / len(lines) / step_s for role, used in sorted(self._host.used.items())},
             engine_s=self._host.computed_s["inference"] / len(lines),
             sampled_tokens=tokens / len(steady),
+            interference={
+                role: self._host.computed_s[role] / alone_s
+                for role, alone_s in self._host.undisturbed_s.items()
+            },
             callbacks={role: number / len(lines) for role, number in self._host.callbacks.items()},
             engine_busy=sum(line["generate_busy_s"] for line in steady) / steady_s,
             train_share=sum(line["train_s"] for line in steady) / steady_s,

@@ -412,4 +412,4 @@ class _NoView:
 
 class _NoMeter:
     def read(self) -> CoreUse:
-        return CoreUse(0.5, 0.5, 0.5)
+        return CoreUse(0.5, 0.5, 0.5, {})

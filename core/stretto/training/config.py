@@ -20,7 +20,7 @@ from stretto.component import (
 )
 from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.errors import offer
-from stretto.models.files import is_hybrid, known_config, shapes_in
+from stretto.models.files import known_config, needs_padding, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
 from stretto.training.memory import MicroBatchShape, counted, is_lossless
@@ -194,7 +194,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         }
         parameters = sum(count.parameters for count in counts)
         sizes = {name: size for name, size in parts.items() if size}
-        rows = " in padded rows" if any(is_hybrid(model.source) for model in models) else ""
+        rows = " in padded rows" if any(needs_padding(model.source) for model in models) else ""
         return Memory(sizes, f"micro-batches of {tokens} tokens{rows}{on_host}{fault}", parameters)
 
     @property

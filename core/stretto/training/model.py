@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.models.files import folder_of_model, tensors_of_model
+from stretto.models.files import folder_of_model, is_hybrid, tensors_of_model
 from stretto.training.packing import (
     ATTENTION,
     InputRows,
@@ -66,9 +66,11 @@ def load_model(
         text_config = model_config.get_text_config()
         if config.packing != "padded":
             model = _from_pretrained(source, model_config, head, ATTENTION, device)
-            reason = differs_from_plain(PackedRows(), _hidden_states(model), text_config.vocab_size, device)
+            packed = PackedRows(recurrent=is_hybrid(source))
+            trial = _hidden_states(model), model.get_input_embeddings(), text_config.vocab_size, device
+            reason = differs_from_plain(packed, *trial)
             if not reason:
-                return model, _rows_of(model, config, device, trains_on)
+                return model, _rows_of(model, packed, config, device, trains_on)
             if config.packing == "packed":
                 raise EngineError(
                     f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
@@ -81,14 +83,20 @@ def load_model(
 
 
 def _rows_of(
-    model: PreTrainedModel, config: ModelTrainingConfig, device: torch.device, trains_on: torch.device
+    model: PreTrainedModel,
+    packed: PackedRows,
+    config: ModelTrainingConfig,
+    device: torch.device,
+    trains_on: torch.device,
 ) -> InputRows:
     text_config: Any = model.config.get_text_config()
     compute, vocab_size = _hidden_states(model), text_config.vocab_size
-    rows = PrefixRows(text_config.hidden_size) if config.shared_prefixes else PackedRows()
-    if config.shared_prefixes and (reason := differs_from_plain(rows, compute, vocab_size, device)):
-        log.info("each sequence computes its prefix", reason=reason)
-        rows = PackedRows()
+    rows = packed
+    if config.shared_prefixes and not packed.recurrent:
+        rows = PrefixRows(text_config.hidden_size)
+        if reason := differs_from_plain(rows, compute, model.get_input_embeddings(), vocab_size, device):
+            log.info("each sequence computes its prefix", reason=reason)
+            rows = packed
     if not config.varlen_attention:
         return rows
     dtype = getattr(torch, config.dtype)

@@ -138,12 +138,20 @@ class PackedRows(InputRows):
 
     varlen: bool = False
     """Compute the attention of a layer in one varlen call, not in one call for each block."""
+    recurrent: bool = False
+    """Tell layers with a state, such as Gated DeltaNet and Mamba, where each sequence begins. transformers
+    refuses this without the kernels that keep sequences apart."""
 
     def inputs(self, batch: Batch, wanted: Wanted, device: torch.device) -> ModelInputs:
         """See `InputRows`."""
         blocks = [AttentionBlock(length, length, None) for length in batch.lengths]
         plan = AttentionPlan(blocks, None, VarlenBounds.of(blocks, device) if self.varlen else None)
-        return _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
+        row = _one_row(batch["tokens"], batch.positions(), plan, wanted.moved(wanted.at, device))
+        if self.recurrent:
+            bounds = torch.tensor([*batch.starts(), batch.num_tokens], dtype=torch.int32, device=device)
+            row.arguments["cu_seq_lens_q"] = row.arguments["cu_seq_lens_k"] = bounds
+            row.arguments["seq_idx"] = batch.sequence_index().int().to(device)[None]
+        return row
 
 
 @dataclass(frozen=True)
@@ -221,33 +229,49 @@ def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> Mode
     return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, device)
 
 
-@torch.no_grad()
 def differs_from_plain(
-    rows: InputRows, compute: Callable[[dict[str, Any]], Tensor], vocab_size: int, device: torch.device
+    rows: InputRows,
+    compute: Callable[[dict[str, Any]], Tensor],
+    embedding: nn.Module,
+    vocab_size: int,
+    device: torch.device,
 ) -> str:
     """Compare three sequences in one row with each sequence alone; the first and the last share a prefix.
-    Return how the hidden states, (1, T, H) from `compute`, differ; empty if they are equal."""
+    Return how the hidden states, (1, T, H) from `compute`, or the gradients of `embedding`'s outputs differ;
+    empty if they are equal."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 1, 12]
     tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)
     tokens[8:13] = tokens[:5]
     batch = Batch(lengths, {"tokens": tokens}, {})
 
-    def output(rows: InputRows, part: Batch) -> Tensor:
+    def output(rows: InputRows, part: Batch) -> tuple[Tensor, Tensor]:
+        """Return the states (T, H) of all tokens, and the sum of the gradients of each token id (T, H)."""
         every_token = Wanted(torch.arange(part.num_tokens), part["tokens"])
         inputs = rows.inputs(part, every_token, device)
-        return compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]
+        with torch.no_grad():
+            leaf: Tensor = embedding(inputs.arguments["input_ids"])
+        hook = embedding.register_forward_hook(lambda *_: leaf.requires_grad_())  # pyright: ignore[reportUnknownLambdaType]
+        try:
+            states = compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]
+        finally:
+            hook.remove()
+        [gradient] = torch.autograd.grad(states.square().sum(), leaf)
+        is_same = tokens.to(device)[:, None] == inputs.arguments["input_ids"]  # (T, tokens of the row)
+        return states.detach(), is_same.to(gradient.dtype) @ gradient[0]
 
     try:
         together = output(rows, batch)
-        separate = torch.cat([output(PackedRows(), part) for part in batch.split([1] * len(lengths))])
+        alone = [output(PackedRows(), part) for part in batch.split([1] * len(lengths))]
     except (TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    scale = together.float().abs().max().clamp(min=1)
-    off = float((together.float() - separate.float()).abs().max() / scale)
-    # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
-    limit = 1e-4 if together.dtype == torch.float32 else 0.03
-    return "" if off <= limit else f"sequences of a row are not independent (off by {off:.1e})"
+    separate = torch.cat([states for states, _ in alone]), torch.stack([each for _, each in alone]).sum(0)
+    for found, expected, limit in zip(together, separate, (1e-4, 1e-3), strict=True):
+        off = float((found - expected).float().abs().max() / expected.float().abs().max().clamp(min=1))
+        # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
+        if not off <= (limit if found.dtype == torch.float32 else 0.03):
+            return f"sequences of a row are not independent (off by {off:.1e})"
+    return ""
 
 
 def varlen_differs(

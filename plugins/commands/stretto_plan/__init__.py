@@ -281,12 +281,13 @@ class _Planner:
 
     def compare(self, folder: RunFolder, seen: Forecast) -> None:
         """Show what a run did, without its waits for checkpoints, and the errors of its forecast."""
-        from stretto_plan.recorded import mean, processor_s, steady_steps
+        from stretto_plan.measuring import processor_s
+        from stretto_plan.recorded import mean, steady_steps
 
         lines = steady_steps(folder)
         step_s = mean(lines, "step_s") - mean(lines, "wait/checkpoint_s")
         engine, trainer = (mean(lines, key) / step_s for key in ("generate_busy_s", "train_s"))
-        used_s = processor_s(lines, self._cores)
+        used_s = sum(processor_s(lines, self._cores).values())
         typer.echo(
             f"{step_s:>8.3f} {mean(lines, 'tokens') / step_s:>9,.0f} {'':6} {mean(lines, 'staleness'):>5.2f} "
             f"{engine:>7.0%} {trainer:>8.0%} {used_s / step_s:>6.2f}  the run itself\n"

@@ -50,7 +50,7 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     times = ServiceTimes(**GUESSED)
     if other is None:
         for _ in range(ROUNDS):
-            times = _overhead(times, one.processor_s, _forecast(one, times, cores, computes=False))
+            times = overhead(times, one.processor_s, _forecast(one, times, cores, computes=False))
         return times
     engine_s = other.processor_s["inference"] - other.generate_s, other.generate_s
     trainer_s = other.processor_s["trainer"] - other.train_s, other.train_s
@@ -58,21 +58,22 @@ def fit(one: Measured, other: Measured | None, cores: int) -> ServiceTimes:
     decode_s = one.processor_s["inference"] - overhead_s["inference"], other.generate_s
     train_s = one.processor_s["trainer"] - overhead_s["trainer"], other.train_s
     with_samples = one if one.lengths else other
-    tokens = (measured.sampled_tokens * with_samples.tokens_per_sampled for measured in (one, other))
-    base_s, token_s = _line(*zip(tokens, train_s, strict=True))
+    tokens = [measured.sampled_tokens * with_samples.tokens_per_sampled for measured in (one, other)]
     # A guess: a decode step with all slots costs twice as much as one without samples.
     per_token = decode_s[0] / one.sampled_tokens
     times = msgspec.structs.replace(
         times,
-        train_s=base_s,
-        token_s=token_s,
+        token_s=train_s[0] / tokens[0],
         step_s=per_token * one.run["inference"]["slots"] / 2,
         sample_s=per_token / 2,
         lengths=with_samples.lengths,
     )
     for _ in range(ROUNDS):
         forecasts = [_forecast(measured, times, cores, computes=True) for measured in (one, other)]
-        times = _overhead(_engine(times, decode_s, (one, other), forecasts), overhead_s, forecasts[0])
+        alone_s = [used / seen.interference["trainer"] for used, seen in zip(train_s, forecasts, strict=True)]
+        base_s, token_s = _line(*zip(tokens, alone_s, strict=True))
+        times = msgspec.structs.replace(times, train_s=base_s, token_s=token_s)
+        times = overhead(_engine(times, decode_s, (one, other), forecasts), overhead_s, forecasts[0])
     return times
 
 
@@ -80,12 +81,12 @@ def _forecast(measured: Measured, times: ServiceTimes, cores: int, *, computes: 
     return forecast(shortened(measured.run), times, cores=cores, computes=computes)
 
 
-def _overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:
+def overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -> ServiceTimes:
     """Fit the times of callbacks and messages, so that a simulated step uses the measured processor time:
     `used_s`, by role, without computations."""
     callback_s = {role: used_s[role] / seen.callbacks[role] for role in ROLES if seen.callbacks.get(role)}
     # Other processes, such as the sample writer, also work for each message.
-    nats_and_others_s = used_s["nats-server"] + used_s.get("other", 0.0)
+    nats_and_others_s = used_s.get("nats-server", 0.0) + used_s.get("other", 0.0)
     message_s = nats_and_others_s / seen.callbacks["nats-server"]
     return msgspec.structs.replace(times, callback_s=callback_s, message_s=message_s)
 
@@ -99,9 +100,10 @@ def _engine(
     """Fit the times of decode steps, so that both runs use the measured processor time, `decode_s`, if their
     engines decode as many samples at once as in the simulation."""
     points: list[tuple[float, float]] = []
-    for seconds, measured, run in zip(decode_s, runs, seen, strict=True):
+    for used_s, measured, run in zip(decode_s, runs, seen, strict=True):
+        seconds, engine_s = (each / run.interference["inference"] for each in (used_s, run.engine_s))
         # A step's processor time is step_s + sample_s × the samples in it.
-        steps = (run.engine_s - times.sample_s * run.sampled_tokens) / times.step_s if times.step_s else 0.0
+        steps = (engine_s - times.sample_s * run.sampled_tokens) / times.step_s if times.step_s else 0.0
         decoding = run.sampled_tokens / steps if steps > 0 else 1.0
         points.append((decoding, seconds * decoding / measured.sampled_tokens))
     step_s, sample_s = _line(*points)

@@ -1,24 +1,24 @@
-"""Measure the costs of a run: start it for some steps, and read the processor time of its processes."""
+"""Measure the costs of a run: start it for some steps, and read its records."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 
 from stretto.errors import RunError
+from stretto.machine.cores import available_cores
 from stretto.machine.scratch import scratch_folder
 from stretto.records.run_folder import RunFolder, SampleFilter
 from stretto.simulation import composed
@@ -32,7 +32,7 @@ FEWEST_STEPS, _FEWEST_SLOW, _MOST = 12, 6, 60
 # Minimum seconds of measurement, and seconds after which `_FEWEST_SLOW` steps are enough.
 _SHORT_S, _LONG_S = 15.0, 30.0
 _SAY_S = 10.0  # between two lines of progress
-_POLL_S = 0.05  # much shorter than a step, so that a reading is at the end of a step
+_POLL_S = 0.05
 _MOST_LENGTHS = 2048  # about the most answers whose lengths are returned
 
 
@@ -53,13 +53,6 @@ class Measured:
     lengths: tuple[int, ...] = ()
     tokens_per_sampled: float = 1.0
     """Tokens of a batch, prompts included, divided by its sampled tokens."""
-
-
-@dataclass
-class _Reading:
-    step: int
-    at: float
-    processor_s: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def measure(file: Path, overrides: Sequence[str]) -> Measured:
@@ -83,13 +76,13 @@ def measure(file: Path, overrides: Sequence[str]) -> Measured:
                 preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
         try:
-            first, last = _until_measured(process, out)
+            measured = _until_measured(process, out)
         finally:
             _end(process)
-        if last is None or first is None:
+        if measured is None:
             tail = (folder / "output").read_text(errors="replace").splitlines()[-5:]
             raise RunError("the measured run ended too early; its last lines:\n" + "\n".join(tail))
-        return _read(run, RunFolder(out), first, last)
+        return _read(run, RunFolder(out), measured)
 
 
 def kept_answers(folder: RunFolder) -> list[dict[str, Any]]:
@@ -107,26 +100,26 @@ def lengths_of(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, ...], floa
     return lengths, sum(row["length"] for row in answers) / sum(lengths)
 
 
-def _until_measured(process: subprocess.Popen[bytes], out: Path) -> tuple[_Reading | None, _Reading | None]:
-    """Read the processes at the first and the last measured step, and print the progress."""
-    first: _Reading | None = None
-    root, began_at, said_at = psutil.Process(process.pid), 0.0, time.monotonic()
+def _until_measured(process: subprocess.Popen[bytes], out: Path) -> range | None:
+    """Wait until enough steps are measured, print the progress, and return them; None if the run ends."""
+    first: int | None = None
+    began_at, said_at = 0.0, time.monotonic()
     while process.poll() is None:
         step, now = _steps_of(out), time.monotonic()
         began_at = began_at or (now if step else 0.0)
         pace = (now - began_at) / (step - 1) if step > 1 else 0.0  # includes the unfinished step
         num_before = _FIRST_SLOW if pace > _SLOW_S else _FIRST
         if first is None and step >= num_before:
-            first = _read_processes(root, step)
-        end = (first.step if first else num_before) + _steps_at(pace)
+            first = step
+        end = (first or num_before) + _steps_at(pace)
         if first is not None and step >= end:
-            return first, _read_processes(root, step)
+            return range(first + 1, step + 1)
         if now - said_at > _SAY_S:
             said_at = now
             left = f"{pace:.1f} s each, about {(end - step) * pace:.0f} s left"
             typer.echo(f"  step {step} of {end}: {left}" if pace else "  the run starts")
         time.sleep(_POLL_S)
-    return first, None
+    return None
 
 
 def _steps_at(pace: float) -> int:
@@ -148,45 +141,31 @@ def _steps_of(out: Path) -> int:
     return sum(b'"step_s"' in line for line in file.open("rb")) if file.exists() else 0
 
 
-def _read_processes(root: psutil.Process, step: int) -> _Reading:
-    reading = _Reading(step, time.monotonic())
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            role, times = _role_of(process, root.pid), process.cpu_times()
-        except psutil.Error:
-            continue
-        reading.processor_s[role] = reading.processor_s.get(role, 0.0) + times.user + times.system
-    return reading
+def processor_s(lines: Sequence[Mapping[str, Any]], cores: float) -> dict[str, float]:
+    """Return the mean processor seconds of a step, by role, on a machine with this number of cores."""
+    roles = [key for key in dict.fromkeys(itertools.chain(*lines)) if key.startswith("cores/")]
+    return {
+        role.removeprefix("cores/"): cores
+        * statistics.mean(line.get(role, 0.0) * line["step_s"] for line in lines)
+        for role in roles
+    }
 
 
-def _role_of(process: psutil.Process, kernel: int) -> str:
-    """Return the role of a process. The children of verifiers count as verifiers."""
-    if process.pid == kernel:
-        return "kernel"
-    if process.name() == "nats-server":
-        return "nats-server"
-    words = [word for word in process.cmdline() if word]
-    worker = re.fullmatch(r"([a-z]+)-.*\.json", Path(words[-1]).name if words else "")
-    if worker:
-        return worker[1]
-    return "verifier" if any("children" in word for word in words) else "other"
-
-
-def _read(run: Mapping[str, Any], folder: RunFolder, first: _Reading, last: _Reading) -> Measured:
-    steps = last.step - first.step
-    lines = [line for line in folder.steps if first.step < line["step"] <= last.step]
+def _read(run: Mapping[str, Any], folder: RunFolder, measured: range) -> Measured:
+    lines = [line for line in folder.steps if line["step"] in measured]
     lengths, tokens_per_sampled = lengths_of(kept_answers(folder))
+    step_s, staleness, tokens, generate_s, train_s = (
+        statistics.mean(line[key] for line in lines)
+        for key in ("step_s", "staleness", "tokens", "generate_busy_s", "train_s")
+    )
     return Measured(
         run=run,
-        step_s=(last.at - first.at) / steps,
-        staleness=statistics.mean(line["staleness"] for line in lines),
-        processor_s={
-            role: (seconds - first.processor_s.get(role, 0.0)) / steps
-            for role, seconds in last.processor_s.items()
-        },
-        sampled_tokens=statistics.mean(line["tokens"] for line in lines),
-        generate_s=statistics.mean(line["generate_busy_s"] for line in lines),
-        train_s=statistics.mean(line["train_s"] for line in lines),
+        step_s=step_s,
+        staleness=staleness,
+        processor_s=processor_s(lines, available_cores()),
+        sampled_tokens=tokens,
+        generate_s=generate_s,
+        train_s=train_s,
         lengths=lengths,
         tokens_per_sampled=tokens_per_sampled,
     )

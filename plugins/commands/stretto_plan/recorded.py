@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from stretto.errors import RunError
 from stretto.records.run_folder import RunFolder
-from stretto.simulation import Forecast, ServiceTimes, forecast
-from stretto_plan.fitting import GUESS_S, GUESSED, ROLES, ROUNDS, computes, on_gpus, shortened
-from stretto_plan.measuring import FEWEST_STEPS, kept_answers, lengths_of
+from stretto.simulation import ServiceTimes, forecast
+from stretto_plan.fitting import GUESSED, ROUNDS, computes, on_gpus, overhead, shortened
+from stretto_plan.measuring import FEWEST_STEPS, kept_answers, lengths_of, processor_s
 
 _SURE = 3.0
 """Number of standard errors from which a difference between steps or groups counts."""
@@ -60,36 +60,38 @@ def times_of(record: RunFolder, run: Mapping[str, Any], cores: int) -> ServiceTi
     twice as long as an empty one.
     """
     lines = steady_steps(record)
-    inference, training = run["inference"], run["training"]
+    training = run["training"]
     times = ServiceTimes(**GUESSED)
-    if inference["use"] != "mock":
+    if run["inference"]["use"] != "mock":
         times = _engines(record, run, lines)
     if on_gpus(run) or run["launcher"]["use"] != "local":
         # Servers and collectives spin on cores, and `cores_used` is of the kernel's machine alone.
         return times
-    engine_s, trainer_s = 0.0, 0.0
-    if computes(run):
-        engine_s = mean(lines, "generate_busy_s") * inference["replicas"] * inference["threads"]
-        trainer_s = mean(lines, "train_s") * training["processes"] * training["threads"]
-    used_s, step_s = processor_s(lines, cores), mean(lines, "step_s")
-    clock_times, share, decode = times, 1.0, 1.0
+    used_s = processor_s(lines, cores)
+    if not used_s:
+        raise RunError(
+            f"the steps of the run in {record.folder} lack `cores/kernel` and the like, the cores that its "
+            "processes use; expected a run of this version of stretto"
+        )
+    clock_times, decode, train = times, 1.0, 1.0
     for _ in range(ROUNDS):
         simulated = forecast(shortened(run), times, cores=cores, computes=computes(run))
-        rest_s = used_s
-        if computed_s := engine_s + trainer_s:
-            # Clock times include waits for a core. The simulated host adds such waits again, but not those
-            # for other programs: what the run used bounds what its engines have computed.
-            most = max(1e-3, used_s - GUESS_S * _weight(simulated)) / computed_s
-            share = min(1.0, share * step_s / simulated.step_s, most)
-            decode *= share * engine_s / simulated.engine_s
-            rest_s = max(0.0, used_s - share * computed_s)
-        times = _overhead(_scaled(clock_times, decode, share), rest_s, simulated)
+        overhead_s = used_s
+        if computes(run):
+            # A callback of an engine's process is taken to cost what one of a rollout worker costs: the rest
+            # is computation. Clock times would include waits for a core, which the simulation adds again.
+            callback_s = used_s["rollout"] / simulated.callbacks["rollout"]
+            of_engines = {
+                role: min(used_s[role] / 2, callback_s * simulated.callbacks[role])
+                for role in ("inference", "trainer")
+            }
+            overhead_s = used_s | of_engines
+            decode *= (used_s["inference"] - of_engines["inference"]) / simulated.engine_s
+            computed_s = mean(lines, "train_s") * training["processes"] * training["threads"]
+            computed_s *= simulated.interference["trainer"]
+            train = (used_s["trainer"] - of_engines["trainer"]) / computed_s
+        times = overhead(_scaled(clock_times, decode, train), overhead_s, simulated)
     return times
-
-
-def processor_s(lines: _Lines, cores: int) -> float:
-    """Return the processor seconds of a step on a machine with this number of cores."""
-    return cores * statistics.mean(line["cores_used"] * line["step_s"] for line in lines)
 
 
 def mean(lines: _Lines, key: str) -> float:
@@ -98,8 +100,10 @@ def mean(lines: _Lines, key: str) -> float:
     return statistics.mean(values) if values else 0.0
 
 
-def _scaled(times: ServiceTimes, decode: float, share: float) -> ServiceTimes:
-    factors = {"step_s": decode, "sample_s": decode, "train_s": share, "token_s": share, "score_s": share}
+def _scaled(times: ServiceTimes, decode: float, train: float) -> ServiceTimes:
+    """Scale the times of engines. A verifier is taken to wait for a core as much as the trainer."""
+    factors = {"step_s": decode, "sample_s": decode, "train_s": train, "token_s": train}
+    factors["score_s"] = min(1.0, train)
     changed = {name: factor * getattr(times, name) for name, factor in factors.items()}
     return msgspec.structs.replace(times, **changed)
 
@@ -203,16 +207,3 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if slope <= _SURE * error or slope > y / x:
         return 0.0, y / x
     return y - slope * x, slope
-
-
-def _overhead(times: ServiceTimes, rest_s: float, seen: Forecast) -> ServiceTimes:
-    """Fit the times of callbacks and messages, so that those of a step use `rest_s` processor seconds."""
-    callback_s = rest_s / _weight(seen)
-    return msgspec.structs.replace(
-        times, callback_s=dict.fromkeys(ROLES, callback_s), message_s=2 * callback_s
-    )
-
-
-def _weight(seen: Forecast) -> float:
-    """Return the callbacks in a step, where a message is assumed to cost twice as much as a callback."""
-    return sum(seen.callbacks.get(role, 0.0) for role in ROLES) + 2 * seen.callbacks["nats-server"]

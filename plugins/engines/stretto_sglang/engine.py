@@ -102,7 +102,7 @@ class SglangEngine(ServerEngine):
         if self._reads_images:
             env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _MODELS}
         if config.gpus:
-            opts["--enable-memory-saver"] = bool(config.sleep)
+            opts["--enable-memory-saver"] = config.sleeps
             if config.share < 1:
                 opts["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
         else:
@@ -200,17 +200,12 @@ class SglangEngine(ServerEngine):
 
     async def free_memory(self, server: Server) -> None:
         """See `ServerEngine`. A server that is not idle would end."""
-        await self._change_memory(server, "release", ["weights", "kv_cache"])
+        body = {"tags": ["weights", "kv_cache"]}
+        await server.change("/release_memory_occupation", body, deadline_s=_LOAD_S)
 
     async def take_memory(self, server: Server, part: Literal["weights", "kv_cache"]) -> None:
         """See `ServerEngine`."""
-        await self._change_memory(server, "resume", [part])
-
-    async def _change_memory(self, server: Server, change: str, tags: Sequence[str]) -> None:
-        try:
-            await server.post(f"/{change}_memory_occupation", {"tags": tags}, deadline_s=_LOAD_S)
-        except ServerRefused as error:
-            raise ServerLost(str(error)) from error
+        await server.change("/resume_memory_occupation", {"tags": [part]}, deadline_s=_LOAD_S)
 
     async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`."""
@@ -227,10 +222,7 @@ class SglangEngine(ServerEngine):
 
     async def _read_checksums(self, server: Server) -> Mapping[str, str]:
         """Return the server's checksum of each of its tensors; checksums of several ranks are joined."""
-        try:
-            answer = await server.post("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
-        except ServerRefused as error:
-            raise ServerLost(str(error)) from error
+        answer = await server.change("/weights_checker", {"action": "checksum"}, deadline_s=_LOAD_S)
         checksums: dict[str, str] = {}
         for rank in answer["ranks"]:
             for name, checksum in rank["checksums"].items():

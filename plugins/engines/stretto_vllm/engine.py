@@ -116,7 +116,7 @@ class VllmEngine(ServerEngine):
             "VLLM_NO_USAGE_STATS": "1",
         }
         if config.gpus:
-            opts["--enable-sleep-mode"] = bool(config.sleep)
+            opts["--enable-sleep-mode"] = config.sleeps
             opts["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
             # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.
@@ -205,30 +205,21 @@ class VllmEngine(ServerEngine):
     ) -> Mapping[str, str]:
         """Ask the server to load the tensors that it has read."""
         await self._rpc(server, "stretto_load", deadline_s=_LOAD_S)
-        try:
-            version = {"new_version": str(update.note.version)}
-            await server.post("/update_weight_version", version, deadline_s=_CALL_S)
-            if forget:
-                await server.post("/reset_prefix_cache", deadline_s=_CALL_S)
-            if self._reads_images:  # vLLM caches image embeddings of the previous weights
-                await server.post("/reset_encoder_cache", deadline_s=_CALL_S)
-        except ServerRefused as error:
-            raise ServerLost(str(error)) from error
+        version = {"new_version": str(update.note.version)}
+        await server.change("/update_weight_version", version, deadline_s=_CALL_S)
+        if forget:
+            await server.change("/reset_prefix_cache", deadline_s=_CALL_S)
+        if self._reads_images:  # vLLM caches image embeddings of the previous weights
+            await server.change("/reset_encoder_cache", deadline_s=_CALL_S)
         return self._hashes
 
     async def free_memory(self, server: Server) -> None:
         """See `ServerEngine`. At level 2, vLLM keeps no copy of the weights."""
-        await self._change_memory(server, "/sleep?level=2")
+        await server.change("/sleep?level=2", deadline_s=_LOAD_S)
 
     async def take_memory(self, server: Server, part: Literal["weights", "kv_cache"]) -> None:
         """See `ServerEngine`."""
-        await self._change_memory(server, f"/wake_up?tags={part}")
-
-    async def _change_memory(self, server: Server, path: str) -> None:
-        try:
-            await server.post(path, deadline_s=_LOAD_S)
-        except ServerRefused as error:
-            raise ServerLost(str(error)) from error
+        await server.change(f"/wake_up?tags={part}", deadline_s=_LOAD_S)
 
     async def score(self, server: Server, text: ServerText) -> list[float]:
         """See `ServerEngine`. vLLM does not use its prefix cache when it returns logprobs of a prompt."""

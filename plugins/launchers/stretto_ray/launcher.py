@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from stretto import Context, Problem
-from stretto.errors import LaunchError, one_job
+from stretto.errors import LaunchError, together
 from stretto.launcher import Job, thread_variables, visible_gpus
 from stretto.nodes import Node, place
 from stretto_ray import RayConfig
@@ -201,9 +201,7 @@ class RayLauncher:
                     actor = _begin(actors, resources_of(config, job), bundle)
                     handles.append(RayHandle(job, actor, bundle))
                 folder = "" if "working_dir" in config.runtime_env else str(Path.cwd())
-                async with one_job() as tasks:
-                    for handle in handles:
-                        tasks.start_soon(handle.start, folder)
+                await together(lambda handle: handle.start(folder), handles)
             if waiting.cancelled_caught:
                 started = {handle.worker for handle in handles if handle.has_started}
                 missing = [job.worker for job in jobs if job.worker not in started]
@@ -216,9 +214,7 @@ class RayLauncher:
                 )
         except BaseException:
             with anyio.CancelScope(shield=True):
-                async with anyio.create_task_group() as tasks:
-                    for handle in handles:
-                        tasks.start_soon(handle.undo)
+                await together(RayHandle.undo, handles)
                 call(reservations.release_unused)
             raise
         return handles

@@ -15,7 +15,7 @@ import anyio
 import anyio.to_thread
 
 from stretto import Context, Problem
-from stretto.errors import LaunchError, one_job
+from stretto.errors import LaunchError, together
 from stretto.launcher import Job, Submission
 from stretto.nodes import Node, Spot, place
 from stretto_slurm import SlurmConfig
@@ -185,9 +185,7 @@ class SlurmLauncher:
         try:
             for job in jobs:
                 handles.append(await self._start(job, spots[job.worker], self._allocation))
-            async with one_job() as tasks:
-                for handle in handles:
-                    tasks.start_soon(handle.until_started, self._config.start_s)
+            await together(lambda handle: handle.until_started(self._config.start_s), handles)
         except BaseException:
             with anyio.CancelScope(shield=True):
                 for handle in handles:

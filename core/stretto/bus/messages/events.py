@@ -373,6 +373,8 @@ class StepMeasured(Message, frozen=True):
     """Whether a former kernel has recorded the figures, and its trainers live on: nothing is repeated."""
     memory_used: float | None = None
     """Share of the memory of the kernel's machine; None in journals of an older stretto."""
+    cores_of_roles: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    """Role -> its part of `cores_used`, with its child processes; see `CoreUse`."""
 
 
 class VersionPublished(Message, frozen=True):

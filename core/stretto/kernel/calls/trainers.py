@@ -37,7 +37,7 @@ from stretto.bus.messages.training import (
     StepEnded,
     TrainerState,
 )
-from stretto.errors import BusError, one_job
+from stretto.errors import BusError, together
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.machine import clock
@@ -194,9 +194,7 @@ class Trainers:
                 journal.hear(CallEnded(start, group.path, call.name, version, seconds))
                 done[call.name].set()
 
-        async with one_job() as tasks:
-            for group in self.placement.groups.values():
-                tasks.start_soon(run_group, group)
+        await together(run_group, self.placement.groups.values())
         divergence = statistics.pop("divergence", None)
         return StepResult(statistics, times, version + 1, began, divergence)
 
@@ -245,12 +243,5 @@ class Trainers:
         return self._names.worker("trainer", worker, self.nonces[worker], verb)
 
     async def _ask_all(self, verb: str, message: Message, answer: type[A]) -> list[A]:
-        answers: list[A] = []
-
-        async def ask(group: WorkerGroup) -> None:
-            answers.append(await self.ask(group, verb, message, answer))
-
-        async with one_job() as tasks:
-            for group in self.placement.groups.values():
-                tasks.start_soon(ask, group)
-        return answers
+        groups = self.placement.groups.values()
+        return await together(lambda group: self.ask(group, verb, message, answer), groups)

@@ -24,7 +24,7 @@ from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
-from stretto.errors import LaunchError, Refused, printable
+from stretto.errors import LaunchError, Refused, printable, together
 from stretto.kernel.fleet.adoption import Adoption
 from stretto.kernel.supervised import Failure, supervised
 from stretto.launcher import UNKNOWN_STATUS, Handle, Job, Launcher, Role
@@ -206,9 +206,7 @@ class Fleet:
             log.info("stopping worker", worker=worker, place=handle.place)
             await self._kill(worker, handle, 1.0)
 
-        async with anyio.create_task_group() as tasks:
-            for worker_handle in self._handles.items():
-                tasks.start_soon(end, *worker_handle)
+        await together(lambda worker_handle: end(*worker_handle), self._handles.items())
 
     async def _look_after(self, job: Job) -> None:
         last = await supervised(
@@ -299,10 +297,8 @@ class Fleet:
 
     async def end_all(self, role: Role) -> None:
         """Kill the processes of a role; `_end_hanging` kills those that hang. All processes start again."""
-        async with anyio.create_task_group() as tasks:
-            for worker in self.started(role):
-                if worker not in self._hanging:
-                    tasks.start_soon(self._kill, worker, self._handles[worker], 0)
+        working = [worker for worker in self.started(role) if worker not in self._hanging]
+        await together(lambda worker: self._kill(worker, self._handles[worker], 0), working)
 
     def lasts(self, role: Role) -> None:
         """Reset the count of restarts for all workers of a role, because they have done their work."""
