@@ -8,16 +8,18 @@ reference.
 - API reference: a page for each public part of the package `stretto`. pyproject.toml says which modules
   plugins may not import; all others are public. mkdocstrings fills each page from the docstrings, and imports
   no module.
+- `llms.txt`: the pages, each with its first sentence, for assistants (https://llmstxt.org).
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -30,6 +32,7 @@ from stretto.config import RunConfig, VariantConfig
 from stretto.records.figures import FIGURES
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 PACKAGE = ROOT / "core" / "stretto"
 
 
@@ -53,9 +56,32 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for part in toolkits():
         modules = sorted(path for path in (PACKAGE / part).glob("*.py") if not path.stem.startswith("_"))
         texts[f"api/{part}.md"] = page(f"stretto.{part}", docstring(PACKAGE / part / "__init__.py"), modules)
+    texts["llms.txt"] = page_list(config.nav or [])
     for name, text in texts.items():
         files.append(File.generated(config, name, content=text))
     return files
+
+
+def page_list(nav: Sequence[Mapping[str, Any]]) -> str:
+    """The written pages of the navigation by section, each with its first sentence."""
+    parts = [f"# stretto\n\n> {first_sentence('README.md')}"]
+    for section in nav:
+        [(title, entries)] = section.items()
+        if isinstance(entries, list):
+            written = [
+                (name, file) for entry in entries for name, file in entry.items() if (DOCS / file).exists()
+            ]
+            lines = [f"- [{name}]({Path(file).stem}.html): {first_sentence(file)}" for name, file in written]
+            parts += [f"## {title}", "\n".join(lines)] if lines else []
+    return "\n\n".join(parts) + "\n"
+
+
+def first_sentence(file: str) -> str:
+    """The first sentence below a page's heading, without links."""
+    paragraphs = (DOCS / file).read_text().split("\n\n")
+    prose = next(each for each in paragraphs if re.match(r"[\w`\[*]", each))
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(prose.split()))
+    return re.split(r"(?<=[.:]) (?=[A-Z`])", plain, maxsplit=1)[0]
 
 
 # ------------------------------------------------------------------------- keys, figures and events

@@ -32,7 +32,8 @@ from stretto.cli.make.schema import json_schema
 from stretto.cli.start.quickstart import copy_quickstart
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
+PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
 RUN_ELSEWHERE = {"python.md", "testing.md"}
 """Pages whose blocks all are run by tests/runs/test_docs_python.py and tests/conformance/test_page.py."""
 SHOWN = {"text", "mermaid", "json", "toml", "sql"}

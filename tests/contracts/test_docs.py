@@ -14,7 +14,7 @@ from stretto.records.figures import FIGURES
 from stretto.user_code.importable import load_module
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
@@ -37,7 +37,18 @@ def test_links_hold(page: Path) -> None:
         assert linked.exists(), f"{page.name} links to {target}, which does not exist"
         assert not anchor or anchor in anchors_of(linked), f"{page.name} links to {target}: no such heading"
         in_site = linked.is_relative_to(ROOT / "docs")
-        assert page.name == "README.md" or in_site, f"{page.name} links to {target}, which is not in the site"
+        assert page.parent == ROOT or in_site, f"{page.name} links to {target}, which is not in the site"
+
+
+def test_assistants_find_the_paths_that_their_page_names() -> None:
+    page = (ROOT / "AGENTS.md").read_text()
+    named = set(re.findall(r"(?<![\w./-])[\w.-]+/[\w./-]*", page))
+    assert {"examples/loop.py", "rl/", "schedule/scheduler.py", "engines/", "tests/rl"} <= named
+    folders = (ROOT, ROOT / "core" / "stretto", ROOT / "core" / "stretto" / "kernel", ROOT / "plugins")
+    made = (".venv/", "runs/", "logs/", "checkpoints/")  # by `make` and by runs
+    paths = {path for path in named if not path.startswith(made)}
+    assert {path for path in paths if not any((folder / path).exists() for folder in folders)} == set()
+    assert len(page.split()) <= 600
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -64,3 +75,13 @@ def test_the_site_lists_every_key_figure_and_event() -> None:
     assert "| `variants.NAME." in pages.core_keys()
     assert all(f"| `{key}` |" in pages.figure_list() for key in FIGURES)
     assert "| `StepTrained` | `version`, " in pages.event_list()
+
+
+def test_assistants_get_a_list_of_all_pages() -> None:
+    pages = load_module(str(ROOT / "docs" / "generated_pages.py"))
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    text = pages.page_list(nav)
+    assert text.startswith("# stretto\n\n> stretto trains language models")
+    assert "\n## Begin\n\n- [A first run](first-run.html): " in text
+    pages_named = set(re.findall(r"\]\(([\w-]+)\.html\)", text))
+    assert pages_named == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}
