@@ -81,7 +81,8 @@ def forecast(file: Path, times: Path, overrides: list[str]) -> tuple[float, floa
     options = ["--times", str(times), "--only"]
     command = [sys.executable, "-m", "stretto", "plan", str(file), *overrides, *options]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    [line] = [each for each in text.splitlines() if each.endswith("the run file")]
+    # With overrides, the file without them has a line of its own, before.
+    *_, line = [each for each in text.splitlines() if "  the run file" in each]
     seconds, _, _, age, *_ = line.split()
     return float(seconds), float(age)
 
