@@ -114,19 +114,24 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class CanaryConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fixed text that trainer and engine both score at every weight swap, to check that both have the same
+    """Fixed texts that trainer and engine both score at every weight swap, to check that both have the same
     model.
 
-    The text is random: it is drawn with the run's seed from the whole vocabulary."""
+    The texts are random: they are drawn with the run's seed from the whole vocabulary."""
 
     sequences: PositiveInt = 4
-    """Number of sequences in the text."""
+    """Number of short texts."""
     tokens: Annotated[int, msgspec.Meta(ge=2)] = 32
-    """Number of tokens in each sequence. A sequence must fit into the engine's context."""
+    """Number of tokens in each short text. It must fit into the engine's context."""
+    depth: NonNegativeInt | None = None
+    """Number of tokens of one long text: some faults show only behind many tokens. null: as
+    `sampling.max_tokens`, at most 1,024 and the engine's context; for a model that reads images, 0. 0: no
+    long text."""
     bound: PositiveFloat | None = None
-    """Maximum allowed difference between the logprobs of trainer and engine, as the mean over tokens, in
-    nats. By default 0.1 for an engine that computes in float32, where the difference is about 1e-5, and 0.3
-    for others: in bfloat16 it is 0.05 to 0.1 for a model of 135 million parameters."""
+    """Maximum allowed difference between the logprobs of trainer and engine, in nats: the mean over the
+    tokens of each quarter of the long text's depth. By default 0.1 for an engine that computes in float32,
+    where the difference is about 1e-5, and 0.3 for others: in bfloat16 it is 0.05 to 0.1 for a model of 135
+    million parameters."""
     on_drift: Literal["warn", "stop"] = "warn"
     """What to do when the difference exceeds `bound`. `warn` logs a warning. `stop` ends the run before a
     sample of that version is trained on; it also refuses an engine that cannot be compared."""

@@ -48,15 +48,15 @@ class WeightsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Canary(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The trainer's logprobs of a fixed text, with which engines are compared. S sequences of L tokens."""
+    """The trainer's logprobs of fixed texts, with which engines are compared."""
 
-    tokens: Array
-    """(S, L) int32, L >= 2."""
-    logprobs: Array
-    """(S, C) float32, the logprob of the last C tokens of each sequence, at temperature 1; C < L. Without an
+    texts: tuple[Array, ...]
+    """(L,) int32 token ids of each text, L >= 2."""
+    logprobs: tuple[Array, ...]
+    """(C,) float32 for each text, the logprobs of its last C tokens, at temperature 1; C < L. Without an
     image, C is L - 1."""
     image: bytes = b""
-    """For models that read images: the file of the one image that every sequence has before those tokens."""
+    """For models that read images: the file of the one image that every text has before those tokens."""
 
 
 class WeightsNote(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -26,13 +26,14 @@ from stretto import Context
 from stretto.array import Array
 from stretto.bus.client import Bus
 from stretto.bus.messages import inference as messages
-from stretto.bus.messages.inference import ChunkBatch, Drift, SharedRows, SwapDone
+from stretto.bus.messages.inference import ChunkBatch, SharedRows, SwapDone
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
 from stretto.models.digest import digest_of, tensor_hash
 from stretto.models.version_files import FolderPublisher, Outline, RunFolders, lay_out, open_version
+from stretto.rl.drift import Drift
 from stretto.testing.served_engine import hashes_of
 from stretto.weights import Canary, Publisher, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
@@ -569,8 +570,8 @@ async def inference_worker(
             tasks.cancel_scope.cancel()
 
 
-TEXT = Array.of(np.ones((1, 3), np.int32))
-CANARY = Canary(TEXT, Array.of(np.array([[-1.0, -2.0]], np.float32)))
+TEXT = Array.of(np.ones(3, np.int32))
+CANARY = Canary((TEXT,), (Array.of(np.array([-1.0, -2.0], np.float32)),))
 
 
 async def test_chunks_of_a_version_wait_until_it_is_verified(open_bus: OpenBus, tmp_path: Path) -> None:
@@ -600,7 +601,7 @@ async def test_chunks_of_a_version_wait_until_it_is_verified(open_bus: OpenBus, 
         assert (await worker.until(3))[2:] == [(0, 2, [0, 1])]  # both chunks of the sample in one
         [done] = answers
         assert (done.fault, done.unscored, dict(done.report.hashes)) == ("", "", {})
-        assert done.drift == Drift(0.25, 0.5)
+        assert done.drift == Drift(0.5, 0.5)  # of the worst quarter, which is the second token
 
 
 async def test_a_worker_lent_to_an_evaluation_samples_for_it_alone(open_bus: OpenBus, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
 - Change a living run: `scale`, `stop`; `worker` joins it, `invite` writes the credentials for that.
 - See one run: `status`, `watch`, `logs`, `events`, `ui`, `plot`, `report`, `samples`, `trace`.
 - See several runs: `runs`, `compare`; also `ui`, `plot` and `report`.
-- Verify: `check` a run file, `audit` a run that has ended, `replay` its training.
+- Verify: `check` a run file, the `numerics` of a model; `audit` a run that has ended, `replay` its training.
 - For other programs: `export` writes a run's model, or its samples.
 - Describe the installation: `plugins`, `schema`; `doctor` says what is wrong with it.
 - Extend it: `new` writes a plugin package; `engine` installs the server of vLLM or SGLang.
@@ -29,6 +29,7 @@ from typer.core import TyperGroup
 from stretto.cli import sweep
 from stretto.cli.audit import commands as audit
 from stretto.cli.make import commands as make
+from stretto.cli.numerics import commands as numerics
 from stretto.cli.output import fail
 from stretto.cli.show import commands as show
 from stretto.cli.start import commands as start
@@ -86,7 +87,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for wing in (start, sweep, make, show, audit):
+for wing in (start, sweep, numerics, make, show, audit):
     app.add_typer(wing.app)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 from stretto.bus.messages.events import WeightsServed
-from stretto.bus.messages.inference import Drift
+from stretto.rl.drift import Drift
 
 log = structlog.get_logger()
 

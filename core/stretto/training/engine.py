@@ -64,7 +64,7 @@ from stretto.training.model import (
     reads_images,
     vision_tower,
 )
-from stretto.training.packing import trial_inputs
+from stretto.training.packing import PaddedRows, PrefixRows, trial_inputs
 from stretto.training.token_head import Support, Wanted, return_figures
 
 if TYPE_CHECKING:
@@ -348,6 +348,13 @@ class HFTraining:
             raise EngineError(f"a frozen model cannot be {action}; it was made with trainable=False")
 
     # ------------------------------------------------------------------------------- computing
+
+    @property
+    def form(self) -> str:
+        """The form of the rows of a micro-batch, as text for users."""
+        if isinstance(self._packing, PaddedRows):
+            return "padded"
+        return "packed, with shared prefixes" if isinstance(self._packing, PrefixRows) else "packed"
 
     @torch.no_grad()
     def forward(self, batch: Batch, *, temperature: float) -> Tensor:

@@ -29,7 +29,6 @@ from stretto.bus.messages.inference import (
     ChunkBatch,
     ChunkHead,
     Confirm,
-    Drift,
     Generate,
     LoadReport,
     SharedRows,
@@ -51,6 +50,7 @@ from stretto.models.digest import differing_names, digest_of
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files
 from stretto.models.version_files import FrozenFiles, RunFolders
+from stretto.rl.drift import Drift, drift_by_depth
 from stretto.serving.intake import final_chunks
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import WorkerContext
@@ -60,6 +60,7 @@ from stretto.workers.weights_wire import BusWire
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup
+    from numpy.typing import NDArray
 
 log = structlog.get_logger()
 
@@ -365,18 +366,16 @@ class InferenceWorker:
         """Return the drift between engine and trainer on the canary; or None, and the reason."""
         if isinstance(canary, str):
             return None, canary
-        expected = canary.logprobs.numpy()
         image_option = {"images": [canary.image]} if canary.image else {}
         try:
             with anyio.fail_after(_SCORE_S):
-                logprobs = await self._engine.logprobs(list(canary.tokens.numpy()), **image_option)
+                texts = [text.numpy() for text in canary.texts]
+                logprobs = await self._engine.logprobs(texts, **image_option)
         except EngineError as error:
             return None, str(error)
         except TimeoutError:
             return None, f"the engine did not score the canary within {_SCORE_S:.0f} s"
-        difference = np.abs(np.stack(logprobs)[:, -expected.shape[1] :] - expected)
-        difference = np.nan_to_num(difference, nan=np.inf, posinf=np.inf)
-        return Drift(float(difference.mean()), float(difference.max())), ""
+        return drift_of_canary(canary, logprobs), ""
 
     async def _measure_engine_error(self, result: SwapDone, swap: Swap) -> SwapDone:
         """Add the engine's error at this version, if the run bounds divergence. Requests do not wait."""
@@ -418,6 +417,15 @@ class InferenceWorker:
                 f"{bound:g}"
             )
         return ""
+
+
+def drift_of_canary(canary: Canary, logprobs: Sequence[NDArray[np.float32]]) -> Drift:
+    """Return the largest mean over a quarter of the depth, and the largest difference of a token."""
+    expected = [part.numpy() for part in canary.logprobs]
+    found = [part[-len(own) :] for part, own in zip(logprobs, expected, strict=True)]
+    edges = [quarter * max(map(len, expected)) // 4 for quarter in range(5)]
+    quarters = [each for each in drift_by_depth(expected, found, edges) if each is not None]
+    return Drift(max(each.mean for each in quarters), max(each.max for each in quarters))
 
 
 def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from stretto.array import Array
 from stretto.bus.messages.inference import ScoredRow
 from stretto.engine import TrainingEngine
 from stretto.errors import EngineError
+from stretto.rl.drift import kl_of_tokens
 
 if TYPE_CHECKING:
     from stretto.rl.batch import Batch
@@ -52,10 +53,8 @@ def engine_kl(rows: Sequence[ScoredRow], logprobs: Sequence[NDArray[np.float32]]
     """Return the mean k3 estimate of KL(engine || trainer) over the trained tokens, each at most 1 nat.
     `logprobs` has for each row the engine's (L - 1,) logprobs of its tokens after the first."""
     trained = np.concatenate([row.trained.numpy() for row in rows])
-    trainer = np.concatenate([row.logprobs.numpy() for row in rows])[trained].astype(np.float64)
-    log_ratio = np.concatenate(logprobs)[trained].astype(np.float64) - trainer
-    with np.errstate(over="ignore", invalid="ignore"):
-        kl = float(np.minimum(np.expm1(-log_ratio) + log_ratio, _BOUND).mean())
+    trainer = np.concatenate([row.logprobs.numpy() for row in rows])[trained]
+    kl = float(np.minimum(kl_of_tokens(np.concatenate(logprobs)[trained], trainer), _BOUND).mean())
     if not np.isfinite(kl):
         raise EngineError(
             "rows of the last batch: a logprob of the engine or of the trainer is not a "

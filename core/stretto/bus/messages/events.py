@@ -14,9 +14,9 @@ from typing import Literal, get_args
 import msgspec
 
 from stretto.bus.messages.base import Message
-from stretto.bus.messages.inference import Drift
 from stretto.bus.messages.tickets import Progress, Purpose, TicketStarted
 from stretto.bus.messages.training import RowRef
+from stretto.rl.drift import Drift
 
 Account = Literal["filtered", "expired", "failed"]
 """An account of the ledger for tickets that end without being trained."""

@@ -9,6 +9,7 @@ from stretto.bus.messages.base import InboxToken, Message, WorkerId
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
+from stretto.rl.drift import Drift
 from stretto.weights import WeightsNote
 
 
@@ -89,18 +90,6 @@ class Swap(Message, frozen=True, tag="Swap/3"):
     """Serve this version only to its evaluation, and sample nothing for training before the next swap."""
     trainer: WorkerProcess | None = None
     """Rank 0 of the lead model's worker group, which has the version's `SharedRows`."""
-
-
-class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Difference between an engine's and the trainer's logprobs of the canary, at the same version."""
-
-    mean: float
-    """Mean of |Δ| over the canary's tokens; infinite if either side returned a value that is not a number."""
-    max: float
-
-    def within(self, bound: float) -> bool:
-        """Return whether the mean is at most `bound`."""
-        return self.mean <= bound
 
 
 class SwapDone(Message, frozen=True):

@@ -115,12 +115,11 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
                 f"{path}.max_tokens",
                 f"is {sampling.max_tokens}, but inference.context_length, for prompt and answer, is {room}",
             )
-    canary = config.inference.canary
-    if canary is not None and canary.tokens > min(room or positions, positions):
-        yield Problem(
-            "inference.canary.tokens",
-            f"is {canary.tokens}, more than a sample can have ({min(room or positions, positions)})",
-        )
+    canary, most = config.inference.canary, min(room or positions, positions)
+    sizes = {} if canary is None else {"tokens": canary.tokens, "depth": canary.depth or 0}
+    for key, size in sizes.items():
+        if size > most:
+            yield Problem(f"inference.canary.{key}", f"is {size}, more than a sample can have ({most})")
 
 
 def token_problems(config: RunConfig) -> Iterator[Problem]:
