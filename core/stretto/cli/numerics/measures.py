@@ -56,6 +56,8 @@ class Range(NamedTuple):
 
 FLOAT32 = Range(2e-4, 0.01, 0.99, 1e-3)
 BFLOAT16 = Range(0.15, 2.0, 0.9, 0.05)
+_PACKED = {FLOAT32: FLOAT32, BFLOAT16: BFLOAT16._replace(mean=0.01)}
+"""Of rows that one trainer packs otherwise: the rounding is nearly the same."""
 _GROWTH, _NOISE = 5.0, 1e-4
 """The mean of a bin of depth may be so many times that of the first bin, and so many nats more."""
 
@@ -163,7 +165,7 @@ def packing(plan: Plan, trainer: Trainer, norm_alone: float) -> Row:
     began = time.monotonic()
     off = abs(trainer.gradient_norm(plan.mixed, 0) / norm_alone - 1)
     plan.rates["training"] = sum(map(len, plan.mixed)) / (time.monotonic() - began)
-    limit = plan.own_range
+    limit = _PACKED[plan.own_range]
     signs = [] if limit.holds(drift) else ["contents" if _sees_contents(plan, trainer) else "place"]
     signs += [] if off <= limit.gradient else ["gradients"]
     form = getattr(trainer.engine, "form", "")
