@@ -153,6 +153,7 @@ def run_trl(python: str, task: Task, rows: Path, out: Path, seed: int) -> Measur
         "group_size": GROUP,
         "max_tokens": task.max_tokens,
         "lr": LR,
+        "dtype": "float32",
         "passes": task.passes,
     }
     (out / "settings.json").write_text(json.dumps(settings))

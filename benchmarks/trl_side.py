@@ -1,4 +1,4 @@
-"""TRL's side of `time_to_accuracy.py`. It runs in a Python that has TRL and needs nothing else.
+"""TRL's side of `time_to_accuracy.py` and `real_model.py`. Its Python has TRL, and nothing of stretto.
 
     VENV/bin/python benchmarks/trl_side.py SETTINGS.json
 
@@ -41,6 +41,8 @@ class Settings:
     group_size: int
     max_tokens: int
     lr: float
+    dtype: str
+    """`float32`, or `bfloat16` for weights and computation."""
     passes: int
     """Forward and backward passes of a step: parts of the batch whose gradients are added up."""
 
@@ -71,7 +73,7 @@ def main() -> None:
     torch.set_num_threads(settings.threads)
     times = Times()
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(settings.model, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(settings.model, dtype=getattr(torch, settings.dtype)),
         processing_class=AutoTokenizer.from_pretrained(settings.model),
         reward_funcs=exact,
         train_dataset=Dataset.from_list(
@@ -86,7 +88,7 @@ def main() -> None:
 
 
 def config_of(settings: Settings) -> GRPOConfig:
-    """Return the settings of TRL that are fast on a CPU: float32, no recomputation, no logs, one generation
+    """Return the settings of TRL that are fast on a CPU: no recomputation, no logs, one generation
     for the whole batch."""
     return GRPOConfig(
         output_dir=settings.out,
@@ -117,7 +119,7 @@ def config_of(settings: Settings) -> GRPOConfig:
         max_grad_norm=1.0,
         # The machine
         use_cpu=True,
-        bf16=False,
+        bf16=settings.dtype == "bfloat16",
         gradient_checkpointing=False,
         dataloader_pin_memory=False,
         # What is written

@@ -147,12 +147,13 @@ def row_order(rows: int) -> Iterator[int]:
 async def serve(engine: InferenceEngine) -> AsyncGenerator[ObjectReceiveStream[list[Chunk]]]:
     """Start the engine, and stop it at the end. From the stream come the pieces of answers that it sends."""
     send, receive = anyio.create_memory_object_stream[list[Chunk]](math.inf)
-    async with send, receive, anyio.create_task_group() as tasks:
-        await engine.start(send.send_nowait, tasks)
-        try:
+    try:
+        async with send, receive, anyio.create_task_group() as tasks:
+            await engine.start(send.send_nowait, tasks)
             yield receive
-        finally:
-            await engine.stop()
+            tasks.cancel_scope.cancel()  # its tasks would replace a server that stops
+    finally:
+        await engine.stop()
 
 
 async def sample(

@@ -196,11 +196,11 @@ def _join(prompt: Tokens, chunks: Sequence[Chunk]) -> Sampled:
 async def serving(engine: InferenceEngine, folder: Path) -> AsyncGenerator[Engine]:
     """Start an engine, and stop it at the end of the block."""
     send, receive = anyio.create_memory_object_stream[list[Chunk]](math.inf)
-    async with send, receive, anyio.create_task_group() as tasks:
-        await engine.start(send.send_nowait, tasks)
-        try:
+    try:
+        async with send, receive, anyio.create_task_group() as tasks:
+            await engine.start(send.send_nowait, tasks)
             yield Engine(engine, receive, folder, FolderPublisher(folder / "versions", keep=4, shard_gb=1))
-        finally:
-            with anyio.CancelScope(shield=True):
-                await engine.stop()
-            tasks.cancel_scope.cancel()
+            tasks.cancel_scope.cancel()  # before `stop`, or a task would start the stopped server again
+    finally:
+        with anyio.CancelScope(shield=True):
+            await engine.stop()
