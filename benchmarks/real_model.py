@@ -93,7 +93,7 @@ def measured(command: Sequence[str], ends: Callable[[], Sequence[float]]) -> Cos
     times, processor, memory = (np.array(column) for column in zip(*points, strict=True))
     steps = len(ended) - FIRST
     first, last = np.interp([ended[FIRST - 1], ended[-1]], times, processor)
-    return Cost((last - first) / steps, (ended[-1] - ended[FIRST - 1]) / steps, float(memory.max()))
+    return Cost(float(last - first) / steps, (ended[-1] - ended[FIRST - 1]) / steps, float(memory.max()))
 
 
 def stretto(model: str, file: Path, folder: Path, dtype: str, steps: int) -> Cost:

@@ -34,8 +34,8 @@ from stretto.cli.start.quickstart import copy_quickstart
 ROOT = Path(__file__).parents[2]
 ROOT_PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md")
 PAGES = [*(ROOT / name for name in ROOT_PAGES), *sorted((ROOT / "docs").glob("*.md"))]
-RUN_ELSEWHERE = {"python.md", "testing.md"}
-"""Pages whose blocks all are run by tests/runs/test_docs_python.py and tests/conformance/test_page.py."""
+RUN_ELSEWHERE = {"library.md", "testing.md"}
+"""Pages whose blocks all are run by tests/runs/test_docs_library.py and tests/conformance/test_page.py."""
 SHOWN = {"text", "mermaid", "json", "toml", "sql"}
 """Languages of blocks that show something and are no commands."""
 BLOCK = re.compile(
@@ -172,7 +172,7 @@ def test_python_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _by_day_or_night(page: Path) -> Any:
-    mark = pytest.mark.slow if page.name in ("README.md", "first-run.md") else pytest.mark.nightly
+    mark = pytest.mark.slow if page.name in ("README.md", "first-hour.md") else pytest.mark.nightly
     return pytest.param(page, marks=mark)
 
 
@@ -188,6 +188,18 @@ def test_the_page_runs(page: Path, folder: Path) -> None:
             command = ["bash", "-euo", "pipefail", "-c", block.text]
             done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
             assert done.returncode == 0, f"{block.text}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_first_hour_answers_briefly_and_with_a_command_that_runs() -> None:
+    page = ROOT / "docs" / "first-hour.md"
+    answers = page.read_text().partition("\nNext: ")[0].split("\n## ")[1:]
+    assert len(answers) == 11, "ten questions, and what to do about an error"
+    for answer in answers:
+        title, _, text = answer.partition("\n")
+        assert len(BLOCK.sub("", text).split()) <= 80, title
+        commands = [each for each in BLOCK.finditer(answer) if each["language"] == "bash"]
+        is_error = title == "It ended with an error"
+        assert is_error or any(each["mark"] != "not run" for each in commands), title
 
 
 # ------------------------------------------------------------------------- tables of keys, and the example

@@ -82,6 +82,6 @@ def test_assistants_get_a_list_of_all_pages() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     text = pages.page_list(nav)
     assert text.startswith("# stretto\n\n> stretto trains language models")
-    assert "\n## Begin\n\n- [A first run](first-run.html): " in text
+    assert "\n## Begin\n\n- [The first hour](first-hour.html): " in text
     pages_named = set(re.findall(r"\]\(([\w-]+)\.html\)", text))
     assert pages_named == {page.stem for page in (ROOT / "docs").glob("*.md")} - {"README"}

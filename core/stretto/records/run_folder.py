@@ -236,7 +236,7 @@ class RunFolder:
         return RunHistory.of(self.events())
 
     def events(self, since: float | None = None, until: float | None = None) -> Iterator[TimedEvent]:
-        """Yield (Unix time, event) in order, without spans that end after `until` (see docs/events.md)."""
+        """Yield (Unix time, event) in order, without spans that end after `until` (docs/architecture.md)."""
         return self._events.between(since, until)
 
     def time_range(self) -> tuple[float, float] | None:
