@@ -106,11 +106,19 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     return Encoded(tokens, [False, *mask[1:]])
 
 
-def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
+def cut_to_fit(
+    encoded: Encoded, rows: DatasetConfig, positions: int | None, vocabulary: int | None = None
+) -> Encoded:
     """Return the sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it is longer than the
-    model's `positions` (None: not known), or if the cut leaves no token to train on."""
+    model's `positions`, if the model's `vocabulary` lacks a token (None: not known), or if the cut leaves no
+    token to train on."""
     tokens, mask = encoded
     length = len(tokens)
+    if vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+        raise ConfigError(
+            f"the token ids go from {min(tokens)} to {max(tokens)}, and the model has {vocabulary} tokens: "
+            "they are those of another model"
+        )
     if rows.max_tokens is not None and length > rows.max_tokens:
         tokens, mask = tokens[: rows.max_tokens], mask[: rows.max_tokens]
         if not any(mask):
@@ -125,7 +133,8 @@ def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> 
 
 def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
     """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if the row lacks one.
-    Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`."""
+    Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`, which may
+    be left out."""
     tokens, mask = row.get("tokens"), row.get("loss_mask")
     if tokens is None or mask is None:
         return None
@@ -136,7 +145,7 @@ def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None
             "expected a list of token ids, and in 'loss_mask' as many values that say which are trained: at "
             "least one after the first",
         )
-    answer = _text_of(row, column)
+    answer = _text_of(row, column) if column in row else ""
     text = answer if isinstance(answer, str) else str(answer[-1].get("content") or "")
     decoded = (tokenizer.decode(np.asarray(tokens), special=special) for special in (False, True))
     # Without white space: some tokenizers write another one where they decode a part of a text.
