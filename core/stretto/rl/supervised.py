@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PairConfig",
     "Supervised",
+    "check_ids",
     "check_pair",
     "check_temperature",
     "cut_to_fit",
@@ -106,19 +107,22 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     return Encoded(tokens, [False, *mask[1:]])
 
 
-def cut_to_fit(
-    encoded: Encoded, rows: DatasetConfig, positions: int | None, vocabulary: int | None = None
-) -> Encoded:
+def check_ids(encoded: Encoded, row: Row, vocabulary: int | None) -> None:
+    """Raise ConfigError if a row has token ids that a model of `vocabulary` tokens (None: not known) lacks."""
+    low, high = min(encoded.tokens), max(encoded.tokens)
+    if vocabulary is not None and not 0 <= low <= high < vocabulary:
+        raise column_error(
+            row,
+            "tokens",
+            f"has ids from {low} to {high}, and the model has {vocabulary}: it is another model's",
+        )
+
+
+def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
     """Return the sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it is longer than the
-    model's `positions`, if the model's `vocabulary` lacks a token (None: not known), or if the cut leaves no
-    token to train on."""
+    model's `positions` (None: not known), or if the cut leaves no token to train on."""
     tokens, mask = encoded
     length = len(tokens)
-    if vocabulary is not None and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-        raise ConfigError(
-            f"the token ids go from {min(tokens)} to {max(tokens)}, and the model has {vocabulary} tokens: "
-            "they are those of another model"
-        )
     if rows.max_tokens is not None and length > rows.max_tokens:
         tokens, mask = tokens[: rows.max_tokens], mask[: rows.max_tokens]
         if not any(mask):
