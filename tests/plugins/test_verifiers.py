@@ -1,8 +1,8 @@
 """Dataset, workflow and reward `verifiers`, against a stand-in for the library, and against the library.
 
 STRETTO_VERIFIERS_PYTHON names an interpreter that has it and uv: `pip install 'verifiers>=0.4' uv`.
-STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12) name interpreters that also have its extra `ta`,
-`openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model that two cores can train.
+STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12) name interpreters that also
+have its extra `ta`, `openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model that two cores can train.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -326,6 +327,9 @@ from aiohttp import web
 
 ACTION = {"title": "Guess", "properties": {"guess": {"type": "string"}}, "required": ["guess"]}
 
+async def schema(request):
+    return web.json_response({"action": ACTION})
+
 async def play(request):
     socket = web.WebSocketResponse()
     await socket.prepare(request)
@@ -340,7 +344,7 @@ async def play(request):
 
 async def main():
     app = web.Application()
-    app.add_routes([web.get("/schema", lambda _: web.json_response({"action": ACTION})), web.get("/ws", play)])
+    app.add_routes([web.get("/schema", schema), web.get("/ws", play)])
     runner = web.AppRunner(app)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -366,27 +370,38 @@ def harbor(prompt, seed):
     command = "printf " + re.search("the word ([a-z]+)", prompt)[1] + " > answer.txt"
     return '<tool_call>{"name": "bash", "arguments": {"command": "' + command + '"}}</tool_call>'
 """
-GRADE = '[ "$(cat answer.txt)" = apple ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt'
+GRADE = 'grep -c "^apple$" answer.txt > /logs/verifier/reward.txt'
+
+NULL = {"harness": {"id": "null"}}
+Settings = tuple[dict[str, Any], dict[str, Any]]
+"""Options of the dataset, and keys of the workflow."""
 
 
-def textarena(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+@contextmanager
+def textarena(folder: Path) -> Iterator[Settings]:
     """A game whose words are this test's: nltk would download its own."""
     words = folder / "nltk" / "corpora" / "words"
     words.mkdir(parents=True)
     for name in ("en", "en-basic", "README"):
         (words / name).write_text("stone\n")
-    return {"taskset": {"game": "Hangman-v0"}, "player": NULL}, {"env": {"NLTK_DATA": str(folder / "nltk")}}
+    yield {"taskset": {"game": "Hangman-v0"}, "player": NULL}, {"env": {"NLTK_DATA": str(folder / "nltk")}}
 
 
-def openenv(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+@contextmanager
+def openenv(folder: Path) -> Iterator[Settings]:
     (folder / "server.py").write_text(SERVER)
     server = subprocess.Popen([sys.executable, folder / "server.py"], stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
-    url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-    return {"taskset": {"base_url": url, "resets": [{}, {}]}, "player": NULL}, {}
+    with server:
+        try:
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            yield {"taskset": {"base_url": url, "resets": [{}, {}]}, "player": NULL}, {}
+        finally:
+            server.kill()
 
 
-def harbor(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+@contextmanager
+def harbor(folder: Path) -> Iterator[Settings]:
     """Two tasks in a git repository: the registry's own paths are not copied by `harbor download`."""
     tasks: list[dict[str, str]] = []
     for name in ("one", "two"):
@@ -400,10 +415,7 @@ def harbor(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     registry = [{"name": folder.name, "version": "1", "description": "", "tasks": tasks}]
     (folder / "registry.json").write_text(json.dumps(registry))
     taskset = {"dataset": f"{folder.name}@1", "registry_path": str(folder / "registry.json")}
-    return {"taskset": taskset, "agent": {"harness": {"id": "bash"}}}, {"private": ["/tests", "/logs"]}
-
-
-NULL = {"harness": {"id": "null"}}
+    yield {"taskset": taskset, "agent": {"harness": {"id": "bash"}}}, {"private": ["/tests", "/logs"]}
 
 
 @pytest.mark.nightly
@@ -417,30 +429,22 @@ def test_an_environment_of_another_library(
     python, model = os.environ.get(f"STRETTO_{name.upper()}_PYTHON"), os.environ.get("STRETTO_SMALL_MODEL")
     if python is None or (engine == "model" and model is None):
         pytest.skip("no interpreter with this library, or no model")
-    options, workflow = prepare(tmp_path)
-    variables = workflow.setdefault("env", {})
-    for key in ("NLTK_DATA", "SSL_CERT_FILE"):
-        variables |= {key: os.environ[key]} if key in os.environ and key not in variables else {}
-        monkeypatch.setenv(key, variables[key]) if key in variables else None
     (tmp_path / "answers.py").write_text(ANSWERS)
-    workflow |= {"use": "verifiers", "readable": [str(tmp_path)], "max_calls": 8}
-    mock = [f"inference={{use: mock, script: '{tmp_path}/answers.py:{name}'}}", "sampling.max_tokens=200"]
-    real = [f"model={model}", "training={use: torch, lr: 1.0e-6}", "sampling.max_tokens=16"]
-    run = start(
-        *_run_on(python, tmp_path),
-        f"dataset={json.dumps({**ENVIRONMENT, 'environment': name, 'python': python, 'options': options})}",
-        f"workflow={json.dumps(workflow)}",
-        *(mock if engine == "mock" else [*real, "inference={use: torch, context_length: 2048, slots: 4}"]),
-        "samples.keep=all",
-    )
-    assert run.end() == 0, run.text()
+    inference = {"use": "mock", "script": f"{tmp_path}/answers.py:{name}"}
+    keys = [f"inference={json.dumps(inference)}", "sampling.max_tokens=200"]
+    if engine == "model":
+        keys = [f"model={model}", "training={use: torch, lr: 1.0e-6}", "sampling.max_tokens=16"]
+        keys.append("inference={use: torch, context_length: 2048, slots: 4}")
+    with prepare(tmp_path) as (options, workflow):
+        variables = {"SSL_CERT_FILE": os.environ.get("SSL_CERT_FILE", ""), **workflow.get("env", {})}
+        workflow |= {"use": "verifiers", "readable": [str(tmp_path)], "max_calls": 8, "env": variables}
+        for key, value in variables.items():
+            monkeypatch.setenv(key, value)  # the tasks are listed outside of the sandbox
+        dataset = {"use": "verifiers", "size": 2, "environment": name, "python": python, "options": options}
+        given = [f"dataset={json.dumps(dataset)}", f"workflow={json.dumps(workflow)}", "samples.keep=all"]
+        run = start(*_run_on(python, tmp_path), *given, *keys)
+        assert run.end() == 0, run.text()
     [step] = run.metrics()
-    assert 0 <= step["reward"] <= 1
-    if engine == "mock":
-        assert step["reward"] == 1.0
-    print(
-        *(f"{each['reward']} {each['text']!r}" for each in open_samples(run.folder).find(limit=3)), sep="\n"
-    )
-
-
-ENVIRONMENT = {"use": "verifiers", "size": 2}
+    assert (step["reward"] == 1.0) if engine == "mock" else (0 <= step["reward"] <= 1)
+    for sample in open_samples(run.folder).find(limit=3):
+        print(name, engine, sample["reward"], repr(sample["text"]))
