@@ -72,12 +72,12 @@ class _Step(msgspec.Struct):
     llm_call_count: int | None = None
 
 
-class _Trajectory(msgspec.Struct):
+class _AtifTrajectory(msgspec.Struct):
     schema_version: Annotated[str, msgspec.Meta(pattern=r"^ATIF-v1\.")]
     agent: dict[str, Any]
     steps: list[_Step]
     extra: dict[str, Any] | None = None
-    subagent_trajectories: list[_Trajectory] | None = None
+    subagent_trajectories: list[_AtifTrajectory] | None = None
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -236,7 +236,7 @@ def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
     rows: list[Row] = []
     try:
         if format == "atif":
-            turns = list(_turns_of(msgspec.json.decode(line, type=_Trajectory)))
+            turns = list(_turns_of(msgspec.json.decode(line, type=_AtifTrajectory)))
         else:
             turns = msgspec.json.decode(line, type=_TrainingTrace).turns
         for number, turn in enumerate(turns, 1):
@@ -277,7 +277,7 @@ def _prompt_of(turn: _Turn) -> Any:
     raise ConfigError(f"turn {turn.node_id!r} has no prompt in 'request', neither 'messages' nor 'prompt'")
 
 
-def _turns_of(trajectory: _Trajectory) -> Iterator[_Turn]:
+def _turns_of(trajectory: _AtifTrajectory) -> Iterator[_Turn]:
     """Yield the trained calls of an ATIF trajectory and its subagents. They have no response: an agent may
     write into `message` what it made of the answer."""
     messages: list[dict[str, Any]] = []
