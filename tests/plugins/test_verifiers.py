@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -378,7 +378,7 @@ Settings = tuple[dict[str, Any], dict[str, Any]]
 
 
 @contextmanager
-def textarena(folder: Path) -> Iterator[Settings]:
+def textarena(folder: Path) -> Generator[Settings]:
     """A game whose words are this test's: nltk would download its own."""
     words = folder / "nltk" / "corpora" / "words"
     words.mkdir(parents=True)
@@ -388,7 +388,7 @@ def textarena(folder: Path) -> Iterator[Settings]:
 
 
 @contextmanager
-def openenv(folder: Path) -> Iterator[Settings]:
+def openenv(folder: Path) -> Generator[Settings]:
     (folder / "server.py").write_text(SERVER)
     server = subprocess.Popen([sys.executable, folder / "server.py"], stdout=subprocess.PIPE, text=True)
     with server:
@@ -401,7 +401,7 @@ def openenv(folder: Path) -> Iterator[Settings]:
 
 
 @contextmanager
-def harbor(folder: Path) -> Iterator[Settings]:
+def harbor(folder: Path) -> Generator[Settings]:
     """Two tasks in a git repository: the registry's own paths are not copied by `harbor download`."""
     tasks: list[dict[str, str]] = []
     for name in ("one", "two"):

@@ -138,7 +138,7 @@ def test_a_prompt_that_does_not_go_on_begins_another_row(tmp_path: Path) -> None
     assert second["tokens"] == [99, 6, 7, 8, 9, 10, *b"two"]
     assert second["loss_mask"] == [0] * 6 + [1] * 3  # no token is trained twice
     trace = written("atif")
-    subagent = {**written("atif"), "trajectory_id": "sub", "extra": None}
+    subagent: Any = {**written("atif"), "trajectory_id": "sub", "extra": None}
     subagent["steps"][4]["metrics"]["prompt_token_ids"] = [50]
     subagent["steps"][5] |= {"is_copied_context": True}
     of_both = read(tmp_path, "atif", {**trace, "subagent_trajectories": [subagent]})

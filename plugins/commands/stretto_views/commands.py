@@ -110,9 +110,10 @@ def samples(
         source=source,
         variant=variant,
     )
-    store, traces = open_samples(folder), format in ("training-trace", "atif")
-    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens or traces)
-    if traces:
+    store = open_samples(folder)
+    tokens = tokens or format in ("training-trace", "atif")
+    rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)
+    if format == "training-trace" or format == "atif":
         rows = trace_rows(store, rows, format, folder.absolute().name)
     if format == "parquet":
         assert output is not None

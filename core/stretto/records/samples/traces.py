@@ -42,7 +42,7 @@ class _Turn(msgspec.Struct):
     prompt_token_ids: _Ids
     completion_token_ids: _Ids
     per_token_logps: list[float]
-    loss_mask: list[Literal[0, 1]]
+    loss_mask: list[Annotated[int, msgspec.Meta(ge=0, le=1)]]
     """Of prompt and completion."""
     node_id: str = ""
     request: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def write_trace(
     row, spans = row_of(sample, parts), _spans(sample)
     if not spans or row is None or "images" in row:
         return None
-    facts, columns = {name: sample[name] for name in _FACTS}, cast("Any", sample["dataset_row"])
+    facts, columns = {name: sample[name] for name in _FACTS}, sample["dataset_row"]
     tools = tools_of(columns) if isinstance(columns, dict) else ()
     turns = [
         _Turn(
@@ -241,7 +241,7 @@ def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
             turns = msgspec.json.decode(line, type=_TrainingTrace).turns
         for number, turn in enumerate(turns, 1):
             _check(turn, f"turn {number}")
-            row = rows[-1] if rows else {"tokens": [None]}
+            row: Row = rows[-1] if rows else {"tokens": [None]}
             if turn.prompt_token_ids[: len(row["tokens"])] != row["tokens"]:
                 row = {"prompt": _prompt_of(turn), "tools": turn.request.get("tools") or [], "tokens": []}
                 rows.append(row | {"loss_mask": []})
