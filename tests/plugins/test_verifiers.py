@@ -370,7 +370,7 @@ def harbor(prompt, seed):
     command = "printf " + re.search("the word ([a-z]+)", prompt)[1] + " > answer.txt"
     return '<tool_call>{"name": "bash", "arguments": {"command": "' + command + '"}}</tool_call>'
 """
-GRADE = 'grep -c "^apple$" answer.txt > /logs/verifier/reward.txt'
+GRADE = 'cat answer.txt | grep -c "^apple$" > /logs/verifier/reward.txt'
 
 NULL = {"harness": {"id": "null"}}
 Settings = tuple[dict[str, Any], dict[str, Any]]
