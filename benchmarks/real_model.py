@@ -24,6 +24,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,13 +75,11 @@ def measured(command: Sequence[str], ends: Callable[[], Sequence[float]]) -> Cos
     def watch() -> None:
         while process.poll() is None:
             memory = 0.0
-            for each in (root := psutil.Process(process.pid), *root.children(recursive=True)):
-                try:
+            for each in _tree(process.pid):
+                with suppress(psutil.Error):  # it has ended
                     times = each.cpu_times()
                     spent[each.pid] = times.user + times.system
                     memory += each.memory_full_info().pss
-                except psutil.Error:  # it has ended
-                    continue
             points.append((time.time(), sum(spent.values()), memory / 2**30))
             time.sleep(EVERY_S)
 
@@ -94,6 +93,14 @@ def measured(command: Sequence[str], ends: Callable[[], Sequence[float]]) -> Cos
     steps = len(ended) - FIRST
     first, last = np.interp([ended[FIRST - 1], ended[-1]], times, processor)
     return Cost(float(last - first) / steps, (ended[-1] - ended[FIRST - 1]) / steps, float(memory.max()))
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    """Return a process and all that it started; none if it has ended."""
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        return [root, *root.children(recursive=True)]
+    return []
 
 
 def stretto(model: str, file: Path, folder: Path, dtype: str, steps: int) -> Cost:

@@ -13,9 +13,11 @@ from typer.testing import CliRunner, Result
 
 from kept_samples import Kept
 from sample_messages import done, failed, record, trained, trajectories
+from stretto import Context
 from stretto.bus.messages.tickets import KeptText
 from stretto.cli.main import app
 from stretto.errors import ConfigError
+from stretto_jsonl import JsonLines, JsonLinesConfig
 
 CALLS = [{"function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
 IMAGES = [{"type": "image", "sha256": name} for name in ("1a2b" * 16, "../../key")]
@@ -89,6 +91,17 @@ def test_samples_as_json_lines_and_parquet(run: Path, tmp_path: Path) -> None:
     assert json.loads(table[0]["dataset_row"]) == {"prompt": "1+1=", "answer": "2"}
 
 
+@pytest.mark.parametrize("format", ["training-trace", "atif"])
+def test_samples_in_the_formats_of_other_tools(run: Path, tmp_path: Path, format: Any) -> None:
+    done = ask(str(run), "--format", format, "--output", str(file := tmp_path / "traces.jsonl"))
+    assert done.stderr == "left out 1 samples without tokens, or with images\n"
+    rows = JsonLines(
+        JsonLinesConfig(use="jsonl", path=str(file), format=format), Context(run="r", name="n", seed=1)
+    )
+    found = [rows[index] for index in range(len(rows))]
+    assert [(row["tokens"], row["loss_mask"]) for row in found] == [([1, 2, 3, 4], [0, 0, 1, 1])] * 4
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -97,7 +110,7 @@ def test_samples_as_json_lines_and_parquet(run: Path, tmp_path: Path) -> None:
         (["--outcome", "traned"], "did you mean 'trained'?"),
         (["--purpose", "both"], "--purpose 'both'; accepted: train, eval"),
         (["--tokens"], "--tokens goes with --format jsonl"),
-        (["--format", "xml"], "expected text, jsonl or parquet"),
+        (["--format", "xml"], "expected text, jsonl, parquet, training-trace or atif"),
         (["--format", "parquet"], "needs --output FILE"),
         (["--order", "colour"], "cannot be ordered by 'colour'"),
     ],

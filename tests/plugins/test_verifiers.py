@@ -1,13 +1,18 @@
 """Dataset, workflow and reward `verifiers`, against a stand-in for the library, and against the library.
 
 STRETTO_VERIFIERS_PYTHON names an interpreter that has it and uv: `pip install 'verifiers>=0.4' uv`.
+STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12) name interpreters that also
+have its extra `ta`, `openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model that two cores can train.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,7 @@ from patience import SOON_S, patience
 from processes import arguments_of
 from stretto import Context
 from stretto.errors import ConfigError
+from stretto.records.run_folder import open_samples
 from stretto.testing import FakeSession
 from stretto.user_code.sandbox import sandbox_problem
 from stretto.workflow import Prompt
@@ -203,6 +209,36 @@ async def test_an_episode_has_a_time_limit(library: Path) -> None:
             await anyio.sleep(SOON_S)
 
 
+@pytest.mark.skipif("sandbox_problem()", reason="no sandbox")
+async def test_private_folders_are_empty_in_each_episode(library: Path) -> None:
+    [file] = library.glob("**/v1/__init__.py")
+    begin = "        n = task.data.n\n"
+    use = "import pathlib; logs = pathlib.Path('/logs'); assert not [*logs.iterdir()]; (logs / 'x').touch()"
+    file.write_text(file.read_text().replace(begin, f"        {use}\n{begin}", 1))
+    keys: Any = {"episode_timeout_s": patience(20), "timeout_s": patience(60), "private": ("/logs",)}
+    config = VerifiersWorkflowConfig(use="verifiers", **keys)
+    workflow = VerifiersWorkflow(config, Context(run="r", name="n", seed=1, sandbox="bubblewrap"))
+    row = tasks(library)[0]
+    assert len(await play(workflow, row)) == 2
+    assert len(await play(workflow, row)) == 2
+    assert not _environments()
+    await workflow.endpoint.stop()
+
+
+def test_tasks_in_a_cache_below_another_home_are_the_same(
+    library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [file] = library.glob("**/v1/__init__.py")
+    dump = "return {'folder': os.environ['HOME'] + '/.cache/t'}"
+    file.write_text(file.read_text().replace('return {"n": self.n}', dump))
+    keys: list[str] = []
+    for home, salt in (("/root", "a"), ("/tmp/b", "b")):
+        monkeypatch.setenv("HOME", home)
+        monkeypatch.setenv("SALT", salt)  # changes the library's own key
+        keys.append(tasks(library)[0]["verifiers"]["key"])
+    assert keys[0] == keys[1]
+
+
 def _environments() -> list[psutil.Process]:
     """Processes that play, the sandbox around them left out."""
     children = psutil.Process().children(recursive=True)
@@ -224,6 +260,11 @@ def test_a_run_trains_on_an_environment(start: Any, library: Path) -> None:
 def test_the_workflow_plays_rows_of_its_own_dataset_only(refusals: Callable[..., list[str]]) -> None:
     [fault] = refusals("workflow=verifiers", "reward=verifiers", "sandbox=unsafe")
     assert fault.endswith(": dataset.use: is 'jsonl'; the workflow 'verifiers' needs the dataset 'verifiers'")
+
+
+def test_private_folders_need_a_sandbox(refusals: Callable[..., list[str]]) -> None:
+    faults = refusals("workflow={use: verifiers, private: [/tests]}", "reward=verifiers", "sandbox=unsafe")
+    assert any("workflow.private: needs a sandbox" in fault for fault in faults)
 
 
 def _run_on(python: str, folder: Path) -> list[str]:
@@ -276,3 +317,134 @@ def test_a_run_trains_on_an_environment_of_the_library(start: Any, tmp_path: Pat
     [step] = run.metrics()
     assert (step["reward"], step["length"], step["reward/calls"]) == (0.5, 12.0, 1.0)
     assert step["reward/characters"] > 0
+
+
+# ----------------------------------------------------------- TextArena, OpenEnv and Harbor, by `verifiers`
+
+SERVER = """\
+import sys
+from aiohttp import web
+
+ACTION = {"title": "Guess", "properties": {"guess": {"type": "string"}}, "required": ["guess"]}
+
+async def schema(request):
+    return web.json_response({"action": ACTION})
+
+async def play(request):
+    socket = web.WebSocketResponse()
+    await socket.prepare(request)
+    async for message in socket:
+        order = message.json()
+        if order["type"] == "close":
+            break
+        right = order["type"] == "step" and str(order["data"]["guess"]) == "7"
+        data = {"observation": {"text": "a digit"}, "reward": float(right), "done": order["type"] == "step"}
+        await socket.send_json({"type": "observation", "data": data})
+    return socket
+
+async def main():
+    app = web.Application()
+    app.add_routes([web.get("/schema", schema), web.get("/ws", play)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(runner.addresses[0][1], flush=True)
+    await asyncio.Event().wait()
+
+import asyncio
+asyncio.run(main())
+"""
+ANSWERS = """\
+import re
+
+def textarena(prompt, seed):
+    return "[stone]"
+
+def openenv(prompt, seed):
+    return "7"
+
+def harbor(prompt, seed):
+    if "printf" in prompt:
+        return "done"
+    command = "printf " + re.search("the word ([a-z]+)", prompt)[1] + " > answer.txt"
+    return '<tool_call>{"name": "bash", "arguments": {"command": "' + command + '"}}</tool_call>'
+"""
+GRADE = 'cat answer.txt | grep -c "^apple$" > /logs/verifier/reward.txt'
+
+NULL = {"harness": {"id": "null"}}
+Settings = tuple[dict[str, Any], dict[str, Any]]
+"""Options of the dataset, and keys of the workflow."""
+
+
+@contextmanager
+def textarena(folder: Path) -> Generator[Settings]:
+    """A game whose words are this test's: nltk would download its own."""
+    words = folder / "nltk" / "corpora" / "words"
+    words.mkdir(parents=True)
+    for name in ("en", "en-basic", "README"):
+        (words / name).write_text("stone\n")
+    yield {"taskset": {"game": "Hangman-v0"}, "player": NULL}, {"env": {"NLTK_DATA": str(folder / "nltk")}}
+
+
+@contextmanager
+def openenv(folder: Path) -> Generator[Settings]:
+    (folder / "server.py").write_text(SERVER)
+    server = subprocess.Popen([sys.executable, folder / "server.py"], stdout=subprocess.PIPE, text=True)
+    with server:
+        try:
+            assert server.stdout is not None
+            url = f"http://127.0.0.1:{int(server.stdout.readline())}"
+            yield {"taskset": {"base_url": url, "resets": [{}, {}]}, "player": NULL}, {}
+        finally:
+            server.kill()
+
+
+@contextmanager
+def harbor(folder: Path) -> Generator[Settings]:
+    """Two tasks in a git repository: the registry's own paths are not copied by `harbor download`."""
+    tasks: list[dict[str, str]] = []
+    for name in ("one", "two"):
+        (folder / "repo" / name / "tests").mkdir(parents=True)
+        (folder / "repo" / name / "task.toml").write_text('version = "1.0"')
+        (folder / "repo" / name / "instruction.md").write_text("Write the word apple into answer.txt.")
+        (folder / "repo" / name / "tests" / "test.sh").write_text(GRADE)
+        tasks.append({"name": name, "git_url": f"file://{folder}/repo", "path": name})
+    for command in ("init -q", "add -A", "-c user.name=t -c user.email=t@t commit -qm tasks"):
+        subprocess.run(["git", *command.split()], cwd=folder / "repo", check=True)
+    registry = [{"name": folder.name, "version": "1", "description": "", "tasks": tasks}]
+    (folder / "registry.json").write_text(json.dumps(registry))
+    taskset = {"dataset": f"{folder.name}@1", "registry_path": str(folder / "registry.json")}
+    yield {"taskset": taskset, "agent": {"harness": {"id": "bash"}}}, {"private": ["/tests", "/logs"]}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("sandbox_problem(network=True)", reason="no sandbox")
+@pytest.mark.parametrize("prepare", [textarena, openenv, harbor])
+@pytest.mark.parametrize("engine", ["mock", "model"])
+def test_an_environment_of_another_library(
+    start: Any, tmp_path: Path, prepare: Any, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = prepare.__name__
+    python, model = os.environ.get(f"STRETTO_{name.upper()}_PYTHON"), os.environ.get("STRETTO_SMALL_MODEL")
+    if python is None or (engine == "model" and model is None):
+        pytest.skip("no interpreter with this library, or no model")
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    inference = {"use": "mock", "script": f"{tmp_path}/answers.py:{name}"}
+    keys = [f"inference={json.dumps(inference)}", "sampling.max_tokens=200"]
+    if engine == "model":
+        keys = [f"model={model}", "training={use: torch, lr: 1.0e-6}", "sampling.max_tokens=16"]
+        keys.append("inference={use: torch, context_length: 2048, slots: 4}")
+    with prepare(tmp_path) as (options, workflow):
+        variables = {"SSL_CERT_FILE": os.environ.get("SSL_CERT_FILE", ""), **workflow.get("env", {})}
+        workflow |= {"use": "verifiers", "readable": [str(tmp_path)], "max_calls": 8, "env": variables}
+        for key, value in variables.items():
+            monkeypatch.setenv(key, value)  # the tasks are listed outside of the sandbox
+        dataset = {"use": "verifiers", "size": 2, "environment": name, "python": python, "options": options}
+        given = [f"dataset={json.dumps(dataset)}", f"workflow={json.dumps(workflow)}", "samples.keep=all"]
+        run = start(*_run_on(python, tmp_path), *given, *keys)
+        assert run.end() == 0, run.text()
+    [step] = run.metrics()
+    assert (step["reward"] == 1.0) if engine == "mock" else (0 <= step["reward"] <= 1)
+    for sample in open_samples(run.folder).find(limit=3):
+        print(name, engine, sample["reward"], repr(sample["text"]))

@@ -25,6 +25,7 @@ __all__ = [
     "shapes_in",
     "tensors_of_model",
     "text_config",
+    "vocabulary_of",
     "writes_date",
 ]
 
@@ -73,6 +74,11 @@ def positions_of(model: str | None) -> int | None:
     """Return the number of a model's positions; None if its config has no such key."""
     config = text_config(model)
     return config.get("max_position_embeddings", config.get("n_positions"))
+
+
+def vocabulary_of(model: str | None) -> int | None:
+    """Return a model's number of token ids; None if its config has no such key."""
+    return text_config(model).get("vocab_size")
 
 
 def is_hybrid(model: str | None) -> bool:

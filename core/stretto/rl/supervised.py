@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PairConfig",
     "Supervised",
+    "check_ids",
     "check_pair",
     "check_temperature",
     "cut_to_fit",
@@ -106,6 +107,17 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
     return Encoded(tokens, [False, *mask[1:]])
 
 
+def check_ids(encoded: Encoded, row: Row, vocabulary: int | None) -> None:
+    """Raise ConfigError if a row has ids that a model of `vocabulary` tokens (None: not known) lacks."""
+    low, high = min(encoded.tokens), max(encoded.tokens)
+    if vocabulary is not None and not 0 <= low <= high < vocabulary:
+        raise column_error(
+            row,
+            "tokens",
+            f"has ids from {low} to {high}, and the model has {vocabulary}: it is another model's",
+        )
+
+
 def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> Encoded:
     """Return the sequence of a row, cut at `dataset.max_tokens`. Raise ConfigError if it is longer than the
     model's `positions` (None: not known), or if the cut leaves no token to train on."""
@@ -125,7 +137,8 @@ def cut_to_fit(encoded: Encoded, rows: DatasetConfig, positions: int | None) -> 
 
 def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None:
     """Return the sequence in the columns `tokens` and `loss_mask` of a row; None if the row lacks one.
-    Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`."""
+    Raise ConfigError if they are no valid sequence, or if their text lacks the answer in `column`, which may
+    be left out."""
     tokens, mask = row.get("tokens"), row.get("loss_mask")
     if tokens is None or mask is None:
         return None
@@ -136,7 +149,7 @@ def tokens_of_row(row: Row, column: str, tokenizer: Tokenizer) -> Encoded | None
             "expected a list of token ids, and in 'loss_mask' as many values that say which are trained: at "
             "least one after the first",
         )
-    answer = _text_of(row, column)
+    answer = _text_of(row, column) if column in row else ""
     text = answer if isinstance(answer, str) else str(answer[-1].get("content") or "")
     decoded = (tokenizer.decode(np.asarray(tokens), special=special) for special in (False, True))
     # Without white space: some tokenizers write another one where they decode a part of a text.

@@ -108,6 +108,7 @@ def sandbox_command(
     env: Mapping[str, str] | None = None,
     memory_mb: int | None = None,
     scratch_mb: int = 1024,
+    scratch: Sequence[Path] = (),
     nests: bool = False,
 ) -> SandboxedCommand:
     """Prepare a command to run in the sandbox, or without one (`unsafe`), with a clean environment.
@@ -126,7 +127,8 @@ def sandbox_command(
         env: variables besides PATH, HOME and LANG.
         memory_mb: address space of each process in MiB, and memory of all processes of the sandbox where
             that can be limited.
-        scratch_mb: size of the private `/tmp` in MiB; it counts as memory.
+        scratch_mb: size in MiB of the private `/tmp`, and of each of `scratch`; it counts as memory.
+        scratch: further folders that are private, empty and writable. Without a sandbox, nothing is done.
         nests: the command makes sandboxes of its own inside the sandbox. It keeps the right to make
             namespaces and has no seccomp filter. It must be trusted, and must give up both before it runs
             foreign code.
@@ -139,6 +141,7 @@ def sandbox_command(
         *_namespaces(network, nests),
         *("--size", str(scratch_mb * 2**20), "--tmpfs", _SCRATCH),
         *_mounts([*_python(), SCRIPT, *readable], hidden, network),
+        *(part for path in scratch for part in ("--size", str(scratch_mb * 2**20), "--tmpfs", str(path))),
         *("--proc", "/proc", "--dev", "/dev"),
         *("--size", str(_SHARED_MEMORY_MB * 2**20), "--tmpfs", "/dev/shm"),  # noqa: S108
         # Root without capabilities could otherwise write the system's settings below /proc/sys.

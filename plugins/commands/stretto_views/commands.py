@@ -76,7 +76,7 @@ def samples(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="With jsonl and parquet: also tokens, logprobs, versions, …")
     ] = False,
-    format: Annotated[str, typer.Option(help="text, jsonl or parquet.")] = "text",
+    format: Annotated[str, typer.Option(help="text, jsonl, parquet, training-trace or atif.")] = "text",
     output: Annotated[Path | None, typer.Option(help="Write to this file.", metavar="FILE")] = None,
 ) -> None:
     """Show the samples that a run has kept, also while it runs: prompts, answers, rewards, outcomes."""
@@ -88,15 +88,16 @@ def samples(
         print_samples,
         sample_filter,
         ticket_story,
+        trace_rows,
         why_none,
         write_parquet,
     )
 
-    if format not in ("text", "jsonl", "parquet"):
-        raise ConfigError(f"--format {format!r}: expected text, jsonl or parquet")
+    if format not in (formats := ("text", "jsonl", "parquet", "training-trace", "atif")):
+        raise ConfigError(f"--format {format!r}: expected {', '.join(formats[:-1])} or {formats[-1]}")
     if format == "parquet" and output is None:
         raise ConfigError("--format parquet needs --output FILE")
-    if tokens and format == "text":
+    if tokens and format not in ("jsonl", "parquet"):
         raise ConfigError("--tokens goes with --format jsonl or --format parquet")
     wanted = sample_filter(
         {"step": step, "reward": reward, "length": length, "staleness": staleness},
@@ -110,13 +111,16 @@ def samples(
         variant=variant,
     )
     store = open_samples(folder)
+    tokens = tokens or format in ("training-trace", "atif")
     rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)
+    if format == "training-trace" or format == "atif":
+        rows = trace_rows(store, rows, format, folder.absolute().name)
     if format == "parquet":
         assert output is not None
         write_parquet(rows, output)
         return
     with output.open("w") if output else nullcontext(sys.stdout) as file:
-        if format == "jsonl":
+        if format != "text":
             for row in rows:
                 print(json.dumps(row), file=file)
             return

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.run_folder import Bounds, Purpose, RunHistory, SampleFilter, SampleOutcome, SampleStore
+from stretto.records.samples.traces import TraceFormat, write_trace
 
 Row = dict[str, Any]
 
@@ -75,6 +78,19 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
         parquet.write_table(table, file, compression="zstd", row_group_size=_PARQUET_ROWS)
     except OSError as error:
         raise ConfigError(f"--output {file}: cannot write there: {error}") from error
+
+
+def trace_rows(store: SampleStore, rows: Sequence[Row], format: TraceFormat, run: str) -> list[Row]:
+    """Return kept samples as trajectories in the format of another tool. Say how many cannot be written."""
+    parts = Counter(map(_sample_of, store.find(limit=None, texts=False)))
+    traces = [write_trace(row, parts[_sample_of(row)], format, run) for row in rows]
+    if left_out := traces.count(None):
+        typer.echo(f"left out {left_out} samples without tokens, or with images", err=True)
+    return [trace for trace in traces if trace is not None]
+
+
+def _sample_of(row: Row) -> tuple[Any, ...]:
+    return row["purpose"], row["ticket"], row["attempt"], row["sample"]
 
 
 def print_samples(rows: Iterable[Row], console: Console) -> None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -19,6 +19,7 @@ from stretto.dataset import Row
 from stretto.errors import ConfigError
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import ColumnsConfig
+from stretto.records.samples.traces import TraceFormat, read_trace
 
 __all__ = ["JsonLines", "JsonLinesConfig"]
 
@@ -31,6 +32,19 @@ class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_f
 
     path: LocalPath
     """The file. Blank lines are skipped."""
+    format: Literal["rows", TraceFormat] = "rows"
+    """What a line holds. `rows`: a row; `training-trace` (OpenEnv) or `atif` (Harbor): a trajectory, whose
+    token ids `sft` trains. A trajectory is several rows where a prompt does not continue the turn before."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.format != "rows" and (
+            self.chat or self.system_prompt or self.prompt_template or self.prompt_column != "prompt"
+        ):
+            raise ValueError(
+                f"the format {self.format!r} has its prompts; leave out prompt_column, prompt_template, chat "
+                "and system_prompt"
+            )
 
 
 class JsonLines:
@@ -46,14 +60,14 @@ class JsonLines:
         except OSError as error:
             raise ConfigError(f"cannot read {str(self._path)!r}: {error.strerror}") from error
         hasher = hashlib.sha256()
-        self._lines: list[tuple[int, int, int]] = []
-        """(line number from 1, start, length) of every line that is not blank."""
+        self._lines: list[tuple[int, int, int, int]] = []
+        """(line number from 1, start, length, place among the rows of its line) of every row."""
         start = 0
         for line_number, line in enumerate(self._file, 1):
             hasher.update(line)
             if line.strip():
-                self._parse(line, line_number)
-                self._lines.append((line_number, start, len(line)))
+                count = len(self._parse(line, line_number))
+                self._lines += [(line_number, start, len(line), place) for place in range(count)]
             start += len(line)
         self.fingerprint = hasher.hexdigest()
         """SHA-256 of the file when it was opened, without the images that it names."""
@@ -66,8 +80,10 @@ class JsonLines:
         return len(self._lines)
 
     def __getitem__(self, index: int) -> Row:
-        line_number, start, length = self._lines[index]
-        row = self._parse(os.pread(self._file.fileno(), length, start), line_number)
+        line_number, start, length, place = self._lines[index]
+        row = self._parse(os.pread(self._file.fileno(), length, start), line_number)[place]
+        if self._config.format != "rows":
+            return {"id": f"{self._path}:{line_number}", **row}
         try:
             row = self._config.with_prompt(row)
         except ConfigError as error:
@@ -83,13 +99,20 @@ class JsonLines:
             return str(self._path.parent / images)
         return [self._resolve_images(item) for item in images] if isinstance(images, list) else images
 
-    def _parse(self, line: bytes, number: int) -> Row:
+    def _parse(self, line: bytes, number: int) -> list[Row]:
+        """Return the rows of a line."""
         try:
-            return _decode(line)
+            row = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{self._path}:{number}: not a JSON object in UTF-8: {_cause(line) or error}"
             ) from error
+        if self._config.format == "rows":
+            return [row]
+        try:
+            return read_trace(line, self._config.format)
+        except ConfigError as error:
+            raise ConfigError(f"{self._path}:{number}: {error}") from error
 
 
 def _cause(line: bytes) -> str:

@@ -120,6 +120,9 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
     readable: tuple[LocalPath, ...] = ()
     """Files and folders that the environment can read besides its interpreter's, such as a cache of data."""
+    private: tuple[str, ...] = ()
+    """Folders that each episode finds empty and may write, such as `[/tests, /logs]` for Harbor's tasks.
+    Each episode then has a process in a sandbox of its own, so that it cannot read what others left there."""
     env: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     """Additional variables of the environment's process, such as API keys of judges. Of the run's environment
     variables, the process gets only PATH."""
@@ -134,13 +137,14 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
 
 def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[Problem]:
     """Check that the rows come from the dataset `verifiers`, and that the sandbox works here."""
-    del config
     held_out = None if run.evaluation is None else run.evaluation.dataset
     for path, dataset in (("dataset", run.dataset), ("evaluation.dataset", held_out)):
         if dataset is not None and dataset.use != "verifiers":
             yield Problem(
                 f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' needs the dataset 'verifiers'"
             )
+    if config.private and run.sandbox == "unsafe":
+        yield Problem("workflow.private", "needs a sandbox, and the run has sandbox 'unsafe'")
     yield from sandbox_problems(run, network=True)
 
 

@@ -12,6 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from hashlib import sha256
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,11 +42,18 @@ def tasks_of(config: Any, size: int | None) -> list[Any]:
     return list(tasks)
 
 
+def key_of(task: Any) -> str:
+    """Return the identity of a task. Some libraries name files of their cache in a task's data; the cache is
+    below the home folder, and the sandbox has another one."""
+    text, cache = json.dumps(task.data.model_dump(mode="json")), str(Path.home() / ".cache")
+    return sha256(text.replace(cache, "~").encode()).hexdigest() if cache in text else task.key
+
+
 def describe(task: Any) -> dict[str, Any]:
     """Return the data of a task from which the task's row is made."""
     data = task.data
     return {
-        "key": task.key,
+        "key": key_of(task),
         "name": data.name or data.id or "",
         "prompt": data.prompt_text,
         "system": data.system_prompt or "",
@@ -56,7 +65,7 @@ async def play_episode(config: Any, task: Any, order: dict[str, Any]) -> dict[st
     """Play one episode in an environment of its own, whose servers end with the episode."""
     import verifiers.v1 as vf  # pyright: ignore[reportMissingImports] - it lives elsewhere
 
-    if task.key != order["key"]:
+    if key_of(task) != order["key"]:
         raise ValueError(f"task {order['task']} is not the one that the row was made from")
     variable = f"STRETTO_KEY_{order['id']}"
     os.environ[variable] = order["api_key"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from subprocess import PIPE
@@ -52,8 +52,7 @@ class VerifiersWorkflow:
         if "verifiers" not in prompt.row:
             raise EpisodeError("the row has no column 'verifiers'; use the dataset `verifiers`")
         await self.endpoint.start()
-        environment = await self._environment(prompt.row["verifiers"])
-        episodes = await session.members(lambda number: self._play(environment, prompt, session, number))
+        episodes = await session.members(lambda number: self._play(prompt, session, number))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in episodes]
         verdicts = [verdict for _, verdict in episodes]
         texts = [str(messages[-1]["content"]) for messages in chats]
@@ -70,11 +69,15 @@ class VerifiersWorkflow:
             await environment.end()
 
     async def _play(
-        self, environment: _Environment, prompt: Prompt, session: Session, number: int
+        self, prompt: Prompt, session: Session, number: int
     ) -> tuple[CallRecorder, dict[str, float]]:
         recorder = CallRecorder(session, f"v{number}", self._limits)
         source = prompt.row["verifiers"]
-        async with self._episodes, self.endpoint.serve(recorder) as key:
+        async with (
+            self._episodes,
+            self.endpoint.serve(recorder) as key,
+            self._environment(source) as environment,
+        ):
             order = {
                 "task": source["task"],
                 "key": source["key"],
@@ -96,15 +99,23 @@ class VerifiersWorkflow:
             raise EpisodeError("the environment made no request to the policy")
         return recorder, {**reply["metrics"], "reward": reply["reward"]}
 
-    async def _environment(self, source: Mapping[str, Any]) -> _Environment:
-        """Return the process for rows with these settings; start one if none is running."""
+    @asynccontextmanager
+    async def _environment(self, source: Mapping[str, Any]) -> AsyncGenerator[_Environment]:
+        """Yield a process for rows with these settings: the one that runs, or with `private` a new one."""
         settings = {key: value for key, value in source.items() if key not in ("task", "key")}
+        if self._config.private:
+            environment = await self._start(settings)
+            try:
+                yield environment
+            finally:
+                await environment.end()
+            return
         name = msgspec.json.encode(settings)
         async with self._starting:
             environment = self._environments.get(name)
             if environment is None or environment.ended:
                 environment = self._environments[name] = await self._start(settings)
-            return environment
+        yield environment
 
     async def _start(self, settings: dict[str, Any]) -> _Environment:
         python, config = settings["python"], self._config
@@ -118,6 +129,7 @@ class VerifiersWorkflow:
             network=True,  # the endpoint is on loopback
             env=config.env,
             scratch_mb=_SCRATCH_MB,
+            scratch=[Path(folder) for folder in config.private],
         )
         # Programs in the interpreter's folder, such as uv, take precedence over those of this process.
         path = config.env.get("PATH", f"{Path(python).parent}:{command.env['PATH']}")

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
-import numpy as np
 
 from stretto.algorithm import Encoded
 from stretto.assembly.run_file import RunFile, read
@@ -34,12 +33,12 @@ from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.checkpoint import find_checkpoint
 from stretto.models.files import fetch_config
-from stretto.models.images import names_in
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
 from stretto.records.run_folder import RunFolder
 from stretto.records.samples.store import SampleFilter, open_samples
+from stretto.records.samples.traces import row_of
 from stretto.rl.supervised import prompt_and_answer
 
 Form = Literal["merged", "adapter"]
@@ -208,7 +207,7 @@ def export_samples(
     with_tokens = 0
     for offset in range(0, len(every), _PAGE):
         for sample in store.find(wanted, limit=_PAGE, offset=offset, tokens=True):
-            if sample["id"] not in chosen or (row := _row_of(sample, parts[_sample_of(sample)])) is None:
+            if sample["id"] not in chosen or (row := row_of(sample, parts[_sample_of(sample)])) is None:
                 continue
             kept = Encoded(sample["tokens"], sample["loss_mask"])
             if encode(row) != kept:
@@ -257,34 +256,3 @@ def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
     return row["ticket"], row["attempt"], row["sample"]
-
-
-def _row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
-    """Return the row of a sample of `parts` trajectories; None if images are in the dataset or in a chat."""
-    columns = cast("dict[str, Any]", sample["dataset_row"]) if isinstance(sample["dataset_row"], dict) else {}
-    images = names_in(columns)
-    prompt: Any = columns.get("prompt")
-    completion: Any = None
-    if prompt and parts == 1 and sample["metrics"].get("turns", 1) == 1 and not sample["messages"]:
-        if not all(isinstance(name, str) for name in images):
-            return None
-        text = sample["text"]
-        completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-    elif images or sample["images"] is not None:
-        return None
-    else:
-        prompt, completion = _conversation_of(sample)
-    row = {"id": sample["id"], "prompt": prompt, "completion": completion, "reward": sample["reward"]}
-    return {**row, "images": images} if images else row
-
-
-def _conversation_of(sample: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return a trajectory's messages before its first answer, and those from that to its last answer. Without
-    messages, return its texts: only the last trajectory of a chat has the messages."""
-    if isinstance(sample["messages"], list):
-        messages = cast("list[dict[str, Any]]", sample["messages"])
-        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        num_answers = int(np.count_nonzero(np.diff(sample["loss_mask"], prepend=False)) + 1) // 2
-        if turns and (start := turns[-num_answers:][0]) > 0:
-            return messages[:start], messages[start : turns[-1] + 1]
-    return sample["prompt_text"], sample["text"]

@@ -10,7 +10,7 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Problem
 from stretto.config import RunConfig
-from stretto.models.files import cached_file, known_config, text_config
+from stretto.models.files import cached_file, known_config, text_config, vocabulary_of
 from stretto.models.vision import is_vision_language
 from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
@@ -124,7 +124,7 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
 
 def token_problems(config: RunConfig) -> Iterator[Problem]:
     """Find token ids that the model does not have, if its config is on this machine."""
-    vocabulary, reported = _vocabulary(config.model), set[tuple[str, int]]()
+    vocabulary, reported = vocabulary_of(config.model), set[tuple[str, int]]()
     for path, sampling in config.samplings():
         for key, ids in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias)):
             unknown = [token for token in ids if vocabulary and not 0 <= token < vocabulary]
@@ -139,19 +139,13 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
     """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
-    size, expected = _vocabulary(model), _vocabulary(run_model)
+    size, expected = vocabulary_of(model), vocabulary_of(run_model)
     if size and expected and size != expected:
         yield Problem(
             path,
             f"{model!r} has a vocabulary of {size} tokens, but the run's model ({run_model}) has {expected}: "
             "both get the same token ids, so they must have the same tokenizer",
         )
-
-
-def _vocabulary(model: str | None) -> int | None:
-    """Return the model's number of tokens; None if its config cannot be read on this machine."""
-    config = known_config(model)
-    return config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
 
 
 def _has_weights(folder: Path) -> bool:

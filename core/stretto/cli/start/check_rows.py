@@ -22,12 +22,12 @@ from stretto.config import RunConfig
 from stretto.dataset import Dataset, Row
 from stretto.errors import ConfigError
 from stretto.kernel.setup import curriculum_of
-from stretto.models.files import known_config, positions_of
+from stretto.models.files import known_config, positions_of, vocabulary_of
 from stretto.models.images import has_images
 from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
-from stretto.rl.supervised import cut_to_fit
+from stretto.rl.supervised import check_ids, cut_to_fit
 from stretto.tokenizer import Tokenizer
 from stretto.training.config import ModelTrainingConfig
 
@@ -230,13 +230,15 @@ def _encoding_problems(
     model = assembly.config.model
     if model is not None and not Path(model).is_dir():
         return
-    tokenizer, positions = assembly.tokenizer, positions_of(model)
+    tokenizer, positions, vocabulary = assembly.tokenizer, positions_of(model), vocabulary_of(model)
 
     def fault_in(index: int) -> str:
         try:
             row = dataset[index]
             for sample in range(assembly.graph.source.samples):
-                cut_to_fit(encode(row, sample, tokenizer), assembly.config.dataset, positions)
+                encoded = encode(row, sample, tokenizer)
+                check_ids(encoded, row, vocabulary)
+                cut_to_fit(encoded, assembly.config.dataset, positions)
         except ConfigError as error:
             return str(error)
         return ""

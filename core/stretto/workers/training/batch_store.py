@@ -20,11 +20,11 @@ from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTraj
 from stretto.bus.messages.training import AskColumn, Column, RowRef
 from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, together
-from stretto.models.files import fetch_config, positions_of
+from stretto.models.files import fetch_config, positions_of, vocabulary_of
 from stretto.models.images import ImageFile, decode, images_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
-from stretto.rl.supervised import cut_to_fit
+from stretto.rl.supervised import check_ids, cut_to_fit
 from stretto.tokenizer import Tokenizer
 from stretto.workers.context import WorkerContext
 
@@ -107,6 +107,7 @@ class BatchStore:
                 self._vision.tokenizer if self._vision else load_tokenizer(model, rows)
             )
             self._positions = await anyio.to_thread.run_sync(positions_of, model)
+            self._vocabulary = await anyio.to_thread.run_sync(vocabulary_of, model)
             self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, self._path)
             if self._dataset.fingerprint != context.fingerprints[self._path]:
                 raise ConfigError(
@@ -375,6 +376,7 @@ class BatchStore:
                 row = self._dataset[ref.sequence]
                 tokenizer = self._tokenizer if self._vision is None else self._vision.of(row)
                 encoded = self._source.encode(row, ref.index, tokenizer)
+                check_ids(encoded, row, self._vocabulary)
                 tokens, mask = cut_to_fit(encoded, self._context.composed.config.dataset, self._positions)
             columns: _Row = {"tokens": np.array(tokens), "loss_mask": np.array(mask), "group": ref.group}
             self._source_columns[number] = columns
