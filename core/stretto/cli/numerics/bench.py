@@ -56,6 +56,8 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         try:
             with one_error():
                 anyio.run(measure, plan, rows.append)
+        except (MemoryError, RuntimeError) as error:  # torch has no other class for a lack of memory
+            raise EngineError(f"{type(error).__name__}: {str(error).partition('.')[0]}") from error
         except EngineError as error:
             if not rows:
                 raise
