@@ -153,7 +153,8 @@ async def serve(engine: InferenceEngine) -> AsyncGenerator[ObjectReceiveStream[l
             yield receive
             tasks.cancel_scope.cancel()  # its tasks would replace a server that stops
     finally:
-        await engine.stop()
+        with anyio.CancelScope(shield=True):
+            await engine.stop()
 
 
 async def sample(

@@ -196,7 +196,7 @@ class InferenceConfig(Resources, frozen=True, kw_only=True, forbid_unknown_field
     first start of an engine tests what the processor needs for this, which takes up to some minutes. The
     result is kept in `~/.cache/stretto/deterministic`, for this model, processor, slots and other values."""
     canary: CanaryConfig | None = CanaryConfig()
-    """The fixed text that trainer and engine score at every weight swap; null for none."""
+    """The fixed texts that trainer and engine score at every weight swap; null for none."""
 
     @property
     def sleeps(self) -> bool:

@@ -243,11 +243,11 @@ FIGURES: Mapping[str, Figure] = {
     "drift_kl": _nats("drift KL", f"Distance of the engine from the trainer {_AFTER_SWAP}"),
     "drift_share": _share("drift coverage", f"trained tokens {_AFTER_SWAP}"),
     "canary_mean": Figure(
-        "canary difference", "Mean difference between engine and trainer on a fixed text, at a swap", "nats"
+        "canary difference", "Mean difference between engine and trainer on fixed texts, at a swap", "nats"
     ),
     "canary_max": Figure(
         "largest canary difference",
-        "Largest difference between engine and trainer on a fixed text, at a swap",
+        "Largest difference between engine and trainer on fixed texts, at a swap",
         "nats",
     ),
     "step_s": _seconds("step time", "Time since the previous step"),

@@ -44,7 +44,8 @@ def drift_by_depth(
     depths = np.concatenate(
         [begin + np.arange(len(part)) for begin, part in zip(begins, expected, strict=True)]
     )
-    differences = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
+    with np.errstate(invalid="ignore"):
+        differences = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     differences = np.nan_to_num(differences, nan=np.inf, posinf=np.inf)
     bins = np.searchsorted(edges, depths) - 1
     parts = [differences[bins == number] for number in range(len(edges) - 1)]

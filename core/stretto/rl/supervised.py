@@ -109,7 +109,7 @@ def prompt_and_answer(row: Row, column: str, tokenizer: Tokenizer) -> Encoded:
 
 def check_ids(encoded: Encoded, row: Row, vocabulary: int | None) -> None:
     """Raise ConfigError if a row has ids that a model of `vocabulary` tokens (None: not known) lacks."""
-    low, high = min(encoded.tokens), max(encoded.tokens)
+    low, high = min(encoded.tokens, default=0), max(encoded.tokens, default=0)
     if vocabulary is not None and not 0 <= low <= high < vocabulary:
         raise column_error(
             row,

@@ -128,7 +128,7 @@ def sandbox_command(
         memory_mb: address space of each process in MiB, and memory of all processes of the sandbox where
             that can be limited.
         scratch_mb: size in MiB of the private `/tmp`, and of each of `scratch`; it counts as memory.
-        scratch: further folders that are private, empty and writable. Without a sandbox, nothing is done.
+        scratch: further folders that are private, empty and writable. Ignored without a sandbox.
         nests: the command makes sandboxes of its own inside the sandbox. It keeps the right to make
             namespaces and has no seccomp filter. It must be trusted, and must give up both before it runs
             foreign code.

@@ -412,7 +412,7 @@ class InferenceWorker:
             )
         if not drift.within(bound := self._context.composed.config.inference.canary_bound or 0.0):
             return (
-                f"the canary of version {note.version} drifts by {drift.mean:.3g} nats per token on average "
+                f"the canary of version {note.version} drifts by {drift.mean:.3g} nats per token in the mean "
                 f"({drift.max:.3g} at most) from the trainer's logprobs; inference.canary.bound is "
                 f"{bound:g}"
             )

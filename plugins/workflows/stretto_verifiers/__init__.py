@@ -128,6 +128,9 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     variables, the process gets only PATH."""
 
     def __post_init__(self) -> None:
+        for folder in map(Path, self.private):
+            if not folder.is_absolute() or ".." in folder.parts or folder == Path("/"):
+                raise ValueError(f"private: {str(folder)!r} is no absolute path of a folder below /")
         if self.episode_timeout_s >= self.timeout_s:
             raise ValueError(
                 f"episode_timeout_s={self.episode_timeout_s:g} must be less than "

@@ -78,7 +78,7 @@ class Abort(Message, frozen=True):
     request: str
 
 
-class Swap(Message, frozen=True, tag="Swap/3"):
+class Swap(Message, frozen=True, tag="Swap/4"):
     """Kernel to inference worker, answered by `SwapDone`: serve this version, or none."""
 
     lease_epoch: int

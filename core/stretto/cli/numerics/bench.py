@@ -21,7 +21,7 @@ import typer
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.numerics.causes import cause_of
-from stretto.cli.numerics.measures import BFLOAT16, FLOAT32, Kind, Plan, Row, measure
+from stretto.cli.numerics.measures import BFLOAT16, FLOAT32, Kind, Comparison, Finding, measure
 from stretto.cli.numerics.sides import Tokens, Trainer
 from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.check_chat import chat_lines
@@ -31,6 +31,7 @@ from stretto.errors import ConfigError, EngineError, one_error
 from stretto.machine.scratch import scratch_folder
 from stretto.models.files import folder_of_model, parameters_in, positions_of
 from stretto.models.hub import download
+from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import load_tokenizer
 from stretto.training.config import LoraConfig, ModelTrainingConfig
 
@@ -52,7 +53,7 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         assembly = _assembly(model, overrides, folder)
         accepted(assembly, starting=False, show=lambda level, text: None)
         plan = _plan(assembly, folder, depth, quick=quick)
-        rows: list[Row] = []
+        rows: list[Finding] = []
         try:
             with one_error():
                 anyio.run(measure, plan, rows.append)
@@ -61,7 +62,7 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         except EngineError as error:
             if not rows:
                 raise
-            rows.append(Row("engine", "it stopped", "serves the model", ok=False, signs=[str(error)]))
+            rows.append(Finding("engine", "it stopped", "serves the model", ok=False, signs=[str(error)]))
         cause = cause_of(rows)
         typer.echo(f"likely cause: {cause}" if cause else "healthy: no row is out of its range")
         for line in (*_table(rows), "", *chat_lines(assembly)):
@@ -100,11 +101,15 @@ def _paragraphs(*, chat: bool) -> list[Any]:
     return [[{"role": "user", "content": text}] for text in texts] if chat else texts
 
 
-def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -> Plan:
+def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -> Comparison:
     config, section = assembly.config, assembly.placement.lead.section
-    source = None if config.model is None else folder_of_model(config.model)
+    if config.model is None:
+        raise ConfigError("model: the run has none, so there is nothing to compare", path="model")
+    if not Path(config.model).is_dir():
+        download(config.model, print_notice)
+    source = folder_of_model(config.model)
     if source is None:
-        raise ConfigError(f"model: {config.model or 'none'} is not on this machine", path="model")
+        raise ConfigError(f"model: {config.model} is not on this machine", path="model")
     if not isinstance(section, ModelTrainingConfig):
         raise ConfigError(f"training.use: {section.use!r} does not train a model of files", path="training")
     inference = config.inference
@@ -116,7 +121,7 @@ def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -
     depth = min(depth or most, room)
     low = {section.dtype, section.publish_dtype, getattr(inference, "dtype", "float32")} - {"float32", None}
     component = assembly.composed.components["inference"]
-    plan = Plan(
+    plan = Comparison(
         texts=_texts(assembly, depth),
         depth=depth,
         range=BFLOAT16 if low else FLOAT32,
@@ -154,7 +159,11 @@ def _trainer(assembly: Assembly, section: ModelTrainingConfig, kind: Kind) -> Tr
     elif kind == "plain":
         changes |= {"dtype": "float32", "packing": "padded", "micro_batch_tokens": 1, "compile": False}
     context = msgspec.structs.replace(assembly.context, head="policy", trainable=True)
-    return Trainer(assembly.composed.make(group.path, context, msgspec.structs.replace(section, **changes)))
+    try:
+        section = msgspec.structs.replace(section, **changes)
+    except ValueError as error:
+        raise ConfigError(f"{group.path}: cannot be measured in one process: {error}") from error
+    return Trainer(assembly.composed.make(group.path, context, section))
 
 
 def _engine(assembly: Assembly, depth: int) -> InferenceEngine:
@@ -169,11 +178,11 @@ def _engine(assembly: Assembly, depth: int) -> InferenceEngine:
 
 
 def _texts(assembly: Assembly, depth: int) -> list[Tokens]:
-    """Return texts of `depth` tokens: the prompts of the dataset end to end, each from another place on."""
+    """Return texts of `depth` tokens: the dataset's prompts end to end, each starting at another place."""
     dataset: Dataset = assembly.composed.make("dataset", assembly.trial_context)
     tokens: list[int] = []
     for index in range(min(len(dataset), _MOST_ROWS)):
-        tokens.extend(assembly.tokenizer.encode_prompt(dataset[index]["prompt"]).tolist())
+        tokens.extend(prompt_ids(dataset[index], assembly.tokenizer).tolist())
         if len(tokens) >= _TEXTS * depth:
             break
     if not tokens:
@@ -182,7 +191,7 @@ def _texts(assembly: Assembly, depth: int) -> list[Tokens]:
     return [np.resize(np.roll(stream, -number * len(tokens) // _TEXTS), depth) for number in range(_TEXTS)]
 
 
-def _estimate(plan: Plan, parameters: int) -> str:
+def _estimate(plan: Comparison, parameters: int) -> str:
     """Return what the measurement takes, from the speed of this machine's processors."""
     import torch
 
@@ -200,7 +209,7 @@ def _estimate(plan: Plan, parameters: int) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[Finding]) -> Iterator[str]:
     yield "\nmean/largest difference of logprobs, in nats a token:"
     cells = [(row.name, row.measured, f"(healthy: {row.healthy})" if row.healthy else "") for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -56,13 +56,13 @@ class Range(NamedTuple):
 
 FLOAT32 = Range(2e-4, 0.01, 0.99, 1e-3)
 BFLOAT16 = Range(0.15, 2.0, 0.9, 0.05)
-_PACKED = {FLOAT32: FLOAT32, BFLOAT16: BFLOAT16._replace(mean=0.01)}
-"""Of rows that one trainer packs otherwise: the rounding is nearly the same."""
+_PACKED = {FLOAT32: FLOAT32, BFLOAT16: BFLOAT16._replace(mean=0.05)}
+"""Of sequences that one trainer packs with others or alone."""
 _GROWTH, _NOISE = 5.0, 1e-4
 """The mean of a bin of depth may be so many times that of the first bin, and so many nats more."""
 
 
-class Row(NamedTuple):
+class Finding(NamedTuple):
     """A row of the table."""
 
     name: str
@@ -71,11 +71,11 @@ class Row(NamedTuple):
     ok: bool | None = None
     """None: there is no range, or nothing was measured."""
     signs: Sequence[str] = ()
-    """What of the row is unhealthy."""
+    """Names of the unhealthy parts."""
 
 
 @dataclass
-class Plan:
+class Comparison:
     """What is measured, with which texts."""
 
     texts: Sequence[Tokens]
@@ -126,7 +126,7 @@ class Plan:
         return Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, top_p=top_p)
 
 
-async def measure(plan: Plan, show: Callable[[Row], None]) -> None:
+async def measure(plan: Comparison, show: Callable[[Finding], None]) -> None:
     """Measure all rows, and show each one as it is known."""
     plan.say("the trainer, each sequence alone")
     trainer = plan.make_trainer("plain")
@@ -153,13 +153,13 @@ async def measure(plan: Plan, show: Callable[[Row], None]) -> None:
             show(await adapter(plan, engine))
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in plan.rates.items())
-    show(Row("speed", f"tokens/s: {rates}; this process took {gib:.2f} GiB"))
+    show(Finding("speed", f"tokens/s: {rates}; this process took {gib:.2f} GiB"))
 
 
 # ------------------------------------------------------------------------------- the trainer alone
 
 
-def packing(plan: Plan, trainer: Trainer, norm_alone: float) -> Row:
+def packing(plan: Comparison, trainer: Trainer, norm_alone: float) -> Finding:
     """Sequences in one row, with shared prefixes, against each alone: outputs, and gradients."""
     drift = _drift(trainer.logprobs(plan.mixed), trainer.together(plan.mixed))
     began = time.monotonic()
@@ -170,36 +170,40 @@ def packing(plan: Plan, trainer: Trainer, norm_alone: float) -> Row:
     signs += [] if off <= limit.gradient else ["gradients"]
     form = getattr(trainer.engine, "form", "")
     measured, healthy = f"{_pair(drift)}, gradients {off:.0e}; {form}", f"{limit}, {limit.gradient:g}"
-    return Row("packing", measured, healthy, not signs, signs)
+    return Finding("packing", measured, healthy, not signs, signs)
 
 
-def _sees_contents(plan: Plan, trainer: Trainer) -> bool:
+def _sees_contents(plan: Comparison, trainer: Trainer) -> bool:
     """Return whether a sequence depends on which tokens are in the one before, not only on how many."""
     first, *_, last = plan.mixed
     _, one = trainer.together([first, last])
     _, other = trainer.together([first[::-1].copy(), last])
-    return not plan.own_range.holds(_drift([one], [other]))
+    return not _PACKED[plan.own_range].holds(_drift([one], [other]))
 
 
-def bfloat16(plan: Plan, trainer: Trainer, alone: list[Logprobs]) -> Row:
+def bfloat16(plan: Comparison, trainer: Trainer, alone: list[Logprobs]) -> Finding:
     """Logprobs in bfloat16 against float32, each sequence alone."""
-    low = trainer if plan.own_range is BFLOAT16 else plan.make_trainer("bfloat16")
+    if plan.own_range is BFLOAT16:
+        drift = _drift(alone, trainer.logprobs(plan.mixed))
+        return Finding("bfloat16", _pair(drift), BFLOAT16, BFLOAT16.holds(drift))
+    low = plan.make_trainer("bfloat16")
     drift = _drift(alone, low.logprobs(plan.mixed))
-    if low is not trainer:
-        low.free()
-    return Row("bfloat16", _pair(drift), BFLOAT16, BFLOAT16.holds(drift))
+    low.free()
+    return Finding("bfloat16", f"{_pair(drift)}, if the run used it")
 
 
 # ---------------------------------------------------------------------------- trainer and engine
 
 
-def weights(differing: Sequence[str]) -> Row:
+def weights(differing: Sequence[str]) -> Finding:
     """Hashes of the engine's tensors against those that the trainer published."""
     names = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return Row("weights", f"differ: {names}" if differing else "all tensors equal", "equal", not differing)
+    return Finding(
+        "weights", f"differ: {names}" if differing else "all tensors equal", "equal", not differing
+    )
 
 
-async def depths(plan: Plan, trainer: Trainer, engine: Engine) -> list[Row]:
+async def depths(plan: Comparison, trainer: Trainer, engine: Engine) -> list[Finding]:
     """Logprobs by depth of context: of tokens that the engine samples, and of texts that it reads."""
     edges = plan.edges
     texts = [text[:-1] for text in plan.texts[: 1 if plan.quick else 2]]  # vLLM wants room for one more token
@@ -212,12 +216,12 @@ async def depths(plan: Plan, trainer: Trainer, engine: Engine) -> list[Row]:
     drifts = drift_by_depth(own, theirs, edges, [each.first for each in sampled])
     reading = drift_by_depth(trainer.logprobs(texts), await engine.engine.logprobs(texts), edges)
     kls = kl_of_tokens(np.concatenate(theirs), np.concatenate(own)).reshape(NUM_BINS, -1).mean(1)
-    rows: list[Row] = []
+    rows: list[Finding] = []
     for edge, kl, *both in zip(edges[1:], kls, drifts, reading, strict=True):
         pairs = zip(("sampled", "read"), both, (drifts[0], reading[0]), strict=True)
         signs = [sign for sign, drift, first in pairs if not _holds_at_depth(plan.range, drift, first)]
         measured = f"sampled {_pair(both[0])} (KL {kl:.0e}), read {_pair(both[1])}"
-        rows.append(Row(f"depth {edge}", measured, plan.range, not signs, signs))
+        rows.append(Finding(f"depth {edge}", measured, plan.range, not signs, signs))
     return rows
 
 
@@ -226,36 +230,36 @@ def _holds_at_depth(limit: Range, drift: Drift | None, first: Drift | None) -> b
     return limit.holds(drift) and not grows
 
 
-async def temperature(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
+async def temperature(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     """Logprobs of tokens sampled at another temperature than 1."""
     sampled = await engine.sample(plan.short, plan.sampling(_TEMPERATURE))
     drift = _drift(*_both(trainer, sampled, _TEMPERATURE))
-    return Row("temperature", f"{_pair(drift)} at {_TEMPERATURE}", plan.range, plan.range.holds(drift))
+    return Finding("temperature", f"{_pair(drift)} at {_TEMPERATURE}", plan.range, plan.range.holds(drift))
 
 
-async def greedy(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
+async def greedy(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     """Whether the engine's most likely tokens are the trainer's."""
     own, _ = _both(trainer, await engine.sample(plan.short, plan.sampling(0.0)), _COLD)
     share, least = float((np.concatenate(own) > _NEARLY).mean()), plan.range.greedy
-    return Row("greedy", f"{share:.1%} of the tokens agree", f"{least:.0%} at least", share >= least)
+    return Finding("greedy", f"{share:.1%} of the tokens agree", f"{least:.0%} at least", share >= least)
 
 
-async def kept_tokens(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
+async def kept_tokens(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     """Logprobs of tokens that were drawn from a part of the vocabulary."""
     if plan.no_kept:
-        return Row("kept tokens", plan.no_kept)
+        return Finding("kept tokens", plan.no_kept)
     sampling = plan.sampling(top_p=_TOP_P).in_training()
     sampled = await engine.sample(plan.short, sampling, wants_kept=True)
     faults = [each.kept.fault(each.tokens, np.arange(len(each.tokens)) >= each.first) for each in sampled]
     if fault := next(filter(None, faults), ""):
-        return Row("kept tokens", fault, "fit", ok=False)
+        return Finding("kept tokens", fault, "fit", ok=False)
     own = [trainer.together([each.tokens], kept=[each.kept])[0][each.first - 1 :] for each in sampled]
     drift = _drift(own, [each.logprobs for each in sampled])
     measured = f"{_pair(drift)}, ratios within {np.expm1(drift.max):.0e} of 1, top_p {_TOP_P}"
-    return Row("kept tokens", measured, plan.range, plan.range.holds(drift))
+    return Finding("kept tokens", measured, plan.range, plan.range.holds(drift))
 
 
-async def determinism(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
+async def determinism(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     """The same requests and batch twice; if the run asks for it, also a request alone and among others."""
     first, second = [await engine.sample(plan.short, plan.sampling()) for _ in range(2)]
     if plan.is_deterministic:
@@ -267,13 +271,16 @@ async def determinism(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
     is_same = len({trainer.gradient_norm(plan.short, 0) for _ in range(2)}) == 1
     text = f"{sum(same)} of {len(same)} answers equal, gradients {'equal' if is_same else 'differ'}"
     if not plan.is_deterministic:
-        return Row("determinism", text)
-    return Row("determinism", text, "all equal", all(same) and is_same)
+        return Finding("determinism", text)
+    return Finding("determinism", text, "all equal", all(same) and is_same)
 
 
-async def swap(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
+async def swap(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     """New weights while the engine samples: before and after, each token is that of its version."""
-    moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
+    try:
+        moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
+    except EngineError as error:
+        return Finding("swap", f"not measured: {error}")
     note = engine.publish(1, trainer.engine.weights())
     differing: list[str] = []
 
@@ -290,10 +297,10 @@ async def swap(plan: Plan, trainer: Trainer, engine: Engine) -> Row:
     judged = [name for name in drifts if name != "in flight" or plan.recomputes]
     signs = [*differing, *(name for name in judged if not plan.range.holds(drifts[name]))]
     text = ", ".join(f"{name} {_pair(drift)}" for name, drift in drifts.items())
-    return Row("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
+    return Finding("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
-async def adapter(plan: Plan, engine: Engine) -> Row:
+async def adapter(plan: Comparison, engine: Engine) -> Finding:
     """A trained adapter: published as the run does, and merged as in a checkpoint."""
     folder = plan.folder / "checkpoint"
     folder.mkdir()
@@ -301,22 +308,19 @@ async def adapter(plan: Plan, engine: Engine) -> Row:
         trainer = plan.make_trainer("adapter")
         moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
     except EngineError as error:
-        return Row("adapter", f"not measured: {error}")
+        return Finding("adapter", f"not measured: {error}")
     own = trainer.logprobs(plan.short)
     trainer.engine.save(folder)
-    notes = {
-        "sent": engine.publish(2, trainer.engine.weights()),
-        "merged": engine.publish(3, _tensors_in(folder / "model")),
-    }
-    shutil.rmtree(folder)
+    drifts = {"sent": await _served(plan, engine, own, engine.publish(2, trainer.engine.weights()))}
     trainer.free()
-    drifts = {name: await _served(plan, engine, own, note) for name, note in notes.items()}
+    drifts["merged"] = await _served(plan, engine, own, engine.publish(3, _tensors_in(folder / "model")))
+    shutil.rmtree(folder)
     signs = [name for name, drift in drifts.items() if not plan.range.holds(drift)]
     text = ", ".join(f"{name} {_pair(drift)}" for name, drift in drifts.items())
-    return Row("adapter", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
+    return Finding("adapter", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
-async def _served(plan: Plan, engine: Engine, own: list[Logprobs], note: WeightsNote) -> Drift:
+async def _served(plan: Comparison, engine: Engine, own: list[Logprobs], note: WeightsNote) -> Drift:
     if await engine.swap(note, plan.model):
         return Drift(np.inf, np.inf)
     return _drift(own, await engine.engine.logprobs(plan.short))

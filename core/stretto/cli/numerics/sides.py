@@ -46,7 +46,7 @@ class Trainer:
         engine.load(None)
 
     def free(self) -> None:
-        """Give back the memory of the model."""
+        """Free the memory of the model."""
         self.engine.stop()
         del self.engine
         gc.collect()
@@ -138,9 +138,10 @@ class Engine:
     async def swap(self, note: WeightsNote, model: Path) -> list[str]:
         """Serve a version; an adapter is merged into the files of `model` first. Return the names of tensors
         that the engine holds otherwise than they were published."""
-        update = open_version(note, Path(note.address))
+        received = update = open_version(note, Path(note.address))
         if is_adapter(update.hashes()):
-            update = merge_adapter_files(update, model, self.folder / f"merged-{note.version}")
+            update = merge_adapter_files(received, model, self.folder / f"merged-{note.version}")
+            received.close()
         try:
             report = await self.engine.swap(update)
             if report.hashes:
@@ -175,7 +176,10 @@ class Engine:
                 if meanwhile is not None and count >= min(_BEFORE, sampling.max_tokens // 2):
                     tasks.start_soon(meanwhile)
                     meanwhile = None
-        return [_join(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)]
+        samples = [_join(prompt, chunks) for prompt, chunks in zip(prompts, parts, strict=True)]
+        if counts := {len(each.logprobs) for each in samples} - {sampling.max_tokens}:
+            raise EngineError(f"a sample of {counts.pop()} tokens; asked were {sampling.max_tokens}")
+        return samples
 
 
 def _join(prompt: Tokens, chunks: Sequence[Chunk]) -> Sampled:
@@ -199,7 +203,7 @@ async def serving(engine: InferenceEngine, folder: Path) -> AsyncGenerator[Engin
     try:
         async with send, receive, anyio.create_task_group() as tasks:
             await engine.start(send.send_nowait, tasks)
-            yield Engine(engine, receive, folder, FolderPublisher(folder / "versions", keep=4, shard_gb=1))
+            yield Engine(engine, receive, folder, FolderPublisher(folder / "versions", keep=1, shard_gb=1))
             tasks.cancel_scope.cancel()  # before `stop`, or a task would start the stopped server again
     finally:
         with anyio.CancelScope(shield=True):

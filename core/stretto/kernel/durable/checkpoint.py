@@ -40,7 +40,7 @@ from stretto.weights import WeightsNote
 
 log = structlog.get_logger()
 
-FORMAT = 6
+FORMAT = 7
 """Number of the format of snapshots, events and samples. Runs of another format cannot be resumed."""
 _PREFIX = "step-"
 _MANIFEST = "manifest.json"

@@ -70,6 +70,7 @@ class _Step(msgspec.Struct):
     metrics: _Metrics | None = None
     is_copied_context: bool | None = None
     llm_call_count: int | None = None
+    model_name: str | None = None
 
 
 class _AtifTrajectory(msgspec.Struct):
@@ -250,7 +251,8 @@ def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
             row["loss_mask"] += [0] * (start - len(row["tokens"])) + turn.loss_mask[start:]
             row["tokens"] = turn.prompt_token_ids + turn.completion_token_ids
             choice: Any = (turn.response.get("choices") or [{}])[0]
-            if text := choice.get("text") or (choice.get("message") or {}).get("content"):
+            text = choice.get("text") or (choice.get("message") or {}).get("content")
+            if isinstance(text, str) and text:
                 row["completion"] = text
     except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"not a trajectory in the format {format!r}: {error}") from error
@@ -261,6 +263,8 @@ def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
 
 def _check(turn: _Turn, place: str) -> None:
     start, count = len(turn.prompt_token_ids), len(turn.completion_token_ids)
+    if not start:
+        raise ConfigError(f"{place}: no prompt_token_ids, so its answer would be trained without a prompt")
     if len(turn.per_token_logps) != count:
         raise ConfigError(f"{place}: {len(turn.per_token_logps)} logprobs for {count} sampled tokens")
     if len(turn.loss_mask) != start + count or any(turn.loss_mask[:start]):
@@ -282,6 +286,7 @@ def _turns_of(trajectory: _AtifTrajectory) -> Iterator[_Turn]:
     write into `message` what it made of the answer."""
     messages: list[dict[str, Any]] = []
     text, tools = (trajectory.extra or {}).get("text_prompt"), trajectory.agent.get("tool_definitions")
+    own_name = trajectory.agent.get("model_name")
     for number, step in enumerate(trajectory.steps, 1):
         if step.source == "agent" and not step.is_copied_context and step.llm_call_count != 0:
             metrics = step.metrics or _Metrics()
@@ -289,8 +294,11 @@ def _turns_of(trajectory: _AtifTrajectory) -> Iterator[_Turn]:
             if ids is None or prompt is None or logprobs is None or (step.llm_call_count or 1) > 1:
                 raise ConfigError(
                     f"step {number}: expected one call of the model, with prompt_token_ids, "
-                    "completion_token_ids and logprobs in its metrics; have the agent record them"
+                    "completion_token_ids and logprobs in its metrics; have the agent record them, or mark a "
+                    "step without a call by llm_call_count: 0"
                 )
+            if (name := step.model_name or own_name) not in (None, own_name):
+                raise ConfigError(f"step {number} is of the model {name!r}, and the agent's is {own_name!r}")
             request = {"prompt": text} if text is not None else {"messages": [*messages]}
             mask = [0] * len(prompt) + [1] * len(ids)
             yield _Turn(prompt, ids, logprobs, mask, request={**request, "tools": tools})

@@ -74,14 +74,15 @@ def probe_of(config: RunConfig) -> Probe | str:
     vision = Vision(model)
     image = _picture(random)
     # Token ids from `image_token` up stand for images, videos and their delimiters.
-    texts = _texts(random, vision.image_token, [canary.tokens] * canary.sequences)
+    sizes = [canary.tokens] * canary.sequences + ([canary.depth] if canary.depth else [])
+    texts = _texts(random, vision.image_token, sizes)
     return Probe(texts, image, vision.shown(decode(image)))
 
 
 def _depth_of(config: RunConfig, canary: CanaryConfig) -> int:
     """Return the number of tokens of the long text."""
     rooms = (getattr(config.inference, "context_length", None), positions_of(config.model))
-    # A server wants room for a token behind the text.
+    # A server needs room for one more token.
     room = min((each - 1 for each in rooms if each is not None), default=_MOST_DEPTH)
     wanted = min(config.sampling.max_tokens, _MOST_DEPTH) if canary.depth is None else canary.depth
     return min(wanted, room)
