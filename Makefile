@@ -149,7 +149,6 @@ bench: $(VENV)/installed
 	$(BIN)/python benchmarks/programs.py
 	$(BIN)/python benchmarks/algorithms.py
 	$(BIN)/python benchmarks/curriculum.py
-	$(BIN)/python benchmarks/compression.py
 
 clean:
 	rm -rf $(VENV)

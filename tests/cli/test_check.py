@@ -537,7 +537,6 @@ def test_a_slip_is_found_before_the_run_starts(
         ("workflow.timeout_s=1", "rollout.concurrency=1", "sampling.temperature=1.3"),
         # The rows that are trained have no answer to score; the held-out ones have.
         (*TORCH, HELD, *PAIRS, "reward={use: regex, pattern: '([0-9]+)'}"),
-        (*TORCH, "training={use: fsdp2, shard: false, power_sgd: {after_steps: 5}}"),
     ],
 )
 def test_a_right_run_file_has_no_problem(

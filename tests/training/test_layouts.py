@@ -165,9 +165,6 @@ ADAPTERS = {"rank": 4, "alpha": 8, "targets": ["q_proj", "down_proj"], "send": "
 LORA: dict[str, Any] = {"name": "lora", "options": {**ADAM, "lr": 1e-2, "lora": ADAPTERS}}
 
 
-POWER_SGD = {**ADAM, "power_sgd": {"rank": 2, "after_steps": 2}}
-
-
 @pytest.fixture(scope="session")
 def models(tiny_models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders: dict[str, Path] = {}
@@ -214,13 +211,6 @@ def measured(single: Measured, models: dict[str, Path], work: Path) -> dict[str,
         runs = runs_of(models, saved / layout, loads[layout])
         if layout in ("fsdp2", "pipeline"):
             runs.append({**LORA, "model": str(models["qwen2"]), "save": str(saved / layout / "lora")})
-        if layout == "copies":
-            power, common = saved / layout / "power", {"model": str(models["qwen2"]), "options": POWER_SGD}
-            runs.append(
-                {**common, "name": "power", "seeds": [0, 1, 2, 3], "save": str(power), "more": [4, 5]}
-            )
-            runs.append({**common, "name": "power-resumed", "load": str(power), "seeds": [4, 5]})
-            runs.append({**common, "name": "uncompressed", "options": ADAM, "seeds": [0, 1, 2, 3, 4, 5]})
         layouts[layout] = options, runs
     return run_layouts(work / "ranks", layouts, f"tcp://127.0.0.1:{free_port()}")
 
@@ -300,21 +290,6 @@ def test_checkpoints_go_from_any_layout_to_any_other(
         )
         expected = measured[source].steps("gemma-adam")[2]
         assert single.steps(f"from-{source}")[0]["loss"] == pytest.approx(expected["loss"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_compressed_gradients_go_on_from_a_checkpoint_with_the_same_bits(
-    measured: dict[str, Measured],
-) -> None:
-    copies = measured["copies"]
-    whole, resumed = (load_file(copies.folder / f"{name}.safetensors") for name in ("power", "power-resumed"))
-    after = [name for name in whole if name.startswith("after.")]
-    assert after
-    assert all(torch.equal(whole[name], resumed[name]) for name in after)
-    compressed, plain = copies.steps("power"), copies.steps("uncompressed")
-    assert [each["loss"] for each in compressed[:3]] == [each["loss"] for each in plain[:3]]
-    assert compressed[3]["loss"] != plain[3]["loss"]
-    assert off(copies.update("power"), copies.update("uncompressed")) < 0.5
 
 
 @pytest.mark.slow
@@ -441,9 +416,6 @@ def test_layouts_that_the_processes_do_not_fill_are_refused() -> None:
         ({**two_parts, "lora": {}}, "lora and tensor_parallel"),
         ({"use": "fsdp2", "shard": False, "state": "host"}, "state: host needs the engine torch, or fsdp2"),
         ({"use": "pipeline", "state": "host"}, "state: host needs the engine torch"),
-        ({"use": "fsdp2", "power_sgd": {}}, "power_sgd needs shard: false"),
-        ({**two_parts, "shard": False, "power_sgd": {}}, "power_sgd needs shard: false, tensor_parallel: 1"),
-        ({"use": "fsdp2", "shard": False, "power_sgd": {}, "reduce_dtype": "bfloat16"}, "reduce_dtype: "),
     ):
         with pytest.raises(msgspec.ValidationError, match=message):
             layout_ranks.config_of(options)

@@ -3,7 +3,6 @@
     model/              Hugging Face format: config, weights in safetensors, tokenizer
     adapter/            only with LoRA: peft format; model/ then holds the merged weights
     optimizer*.safetensors   full tensors named `<parameter>.<key>`
-    layout*.safetensors      only if the layout carries tensors from step to step
     random.safetensors  states of the random number generators
     engine.json         number of optimizer steps; a skipped step counts too
 
@@ -33,7 +32,6 @@ __all__ = [
     "optimizer_tensors",
     "random_tensors",
     "read_random",
-    "restore_layout",
     "restore_optimizer",
     "restore_parameters",
     "tensor_names",
@@ -242,12 +240,6 @@ def restore_optimizer(
             state = torch.zeros_like(parameter, requires_grad=False)
             _take(layout, state, full, key)
         optimizer.state[parameter][entry] = state
-
-
-def restore_layout(folder: Path, layout: Layout, trained: Iterable[Tensor]) -> None:
-    """Restore the tensors that the layout carries from step to step, if the checkpoint has them."""
-    if any(folder.glob("layout*.safetensors")):
-        layout.restore(_CheckpointFile(folder, "layout"), trained)
 
 
 def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:

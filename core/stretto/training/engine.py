@@ -39,7 +39,6 @@ from stretto.training.checkpoint import (
     optimizer_tensors,
     random_tensors,
     read_random,
-    restore_layout,
     restore_optimizer,
     restore_parameters,
     tensor_names,
@@ -151,10 +150,6 @@ class HFTraining:
             )
         state = layout.stream(optimizer_tensors(self._optimizer, self._trained))
         problem += write_tensors(folder, "optimizer", state, writes=after_model, copies=copies)
-        carried = iter(layout.carried())
-        if (first := next(carried, None)) is not None:
-            tensors = itertools.chain([first], carried)
-            problem += write_tensors(folder, "layout", tensors, writes=after_model, copies=copies)
         if layout.rank == 0:
             random = random_tensors(layout.device)
             problem += write_tensors(folder, "random", random, writes=lambda _: True, copies=copies)
@@ -266,7 +261,6 @@ class HFTraining:
         if self._config.lora is not None:
             restore_parameters(folder / "adapter", "adapter_model", self._trained, self._layout, _PEFT_PREFIX)
         restore_optimizer(folder, self._optimizer, self._trained, self._layout)
-        restore_layout(folder, self._layout, self._trained.values())
         state = json.loads((folder / "engine.json").read_text())
         self._steps, self._lr_scale = state["optimizer_steps"], state["lr_scale"]
         read_random(folder, self._layout.device)

@@ -7,7 +7,7 @@ ranks, compute a part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,13 +76,6 @@ class Layout:
     def take(self, into: Tensor, full: Tensor) -> None:
         """Copy a rank's share of the tensor `full` to the rank's tensor `into`."""
         into.copy_(full)
-
-    def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that the layout carries from step to step; the same in all ranks."""
-        yield from ()
-
-    def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Restore the tensors that `carried()` yielded. Raise EngineError if they do not fit `trained`."""
 
     def gather_ranks(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, in every rank. Values have JSON types."""

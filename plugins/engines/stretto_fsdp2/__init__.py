@@ -6,9 +6,7 @@ Importing this module does not import torch; the factory does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
-
-import msgspec
+from typing import TYPE_CHECKING, Literal
 
 from stretto.component import Component, Context, PositiveInt, Problem
 from stretto.engine import TrainingEngine
@@ -20,17 +18,7 @@ from stretto.training.config import GroupTrainingConfig, check_training
 if TYPE_CHECKING:
     from stretto.config import RunConfig
 
-__all__ = ["Fsdp2TrainingConfig", "PowerSgdConfig"]
-
-
-class PowerSgdConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Compression of gradients with PowerSGD (Vogels, Karimireddy, Jaggi 2019, arXiv 1905.13727)."""
-
-    rank: PositiveInt = 8
-    """Rank of the matrices that ranks exchange in place of a gradient."""
-    after_steps: Annotated[int, msgspec.Meta(ge=2)] = 10
-    """Number of steps without compression at the start of training, when gradients change most. Steps of the
-    warm-up are not compressed either."""
+__all__ = ["Fsdp2TrainingConfig"]
 
 
 class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -44,12 +32,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
     copies, which takes about half the time for models of less than some million parameters."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are reduced between data-parallel ranks."""
-    power_sgd: PowerSgdConfig | None = None
-    """Compress the gradients that ranks exchange, for slow networks; needs `shard: false`. `rank` (8) is the
-    rank of the matrices that are sent in place of a gradient: a higher rank sends more bytes and loses less.
-    `after_steps` (10) is the number of steps at the start that are not compressed; steps of the warm-up are
-    not compressed either. `{}` uses the values in brackets.
-    Updates are approximate; docs/benchmarks.md has the cost."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,9 +39,6 @@ class Fsdp2TrainingConfig(GroupTrainingConfig, frozen=True, kw_only=True, forbid
             raise ValueError(
                 f"processes ({self.processes}) must be a multiple of tensor_parallel ({self.tensor_parallel})"
             )
-        plain_copies = not self.shard and self.tensor_parallel == 1 and self.reduce_dtype == "float32"
-        if self.power_sgd is not None and not plain_copies:
-            raise ValueError("power_sgd needs shard: false, tensor_parallel: 1 and reduce_dtype: float32")
         if self.tensor_parallel > 1:
             for key in ("lora", "compile"):
                 if getattr(self, key):

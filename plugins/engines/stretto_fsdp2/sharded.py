@@ -7,10 +7,9 @@ gradients. A rank's loss is its part of the batch's loss, so it is multiplied by
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from stretto.training.distributed import RankLayout
 from stretto.training.model import layers_of
-from stretto_fsdp2.power_sgd import PowerSgd
 from stretto_fsdp2.tensor_parallel import split_by_tensor
 
 if TYPE_CHECKING:
@@ -39,11 +37,6 @@ class ShardedLayout(RankLayout):
         self._shards = config.shard
         self.offloads = config.state == "host"
         self._reduce_dtype: torch.dtype = getattr(torch, config.reduce_dtype)
-        self._power_sgd_config = config.power_sgd
-        if config.power_sgd is not None:  # compressed gradients disturb a warm-up
-            after_steps = max(config.power_sgd.after_steps, config.warmup_steps)
-            self._power_sgd_config = msgspec.structs.replace(config.power_sgd, after_steps=after_steps)
-        self._power_sgd: PowerSgd | None = None
         self.autocast = not config.shard
 
     def distribute(self, model: PreTrainedModel) -> None:
@@ -52,8 +45,6 @@ class ShardedLayout(RankLayout):
             split_by_tensor(model, self.mesh["tp"])
         if not self._shards:
             cast("nn.Module", model).to(self.device)
-            if self._power_sgd_config is not None and self.parts > 1:
-                self._power_sgd = PowerSgd(self._power_sgd_config, self.mesh.get_group("dp"))
             return
         low = torch.bfloat16 if self._low else None
         root = MixedPrecisionPolicy(low, self._reduce_dtype, torch.float32 if low else None)
@@ -112,24 +103,6 @@ class ShardedLayout(RankLayout):
                     sharded.add(dimension)
         return all(name in sharded or self.mesh.get_local_rank(name) == 0 for name in ("dp", "tp"))
 
-    @property
-    def compression(self) -> float:
-        """Size of float32 gradients / size of what a rank sends in a compressed step."""
-        if self._power_sgd is not None:
-            return self._power_sgd.compression
-        return 4 / self._reduce_dtype.itemsize
-
-    def carried(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield PowerSGD's matrices, errors and number of steps."""
-        if self._power_sgd is not None:
-            yield from self._power_sgd.carried()
-
-    def restore(self, carried: Mapping[str, Tensor], trained: Iterable[Tensor]) -> None:
-        """Restore PowerSGD's matrices and errors."""
-        if self._power_sgd is not None:
-            gradient_size = sum(parameter.numel() for parameter in trained)
-            self._power_sgd.restore(carried, gradient_size, self.device)
-
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
@@ -139,9 +112,7 @@ class ShardedLayout(RankLayout):
             return
         super().backward(model, rows, loss_of)
         gradients = [self._own_gradient(weight) for weight in model.parameters() if weight.grad is not None]
-        if self._power_sgd is not None:
-            self._power_sgd.add_up(gradients)
-        elif self.parts > 1 and gradients:
+        if self.parts > 1 and gradients:
             self.add_up(gradients, self.mesh.get_group("dp"), self._reduce_dtype)
 
     def _own_gradient(self, parameter: Tensor) -> Tensor:
