@@ -21,7 +21,7 @@ import typer
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.numerics.causes import cause_of
-from stretto.cli.numerics.measures import BFLOAT16, FLOAT32, Kind, Comparison, Finding, measure
+from stretto.cli.numerics.measures import BFLOAT16, FLOAT32, Finding, Kind, Measurement, measure
 from stretto.cli.numerics.sides import Tokens, Trainer
 from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.check_chat import chat_lines
@@ -101,7 +101,7 @@ def _paragraphs(*, chat: bool) -> list[Any]:
     return [[{"role": "user", "content": text}] for text in texts] if chat else texts
 
 
-def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -> Comparison:
+def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -> Measurement:
     config, section = assembly.config, assembly.placement.lead.section
     if config.model is None:
         raise ConfigError("model: the run has none, so there is nothing to compare", path="model")
@@ -121,7 +121,7 @@ def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -
     depth = min(depth or most, room)
     low = {section.dtype, section.publish_dtype, getattr(inference, "dtype", "float32")} - {"float32", None}
     component = assembly.composed.components["inference"]
-    plan = Comparison(
+    plan = Measurement(
         texts=_texts(assembly, depth),
         depth=depth,
         range=BFLOAT16 if low else FLOAT32,
@@ -191,7 +191,7 @@ def _texts(assembly: Assembly, depth: int) -> list[Tokens]:
     return [np.resize(np.roll(stream, -number * len(tokens) // _TEXTS), depth) for number in range(_TEXTS)]
 
 
-def _estimate(plan: Comparison, parameters: int) -> str:
+def _estimate(plan: Measurement, parameters: int) -> str:
     """Return what the measurement takes, from the speed of this machine's processors."""
     import torch
 

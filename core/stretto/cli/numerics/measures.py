@@ -75,7 +75,7 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class Comparison:
+class Measurement:
     """What is measured, with which texts."""
 
     texts: Sequence[Tokens]
@@ -126,7 +126,7 @@ class Comparison:
         return Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, top_p=top_p)
 
 
-async def measure(plan: Comparison, show: Callable[[Finding], None]) -> None:
+async def measure(plan: Measurement, show: Callable[[Finding], None]) -> None:
     """Measure all rows, and show each one as it is known."""
     plan.say("the trainer, each sequence alone")
     trainer = plan.make_trainer("plain")
@@ -159,7 +159,7 @@ async def measure(plan: Comparison, show: Callable[[Finding], None]) -> None:
 # ------------------------------------------------------------------------------- the trainer alone
 
 
-def packing(plan: Comparison, trainer: Trainer, norm_alone: float) -> Finding:
+def packing(plan: Measurement, trainer: Trainer, norm_alone: float) -> Finding:
     """Sequences in one row, with shared prefixes, against each alone: outputs, and gradients."""
     drift = _drift(trainer.logprobs(plan.mixed), trainer.together(plan.mixed))
     began = time.monotonic()
@@ -173,7 +173,7 @@ def packing(plan: Comparison, trainer: Trainer, norm_alone: float) -> Finding:
     return Finding("packing", measured, healthy, not signs, signs)
 
 
-def _sees_contents(plan: Comparison, trainer: Trainer) -> bool:
+def _sees_contents(plan: Measurement, trainer: Trainer) -> bool:
     """Return whether a sequence depends on which tokens are in the one before, not only on how many."""
     first, *_, last = plan.mixed
     _, one = trainer.together([first, last])
@@ -181,7 +181,7 @@ def _sees_contents(plan: Comparison, trainer: Trainer) -> bool:
     return not _PACKED[plan.own_range].holds(_drift([one], [other]))
 
 
-def bfloat16(plan: Comparison, trainer: Trainer, alone: list[Logprobs]) -> Finding:
+def bfloat16(plan: Measurement, trainer: Trainer, alone: list[Logprobs]) -> Finding:
     """Logprobs in bfloat16 against float32, each sequence alone."""
     if plan.own_range is BFLOAT16:
         drift = _drift(alone, trainer.logprobs(plan.mixed))
@@ -203,7 +203,7 @@ def weights(differing: Sequence[str]) -> Finding:
     )
 
 
-async def depths(plan: Comparison, trainer: Trainer, engine: Engine) -> list[Finding]:
+async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[Finding]:
     """Logprobs by depth of context: of tokens that the engine samples, and of texts that it reads."""
     edges = plan.edges
     texts = [text[:-1] for text in plan.texts[: 1 if plan.quick else 2]]  # vLLM wants room for one more token
@@ -230,21 +230,21 @@ def _holds_at_depth(limit: Range, drift: Drift | None, first: Drift | None) -> b
     return limit.holds(drift) and not grows
 
 
-async def temperature(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
+async def temperature(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     """Logprobs of tokens sampled at another temperature than 1."""
     sampled = await engine.sample(plan.short, plan.sampling(_TEMPERATURE))
     drift = _drift(*_both(trainer, sampled, _TEMPERATURE))
     return Finding("temperature", f"{_pair(drift)} at {_TEMPERATURE}", plan.range, plan.range.holds(drift))
 
 
-async def greedy(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
+async def greedy(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     """Whether the engine's most likely tokens are the trainer's."""
     own, _ = _both(trainer, await engine.sample(plan.short, plan.sampling(0.0)), _COLD)
     share, least = float((np.concatenate(own) > _NEARLY).mean()), plan.range.greedy
     return Finding("greedy", f"{share:.1%} of the tokens agree", f"{least:.0%} at least", share >= least)
 
 
-async def kept_tokens(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
+async def kept_tokens(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     """Logprobs of tokens that were drawn from a part of the vocabulary."""
     if plan.no_kept:
         return Finding("kept tokens", plan.no_kept)
@@ -259,7 +259,7 @@ async def kept_tokens(plan: Comparison, trainer: Trainer, engine: Engine) -> Fin
     return Finding("kept tokens", measured, plan.range, plan.range.holds(drift))
 
 
-async def determinism(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
+async def determinism(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     """The same requests and batch twice; if the run asks for it, also a request alone and among others."""
     first, second = [await engine.sample(plan.short, plan.sampling()) for _ in range(2)]
     if plan.is_deterministic:
@@ -275,7 +275,7 @@ async def determinism(plan: Comparison, trainer: Trainer, engine: Engine) -> Fin
     return Finding("determinism", text, "all equal", all(same) and is_same)
 
 
-async def swap(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
+async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     """New weights while the engine samples: before and after, each token is that of its version."""
     try:
         moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
@@ -300,7 +300,7 @@ async def swap(plan: Comparison, trainer: Trainer, engine: Engine) -> Finding:
     return Finding("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
-async def adapter(plan: Comparison, engine: Engine) -> Finding:
+async def adapter(plan: Measurement, engine: Engine) -> Finding:
     """A trained adapter: published as the run does, and merged as in a checkpoint."""
     folder = plan.folder / "checkpoint"
     folder.mkdir()
@@ -320,7 +320,7 @@ async def adapter(plan: Comparison, engine: Engine) -> Finding:
     return Finding("adapter", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
-async def _served(plan: Comparison, engine: Engine, own: list[Logprobs], note: WeightsNote) -> Drift:
+async def _served(plan: Measurement, engine: Engine, own: list[Logprobs], note: WeightsNote) -> Drift:
     if await engine.swap(note, plan.model):
         return Drift(np.inf, np.inf)
     return _drift(own, await engine.engine.logprobs(plan.short))
