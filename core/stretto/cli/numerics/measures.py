@@ -215,7 +215,8 @@ async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[Fi
     own, theirs = _both(trainer, sampled)
     drifts = drift_by_depth(own, theirs, edges, [each.first for each in sampled])
     reading = drift_by_depth(trainer.logprobs(texts), await engine.engine.logprobs(texts), edges)
-    kls = kl_of_tokens(np.concatenate(theirs), np.concatenate(own)).reshape(NUM_BINS, -1).mean(1)
+    of_bins = [slice(number * len(texts), (number + 1) * len(texts)) for number in range(NUM_BINS)]
+    kls = [kl_of_tokens(np.concatenate(theirs[part]), np.concatenate(own[part])).mean() for part in of_bins]
     rows: list[Finding] = []
     for edge, kl, *both in zip(edges[1:], kls, drifts, reading, strict=True):
         pairs = zip(("sampled", "read"), both, (drifts[0], reading[0]), strict=True)
