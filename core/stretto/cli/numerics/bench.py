@@ -21,7 +21,7 @@ import typer
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.numerics.causes import cause_of
-from stretto.cli.numerics.measures import BFLOAT16, FLOAT32, Finding, Kind, Measurement, measure
+from stretto.cli.numerics.measures import Kind, Measurement, NumericsRow, measure
 from stretto.cli.numerics.sides import Tokens, Trainer
 from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.check_chat import chat_lines
@@ -53,7 +53,7 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         assembly = _assembly(model, overrides, folder)
         accepted(assembly, starting=False, show=lambda level, text: None)
         plan = _plan(assembly, folder, depth, quick=quick)
-        rows: list[Finding] = []
+        rows: list[NumericsRow] = []
         try:
             with one_error():
                 anyio.run(measure, plan, rows.append)
@@ -62,7 +62,7 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         except EngineError as error:
             if not rows:
                 raise
-            rows.append(Finding("engine", "it stopped", "serves the model", ok=False, signs=[str(error)]))
+            rows.append(NumericsRow("engine", "it stopped", "serves the model", ok=False, signs=[str(error)]))
         cause = cause_of(rows)
         typer.echo(f"likely cause: {cause}" if cause else "healthy: no row is out of its range")
         for line in (*_table(rows), "", *chat_lines(assembly)):
@@ -119,21 +119,16 @@ def _plan(assembly: Assembly, folder: Path, depth: int | None, *, quick: bool) -
     if depth is not None and depth > room:
         raise ConfigError(f"--depth {depth}: a sample has {room} tokens at most")
     depth = min(depth or most, room)
-    low = {section.dtype, section.publish_dtype, getattr(inference, "dtype", "float32")} - {"float32", None}
-    component = assembly.composed.components["inference"]
     plan = Measurement(
         texts=_texts(assembly, depth),
         depth=depth,
-        range=BFLOAT16 if low else FLOAT32,
-        own_range=BFLOAT16 if section.dtype == "bfloat16" else FLOAT32,
+        training=section,
+        inference=inference,
         model=Path(source),
         folder=folder,
         say=lambda text: print(f"  {text}", file=sys.stderr),
         make_trainer=lambda kind: _trainer(assembly, section, kind),
         make_engine=lambda: _engine(assembly, depth),
-        is_deterministic=inference.deterministic,
-        recomputes=inference.on_swap == "recompute",
-        no_kept="" if inference.sends_kept_tokens else f"{component.name!r} does not send kept tokens",
         quick=quick,
     )
     plan.say(_estimate(plan, parameters_in(source) or 0))
@@ -209,7 +204,7 @@ def _estimate(plan: Measurement, parameters: int) -> str:
     )
 
 
-def _table(rows: Sequence[Finding]) -> Iterator[str]:
+def _table(rows: Sequence[NumericsRow]) -> Iterator[str]:
     yield "\nmean/largest difference of logprobs, in nats a token:"
     cells = [(row.name, row.measured, f"(healthy: {row.healthy})" if row.healthy else "") for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from stretto.cli.numerics.measures import Finding
+from stretto.cli.numerics.measures import NumericsRow
 
 _OF_PACKING = {
     "contents": "sequences of a packed row see each other's tokens: a mask or a state goes across them",
@@ -23,7 +23,7 @@ _OF_ONE = {
 }
 
 
-def cause_of(rows: Sequence[Finding]) -> str:
+def cause_of(rows: Sequence[NumericsRow]) -> str:
     """Return the likely cause of the unhealthy rows; empty if all are healthy."""
     failed = {row.name: row for row in rows if row.ok is False}
     if not failed:

@@ -20,7 +20,8 @@ from stretto.rl.drift import Drift, drift_by_depth, kl_of_tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.engine import InferenceEngine
+    from stretto.engine import InferenceConfig, InferenceEngine
+    from stretto.training.config import ModelTrainingConfig
     from stretto.weights import WeightsNote
 
 Kind = Literal["own", "plain", "bfloat16", "adapter"]
@@ -62,7 +63,7 @@ _GROWTH, _NOISE = 5.0, 1e-4
 """The mean of a bin of depth may be so many times that of the first bin, and so many nats more."""
 
 
-class Finding(NamedTuple):
+class NumericsRow(NamedTuple):
     """A row of the table."""
 
     name: str
@@ -81,23 +82,27 @@ class Measurement:
     texts: Sequence[Tokens]
     """At least 3 texts of `depth` tokens."""
     depth: int
-    range: Range
-    """Of engine and trainer."""
-    own_range: Range
-    """Of the trainer alone."""
+    training: ModelTrainingConfig
+    inference: InferenceConfig
     model: Path
     folder: Path
     say: Callable[[str], None]
     make_trainer: Callable[[Kind], Trainer]
     make_engine: Callable[[], InferenceEngine]
-    is_deterministic: bool
-    recomputes: bool
-    """Whether a swap computes the keys and values of requests in flight again."""
-    no_kept: str
-    """Why kept tokens are not measured; empty if they are."""
     quick: bool
     rates: dict[str, float] = field(default_factory=dict[str, float])
     """Tokens per second."""
+
+    @property
+    def own_range(self) -> Range:
+        """What is healthy for the trainer alone."""
+        return FLOAT32 if self.training.dtype == "float32" else BFLOAT16
+
+    @property
+    def range(self) -> Range:
+        """What is healthy for engine and trainer."""
+        dtypes = {self.training.publish_dtype, getattr(self.inference, "dtype", None)} - {None}
+        return self.own_range if dtypes <= {"float32"} else BFLOAT16
 
     @property
     def edges(self) -> list[int]:
@@ -126,7 +131,7 @@ class Measurement:
         return Sampling(max_tokens=tokens, ignore_eos=True, temperature=temperature, top_p=top_p)
 
 
-async def measure(plan: Measurement, show: Callable[[Finding], None]) -> None:
+async def measure(plan: Measurement, show: Callable[[NumericsRow], None]) -> None:
     """Measure all rows, and show each one as it is known."""
     plan.say("the trainer, each sequence alone")
     trainer = plan.make_trainer("plain")
@@ -153,13 +158,13 @@ async def measure(plan: Measurement, show: Callable[[Finding], None]) -> None:
             show(await adapter(plan, engine))
     gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     rates = ", ".join(f"{name} {rate:,.0f}" for name, rate in plan.rates.items())
-    show(Finding("speed", f"tokens/s: {rates}; this process took {gib:.2f} GiB"))
+    show(NumericsRow("speed", f"tokens/s: {rates}; this process took {gib:.2f} GiB"))
 
 
 # ------------------------------------------------------------------------------- the trainer alone
 
 
-def packing(plan: Measurement, trainer: Trainer, norm_alone: float) -> Finding:
+def packing(plan: Measurement, trainer: Trainer, norm_alone: float) -> NumericsRow:
     """Sequences in one row, with shared prefixes, against each alone: outputs, and gradients."""
     drift = _drift(trainer.logprobs(plan.mixed), trainer.together(plan.mixed))
     began = time.monotonic()
@@ -170,7 +175,7 @@ def packing(plan: Measurement, trainer: Trainer, norm_alone: float) -> Finding:
     signs += [] if off <= limit.gradient else ["gradients"]
     form = getattr(trainer.engine, "form", "")
     measured, healthy = f"{_pair(drift)}, gradients {off:.0e}; {form}", f"{limit}, {limit.gradient:g}"
-    return Finding("packing", measured, healthy, not signs, signs)
+    return NumericsRow("packing", measured, healthy, not signs, signs)
 
 
 def _sees_contents(plan: Measurement, trainer: Trainer) -> bool:
@@ -181,32 +186,30 @@ def _sees_contents(plan: Measurement, trainer: Trainer) -> bool:
     return not _PACKED[plan.own_range].holds(_drift([one], [other]))
 
 
-def bfloat16(plan: Measurement, trainer: Trainer, alone: list[Logprobs]) -> Finding:
+def bfloat16(plan: Measurement, trainer: Trainer, alone: list[Logprobs]) -> NumericsRow:
     """Logprobs in bfloat16 against float32, each sequence alone."""
     if plan.own_range is BFLOAT16:
-        drift = _drift(alone, trainer.logprobs(plan.mixed))
-        return Finding("bfloat16", _pair(drift), BFLOAT16, BFLOAT16.holds(drift))
+        return _judged("bfloat16", _drift(alone, trainer.logprobs(plan.mixed)), BFLOAT16)
     low = plan.make_trainer("bfloat16")
     drift = _drift(alone, low.logprobs(plan.mixed))
     low.free()
-    return Finding("bfloat16", f"{_pair(drift)}, if the run used it")
+    return NumericsRow("bfloat16", f"{_pair(drift)}, if the run used it")
 
 
 # ---------------------------------------------------------------------------- trainer and engine
 
 
-def weights(differing: Sequence[str]) -> Finding:
+def weights(differing: Sequence[str]) -> NumericsRow:
     """Hashes of the engine's tensors against those that the trainer published."""
     names = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-    return Finding(
-        "weights", f"differ: {names}" if differing else "all tensors equal", "equal", not differing
-    )
+    measured = f"differ: {names}" if differing else "all tensors equal"
+    return NumericsRow("weights", measured, "equal", not differing)
 
 
-async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[Finding]:
+async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[NumericsRow]:
     """Logprobs by depth of context: of tokens that the engine samples, and of texts that it reads."""
     edges = plan.edges
-    texts = [text[:-1] for text in plan.texts[: 1 if plan.quick else 2]]  # vLLM wants room for one more token
+    texts = [text[:-1] for text in plan.texts[: 1 if plan.quick else 2]]  # vLLM needs room for one more token
     answer = min(16 if plan.quick else 48, max(2, plan.depth // 8))
     prompts = [text[: max(1, edge + 1)] for edge in edges[:-1] for text in texts]
     began = time.monotonic()
@@ -217,12 +220,12 @@ async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[Fi
     reading = drift_by_depth(trainer.logprobs(texts), await engine.engine.logprobs(texts), edges)
     of_bins = [slice(number * len(texts), (number + 1) * len(texts)) for number in range(NUM_BINS)]
     kls = [kl_of_tokens(np.concatenate(theirs[part]), np.concatenate(own[part])).mean() for part in of_bins]
-    rows: list[Finding] = []
+    rows: list[NumericsRow] = []
     for edge, kl, *both in zip(edges[1:], kls, drifts, reading, strict=True):
         pairs = zip(("sampled", "read"), both, (drifts[0], reading[0]), strict=True)
         signs = [sign for sign, drift, first in pairs if not _holds_at_depth(plan.range, drift, first)]
         measured = f"sampled {_pair(both[0])} (KL {kl:.0e}), read {_pair(both[1])}"
-        rows.append(Finding(f"depth {edge}", measured, plan.range, not signs, signs))
+        rows.append(NumericsRow(f"depth {edge}", measured, plan.range, not signs, signs))
     return rows
 
 
@@ -231,39 +234,39 @@ def _holds_at_depth(limit: Range, drift: Drift | None, first: Drift | None) -> b
     return limit.holds(drift) and not grows
 
 
-async def temperature(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
+async def temperature(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsRow:
     """Logprobs of tokens sampled at another temperature than 1."""
     sampled = await engine.sample(plan.short, plan.sampling(_TEMPERATURE))
     drift = _drift(*_both(trainer, sampled, _TEMPERATURE))
-    return Finding("temperature", f"{_pair(drift)} at {_TEMPERATURE}", plan.range, plan.range.holds(drift))
+    return _judged("temperature", drift, plan.range, f" at {_TEMPERATURE}")
 
 
-async def greedy(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
+async def greedy(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsRow:
     """Whether the engine's most likely tokens are the trainer's."""
     own, _ = _both(trainer, await engine.sample(plan.short, plan.sampling(0.0)), _COLD)
     share, least = float((np.concatenate(own) > _NEARLY).mean()), plan.range.greedy
-    return Finding("greedy", f"{share:.1%} of the tokens agree", f"{least:.0%} at least", share >= least)
+    return NumericsRow("greedy", f"{share:.1%} of the tokens agree", f"{least:.0%} at least", share >= least)
 
 
-async def kept_tokens(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
+async def kept_tokens(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsRow:
     """Logprobs of tokens that were drawn from a part of the vocabulary."""
-    if plan.no_kept:
-        return Finding("kept tokens", plan.no_kept)
+    if not plan.inference.sends_kept_tokens:
+        return NumericsRow("kept tokens", f"the engine {plan.inference.use!r} does not send them")
     sampling = plan.sampling(top_p=_TOP_P).in_training()
     sampled = await engine.sample(plan.short, sampling, wants_kept=True)
     faults = [each.kept.fault(each.tokens, np.arange(len(each.tokens)) >= each.first) for each in sampled]
     if fault := next(filter(None, faults), ""):
-        return Finding("kept tokens", fault, "fit", ok=False)
+        return NumericsRow("kept tokens", fault, "fit", ok=False)
     own = [trainer.together([each.tokens], kept=[each.kept])[0][each.first - 1 :] for each in sampled]
     drift = _drift(own, [each.logprobs for each in sampled])
-    measured = f"{_pair(drift)}, ratios within {np.expm1(drift.max):.0e} of 1, top_p {_TOP_P}"
-    return Finding("kept tokens", measured, plan.range, plan.range.holds(drift))
+    ratio = f", ratios within {np.expm1(drift.max):.0e} of 1, top_p {_TOP_P}"
+    return _judged("kept tokens", drift, plan.range, ratio)
 
 
-async def determinism(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
+async def determinism(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsRow:
     """The same requests and batch twice; if the run asks for it, also a request alone and among others."""
     first, second = [await engine.sample(plan.short, plan.sampling()) for _ in range(2)]
-    if plan.is_deterministic:
+    if plan.inference.deterministic:
         second[:1] = await engine.sample(plan.short[:1], plan.sampling())
     same = [
         np.array_equal(one.tokens, other.tokens) and np.array_equal(one.logprobs, other.logprobs)
@@ -271,17 +274,17 @@ async def determinism(plan: Measurement, trainer: Trainer, engine: Engine) -> Fi
     ]
     is_same = len({trainer.gradient_norm(plan.short, 0) for _ in range(2)}) == 1
     text = f"{sum(same)} of {len(same)} answers equal, gradients {'equal' if is_same else 'differ'}"
-    if not plan.is_deterministic:
-        return Finding("determinism", text)
-    return Finding("determinism", text, "all equal", all(same) and is_same)
+    if not plan.inference.deterministic:
+        return NumericsRow("determinism", text)
+    return NumericsRow("determinism", text, "all equal", all(same) and is_same)
 
 
-async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
+async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsRow:
     """New weights while the engine samples: before and after, each token is that of its version."""
     try:
         moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
     except EngineError as error:
-        return Finding("swap", f"not measured: {error}")
+        return NumericsRow("swap", f"not measured: {error}")
     note = engine.publish(1, trainer.engine.weights())
     differing: list[str] = []
 
@@ -295,13 +298,13 @@ async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> Finding:
     drifts["after"] = _drift(trainer.logprobs(plan.short), await engine.engine.logprobs(plan.short))
     trainer.engine.load(None)
     drifts["before"] = _of_version(trainer, sampled, 0)
-    judged = [name for name in drifts if name != "in flight" or plan.recomputes]
+    judged = [name for name in drifts if name != "in flight" or plan.inference.on_swap == "recompute"]
     signs = [*differing, *(name for name in judged if not plan.range.holds(drifts[name]))]
     text = ", ".join(f"{name} {_pair(drift)}" for name, drift in drifts.items())
-    return Finding("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
+    return NumericsRow("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
-async def adapter(plan: Measurement, engine: Engine) -> Finding:
+async def adapter(plan: Measurement, engine: Engine) -> NumericsRow:
     """A trained adapter: published as the run does, and merged as in a checkpoint."""
     folder = plan.folder / "checkpoint"
     folder.mkdir()
@@ -309,7 +312,7 @@ async def adapter(plan: Measurement, engine: Engine) -> Finding:
         trainer = plan.make_trainer("adapter")
         moved = trainer.move(plan.short[0], 10 * plan.range.mean + 0.05)
     except EngineError as error:
-        return Finding("adapter", f"not measured: {error}")
+        return NumericsRow("adapter", f"not measured: {error}")
     own = trainer.logprobs(plan.short)
     trainer.engine.save(folder)
     drifts = {"sent": await _served(plan, engine, own, engine.publish(2, trainer.engine.weights()))}
@@ -318,7 +321,7 @@ async def adapter(plan: Measurement, engine: Engine) -> Finding:
     shutil.rmtree(folder)
     signs = [name for name, drift in drifts.items() if not plan.range.holds(drift)]
     text = ", ".join(f"{name} {_pair(drift)}" for name, drift in drifts.items())
-    return Finding("adapter", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
+    return NumericsRow("adapter", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 
 
 async def _served(plan: Measurement, engine: Engine, own: list[Logprobs], note: WeightsNote) -> Drift:
@@ -354,6 +357,10 @@ def _drift(expected: Sequence[Logprobs], found: Sequence[Logprobs]) -> Drift:
     [drift] = drift_by_depth(expected, found, [0, max(map(len, expected))])
     assert drift is not None
     return drift
+
+
+def _judged(name: str, drift: Drift, limit: Range, text: str = "") -> NumericsRow:
+    return NumericsRow(name, f"{_pair(drift)}{text}", limit, limit.holds(drift))
 
 
 def _pair(drift: Drift | None) -> str:
