@@ -241,6 +241,9 @@ def test_a_hybrid_that_the_engine_cannot_serve_is_named(
     assert "use vllm or sglang" in table.first
 
 
+PIPELINE = ["training={use: pipeline, processes: 2, stages: 2}", "training.micro_batch_tokens=64"]
+
+
 @pytest.mark.parametrize(
     ("model", "overrides", "depth", "message"),
     [
@@ -248,6 +251,7 @@ def test_a_hybrid_that_the_engine_cannot_serve_is_named(
         ("tiny", [], 5000, "--depth 5000: a sample has 1024 tokens at most"),
         ("tiny", ["training.use=mock"], None, "'mock' does not train a model of files"),
         ("tiny", ["inference.slotz=2"], None, "unknown key 'slotz'"),
+        ("tiny", PIPELINE, None, "training: cannot be measured in one process: "),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
@@ -255,6 +259,28 @@ def test_what_cannot_be_measured_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         run(str(tiny) if model == "tiny" else model, overrides, depth, quick=True)
+
+
+def test_a_healthy_model_in_bfloat16_is_healthy_at_little_depth(
+    tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = ["training.dtype=bfloat16", "inference.dtype=bfloat16"]
+    assert run(str(tiny), overrides, 32, quick=True) == 0, capsys.readouterr().out
+    assert "bfloat16" in Table(0, capsys.readouterr().out).healthy
+
+
+def test_an_engine_without_numbers_is_named(
+    tiny: Path, measured: Callable[..., Table], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = Batcher.swap
+
+    def broken(self: Batcher, tensors: dict[str, Tensor], version: int) -> float:
+        return swap(self, {**tensors, LOST: tensors[LOST] * torch.nan}, version)
+
+    monkeypatch.setattr(Batcher, "swap", broken)
+    table = measured(tiny, quick=True)
+    assert table.status == 1
+    assert "not numbers" in table.first or "not finite" in table.first, table.text
 
 
 @pytest.mark.slow

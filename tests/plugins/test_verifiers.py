@@ -225,6 +225,12 @@ async def test_private_folders_are_empty_in_each_episode(library: Path) -> None:
     await workflow.endpoint.stop()
 
 
+@pytest.mark.parametrize("folder", ["logs", "/", "/logs/../etc"])
+def test_private_folders_are_below_the_root(folder: str) -> None:
+    with pytest.raises(ValueError, match="no absolute path of a folder below /"):
+        VerifiersWorkflowConfig(use="verifiers", private=(folder,))
+
+
 def test_tasks_in_a_cache_below_another_home_are_the_same(
     library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -159,6 +159,16 @@ def changed(format: TraceFormat, key: str, value: Any) -> dict[str, Any]:
     return trace
 
 
+def of_models(agent: str, last: str) -> dict[str, Any]:
+    trace = written("atif")
+    trace["agent"]["model_name"], trace["steps"][-1]["model_name"] = agent, last
+    return trace
+
+
+def test_calls_of_the_agents_own_model_are_read(tmp_path: Path) -> None:
+    assert len(read(tmp_path, "atif", of_models("small", "small"))) == 1
+
+
 @pytest.mark.parametrize(
     ("format", "trace", "message"),
     [
@@ -179,6 +189,8 @@ def changed(format: TraceFormat, key: str, value: Any) -> dict[str, Any]:
         ("atif", changed("atif", "prompt_token_ids", None), "step 6: expected one call of the model"),
         ("atif", changed("atif", "logprobs", [0.0]), "turn 2: 1 logprobs for 3 sampled tokens"),
         ("training-trace", {"turns": []}, "without a token to train on"),
+        ("training-trace", changed("training-trace", "prompt_token_ids", []), "turn 2: no prompt_token_ids"),
+        ("atif", of_models("small", "large"), "step 6 is of the model 'large', and the agent's is 'small'"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, format: TraceFormat, trace: Any, message: str) -> None:
