@@ -2,9 +2,10 @@
 
     python examples/loop.py      # the model and the rows of examples/quickstart; two cores are enough
 
-To try an idea, change `reward`, `advantages` or `loss`; docs/own-algorithm.md shows how to make a plugin of
-it. A run adds what is missing here: processes, which may fail and resume; generation during training, with a
-smaller learning rate while samples are far off-policy; evaluations; and records of everything.
+To try an idea, change `reward`, `advantages` or `loss`: after three steps only the loss shows it, after 20
+the reward does. docs/own-algorithm.md shows how to make a plugin of it. A run adds what is missing here:
+processes, which may fail and resume; generation during training, with a smaller learning rate while samples
+are far off-policy; evaluations; and records of everything.
 
 The trained weights are bit for bit those of `stretto run examples/quickstart/run.yaml queue.max_staleness=0
 inference.deterministic=true inference.slots=64` after as many steps (tests/runs/test_loop.py).

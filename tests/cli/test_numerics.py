@@ -237,7 +237,7 @@ def test_a_hybrid_that_the_engine_cannot_serve_is_named(
     table = measured(tmp_path)
     assert (table.status, table.failed, table.healthy) == (1, ["engine"], ["packing"]), table.text
     assert "padded" in table.text
-    assert table.first.startswith("likely cause: the engine stopped: ")
+    assert table.first.startswith("likely cause: the engine 'torch' stopped: ")
     assert "use vllm or sglang" in table.first
 
 

@@ -103,8 +103,8 @@ def group_normalise(
             of a conversation. Mean and standard deviation count a sample once, with the mean reward of its
             sequences. None if each sequence is a sample.
         std: divide by the standard deviation; without it this is Dr. GRPO's advantage.
-        leave_one_out: subtract the mean of the other samples, as in RLOO (2402.14740). This multiplies
-            R - mean_G by G / (G - 1), with G samples in the group.
+        leave_one_out: subtract the mean of the other samples, as in RLOO (2402.14740; with `std=False`). This
+            multiplies R - mean_G by G / (G - 1), with G samples in the group.
     """
     groups, members = torch.unique(group, return_inverse=True)  # (G,), (S,) 0..G-1
     rewards = rewards.double()

@@ -62,7 +62,8 @@ def run(model: str, overrides: Sequence[str], depth: int | None, *, quick: bool)
         except EngineError as error:
             if not rows:
                 raise
-            rows.append(NumericsRow("engine", "it stopped", "serves the model", ok=False, signs=[str(error)]))
+            signs = [f"{plan.inference.use!r} stopped: {error}"]
+            rows.append(NumericsRow("engine", "it stopped", "serves the model", ok=False, signs=signs))
         cause = cause_of(rows)
         typer.echo(f"likely cause: {cause}" if cause else "healthy: no row is out of its range")
         for line in (*_table(rows), "", *chat_lines(assembly)):
@@ -96,7 +97,7 @@ def _assembly(model: str, overrides: Sequence[str], folder: Path) -> Assembly:
 
 
 def _paragraphs(*, chat: bool) -> list[Any]:
-    """Return prompts of plain text that every machine has: the source of a module of Python's library."""
+    """Return prompts of a text that every machine has: the source of a module of Python."""
     texts = [part.strip() for part in inspect.getsource(argparse).split("\n\n") if part.strip()]
     return [[{"role": "user", "content": text}] for text in texts] if chat else texts
 

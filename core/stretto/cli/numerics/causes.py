@@ -29,7 +29,7 @@ def cause_of(rows: Sequence[NumericsRow]) -> str:
     if not failed:
         return ""
     if "engine" in failed:
-        return f"the engine stopped: {failed['engine'].signs[0]}"
+        return f"the engine {failed['engine'].signs[0]}"
     if "weights" in failed:
         return _OF_ONE["weights"]
     if any("inf" in row.measured for row in failed.values()):
