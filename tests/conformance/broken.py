@@ -162,6 +162,7 @@ class TestMisreporting(InferenceConformance):
     options = {"tokens_per_s": 2000, "slots": 8, "lengths": [2000]}
     finds = {
         "a_swap_reports_what_is_served_and_what_it_cost": "it reports another digest",
+        "an_engine_that_slept_serves_what_the_next_swap_loads": "assert report.digest == ",
         "a_request_sent_again_is_the_same_request": "assert (0 - 0) == 500",
         "figures_add_up": "assert (0 - 0) == ",
     }
