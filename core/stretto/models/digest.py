@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-__all__ = ["bytes_hash", "differing_names", "digest_of", "tensor_hash"]
+    from stretto.engine import SwapReport
+    from stretto.weights import WeightsNote
+
+__all__ = ["bytes_hash", "differing_names", "digest_of", "swap_fault", "tensor_hash"]
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -52,3 +55,21 @@ def differing_names(loaded: Mapping[str, str], published: Mapping[str, str]) -> 
     """Return the sorted names of the tensors whose hashes differ or that only one side has."""
     names = loaded.keys() | published.keys()
     return sorted(name for name in names if loaded.get(name) != published.get(name))
+
+
+def swap_fault(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
+    """Return how the served weights differ from the announced version; empty if they match."""
+    different = differing_names(report.hashes, published) if report.hashes else []
+    rest = f" and {len(different) - 3} more" if len(different) > 3 else ""
+    names = f": {', '.join(map(repr, different[:3]))}{rest} differ" if different else ""
+    if report.version != note.version:
+        return (
+            f"the engine skipped the swap to version {note.version} without an error: it serves version "
+            f"{report.version}{names}"
+        )
+    if different or report.digest != note.digest:
+        return (
+            f"the engine does not serve version {note.version} as the trainer published it (digest "
+            f"{note.digest[:12]}, served {report.digest[:12]}){names}"
+        )
+    return ""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Drift", "drift_by_depth", "kl_of_tokens"]
+__all__ = ["Drift", "drift_by_depth", "kl_of_tokens", "quarters"]
 
 
 class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -21,6 +21,11 @@ class Drift(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def within(self, bound: float) -> bool:
         """Return whether the mean is at most `bound`."""
         return self.mean <= bound
+
+
+def quarters(depth: int) -> list[int]:
+    """Return the edges of the quarters of a depth, from 0 to `depth`, for `drift_by_depth`."""
+    return [depth * quarter // 4 for quarter in range(5)]
 
 
 def drift_by_depth(

@@ -10,7 +10,7 @@ is dropped at one of these changes continues on another engine, or later.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
@@ -46,11 +46,11 @@ from stretto.engine import (
 )
 from stretto.errors import BusError, EngineError, WeightsError
 from stretto.machine import clock
-from stretto.models.digest import differing_names, digest_of
+from stretto.models.digest import digest_of, swap_fault
 from stretto.models.files import folder_of_model
 from stretto.models.lora_files import is_adapter, merge_adapter_files
 from stretto.models.version_files import FrozenFiles, RunFolders
-from stretto.rl.drift import Drift, drift_by_depth
+from stretto.rl.drift import Drift, drift_by_depth, quarters
 from stretto.serving.intake import final_chunks
 from stretto.weights import Canary, Subscriber, WeightsNote, WeightUpdate
 from stretto.workers.context import WorkerContext
@@ -326,7 +326,7 @@ class InferenceWorker:
             update.close()
         log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
         kernel_report = msgspec.structs.replace(report, hashes={})  # the kernel does not need the hashes
-        if fault := _fault_of(report, update.note, update.hashes()):
+        if fault := swap_fault(report, update.note, update.hashes()):
             return SwapDone(kernel_report, fault)
         drift, unscored = await self._compare(note.canary)
         fault = self._fault_of_canary(note, drift, unscored)
@@ -423,27 +423,9 @@ def drift_of_canary(canary: Canary, logprobs: Sequence[NDArray[np.float32]]) -> 
     """Return the largest mean over a quarter of the depth, and the largest difference of a token."""
     expected = [part.numpy() for part in canary.logprobs]
     found = [part[-len(own) :] for part, own in zip(logprobs, expected, strict=True)]
-    edges = [quarter * max(map(len, expected)) // 4 for quarter in range(5)]
-    quarters = [each for each in drift_by_depth(expected, found, edges) if each is not None]
-    return Drift(max(each.mean for each in quarters), max(each.max for each in quarters))
-
-
-def _fault_of(report: SwapReport, note: WeightsNote, published: Mapping[str, str]) -> str:
-    """Return how the served weights differ from the announced version; empty if they match."""
-    different = differing_names(report.hashes, published) if report.hashes else []
-    rest = f" and {len(different) - 3} more" if len(different) > 3 else ""
-    names = f": {', '.join(map(repr, different[:3]))}{rest} differ" if different else ""
-    if report.version != note.version:
-        return (
-            f"the engine skipped the swap to version {note.version} without an error: it serves version "
-            f"{report.version}{names}"
-        )
-    if different or report.digest != note.digest:
-        return (
-            f"the engine does not serve version {note.version} as the trainer published it (digest "
-            f"{note.digest[:12]}, served {report.digest[:12]}){names}"
-        )
-    return ""
+    drifts = drift_by_depth(expected, found, quarters(max(map(len, expected))))
+    known = [each for each in drifts if each is not None]
+    return Drift(max(each.mean for each in known), max(each.max for each in known))
 
 
 def _from(chunk: Chunk, have: int) -> Chunk | None:

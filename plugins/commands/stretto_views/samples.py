@@ -16,7 +16,7 @@ from rich.text import Text
 
 from stretto.errors import ConfigError, offer, printable
 from stretto.records.run_folder import Bounds, Purpose, RunHistory, SampleFilter, SampleOutcome, SampleStore
-from stretto.records.samples.traces import TraceFormat, write_trace
+from stretto.records.samples.traces import TraceFormat, sample_of, write_trace
 
 Row = dict[str, Any]
 
@@ -82,15 +82,11 @@ def write_parquet(rows: Sequence[Row], file: Path) -> None:
 
 def trace_rows(store: SampleStore, rows: Sequence[Row], format: TraceFormat, run: str) -> list[Row]:
     """Return kept samples as trajectories in the format of another tool. Say how many cannot be written."""
-    parts = Counter(map(_sample_of, store.find(limit=None, texts=False)))
-    traces = [write_trace(row, parts[_sample_of(row)], format, run) for row in rows]
+    parts = Counter(map(sample_of, store.find(limit=None, texts=False)))
+    traces = [write_trace(row, parts[sample_of(row)], format, run) for row in rows]
     if left_out := traces.count(None):
         typer.echo(f"left out {left_out} samples without tokens, or with images", err=True)
     return [trace for trace in traces if trace is not None]
-
-
-def _sample_of(row: Row) -> tuple[Any, ...]:
-    return row["purpose"], row["ticket"], row["attempt"], row["sample"]
 
 
 def print_samples(rows: Iterable[Row], console: Console) -> None:

@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
@@ -38,7 +38,7 @@ from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
 from stretto.records.run_folder import RunFolder
 from stretto.records.samples.store import SampleFilter, open_samples
-from stretto.records.samples.traces import row_of
+from stretto.records.samples.traces import row_of, sample_of
 from stretto.rl.supervised import prompt_and_answer
 
 Form = Literal["merged", "adapter"]
@@ -201,13 +201,13 @@ def export_samples(
     found = [row for row in every if row["reward"] is not None]
     finished = [row for row in found if row["finish"] == "stop"]
     chosen = {row["id"] for row in (_best(finished) if best_of_group else finished)}
-    parts = Counter(map(_sample_of, finished))
+    parts = Counter(map(sample_of, finished))
     encode = _encoder_of(folder)
     rows: list[str] = []
     with_tokens = 0
     for offset in range(0, len(every), _PAGE):
         for sample in store.find(wanted, limit=_PAGE, offset=offset, tokens=True):
-            if sample["id"] not in chosen or (row := row_of(sample, parts[_sample_of(sample)])) is None:
+            if sample["id"] not in chosen or (row := row_of(sample, parts[sample_of(sample)])) is None:
                 continue
             kept = Encoded(sample["tokens"], sample["loss_mask"])
             if encode(row) != kept:
@@ -248,11 +248,7 @@ def _encoder_of(folder: Path) -> Callable[[dict[str, Any]], Encoded | None]:
 
 
 def _best(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    best: dict[int, tuple[int, int, int]] = {}
+    best: dict[int, tuple[str, int, int, int]] = {}
     for sample in sorted(samples, key=lambda each: -each["reward"]):  # of equal rewards, the first
-        best.setdefault(sample["ticket"], _sample_of(sample))
-    return [each for each in samples if _sample_of(each) == best[each["ticket"]]]
-
-
-def _sample_of(row: Mapping[str, Any]) -> tuple[int, int, int]:
-    return row["ticket"], row["attempt"], row["sample"]
+        best.setdefault(sample["ticket"], sample_of(sample))
+    return [each for each in samples if sample_of(each) == best[each["ticket"]]]

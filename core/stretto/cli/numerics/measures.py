@@ -15,7 +15,7 @@ import numpy as np
 from stretto.cli.numerics.sides import Engine, Logprobs, Sampled, Tokens, Trainer, serving
 from stretto.engine import Sampling
 from stretto.errors import EngineError
-from stretto.rl.drift import Drift, drift_by_depth, kl_of_tokens
+from stretto.rl.drift import Drift, drift_by_depth, kl_of_tokens, quarters
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,6 @@ Kind = Literal["own", "plain", "bfloat16", "adapter"]
 """A trainer: `own` as the run's; `plain` in float32, each sequence alone, without a shared prefix; `bfloat16`
 as the run's, but in bfloat16; `adapter` as the run's with LoRA."""
 
-NUM_BINS = 4
 _TEMPERATURE, _TOP_P = 0.7, 0.8
 _COLD = 0.01
 """A temperature at which only the most likely token has a logprob near 0, unless two are nearly equal."""
@@ -60,7 +59,7 @@ BFLOAT16 = Range(0.15, 2.0, 0.9, 0.05)
 _PACKED = {FLOAT32: FLOAT32, BFLOAT16: BFLOAT16._replace(mean=0.05)}
 """Of sequences that one trainer packs with others or alone."""
 _GROWTH, _NOISE = 5.0, 1e-4
-"""The mean of a bin of depth may be so many times that of the first bin, and so many nats more."""
+"""Limit of the mean of a quarter of the depth: this multiple of the first quarter's, plus these nats."""
 
 
 class NumericsRow(NamedTuple):
@@ -106,7 +105,7 @@ class Measurement:
 
     @property
     def edges(self) -> list[int]:
-        return [self.depth * number // NUM_BINS for number in range(NUM_BINS + 1)]
+        return quarters(self.depth)
 
     @property
     def answer(self) -> int:
@@ -199,11 +198,9 @@ def bfloat16(plan: Measurement, trainer: Trainer, alone: list[Logprobs]) -> Nume
 # ---------------------------------------------------------------------------- trainer and engine
 
 
-def weights(differing: Sequence[str]) -> NumericsRow:
+def weights(fault: str) -> NumericsRow:
     """Hashes of the engine's tensors against those that the trainer published."""
-    names = ", ".join(differing[:3]) + (f" and {len(differing) - 3} more" if len(differing) > 3 else "")
-    measured = f"differ: {names}" if differing else "all tensors equal"
-    return NumericsRow("weights", measured, "equal", not differing)
+    return NumericsRow("weights", fault or "all tensors equal", "equal", not fault)
 
 
 async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[NumericsRow]:
@@ -218,7 +215,7 @@ async def depths(plan: Measurement, trainer: Trainer, engine: Engine) -> list[Nu
     own, theirs = _both(trainer, sampled)
     drifts = drift_by_depth(own, theirs, edges, [each.first for each in sampled])
     reading = drift_by_depth(trainer.logprobs(texts), await engine.engine.logprobs(texts), edges)
-    of_bins = [slice(number * len(texts), (number + 1) * len(texts)) for number in range(NUM_BINS)]
+    of_bins = [slice(number, number + len(texts)) for number in range(0, len(prompts), len(texts))]
     kls = [kl_of_tokens(np.concatenate(theirs[part]), np.concatenate(own[part])).mean() for part in of_bins]
     rows: list[NumericsRow] = []
     for edge, kl, *both in zip(edges[1:], kls, drifts, reading, strict=True):
@@ -286,10 +283,10 @@ async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsR
     except EngineError as error:
         return NumericsRow("swap", f"not measured: {error}")
     note = engine.publish(1, trainer.engine.weights())
-    differing: list[str] = []
+    faults: list[str] = []
 
     async def change() -> None:
-        differing.extend(await engine.swap(note, plan.model))
+        faults.append(await engine.swap(note, plan.model))
 
     pace = plan.rates["sampling"] / len(plan.short)
     most = min(_LONGEST, plan.depth - plan.answer, max(plan.answer, int(pace * _IN_FLIGHT_S)))
@@ -299,7 +296,7 @@ async def swap(plan: Measurement, trainer: Trainer, engine: Engine) -> NumericsR
     trainer.engine.load(None)
     drifts["before"] = _of_version(trainer, sampled, 0)
     judged = [name for name in drifts if name != "in flight" or plan.inference.on_swap == "recompute"]
-    signs = [*differing, *(name for name in judged if not plan.range.holds(drifts[name]))]
+    signs = [*filter(None, faults), *(name for name in judged if not plan.range.holds(drifts[name]))]
     text = ", ".join(f"{name} {_pair(drift)}" for name, drift in drifts.items())
     return NumericsRow("swap", f"moved {moved:.1g}; {text}", plan.range, not signs, signs)
 

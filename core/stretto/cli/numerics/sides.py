@@ -18,7 +18,7 @@ from stretto.algorithm import Loss
 from stretto.array import Array, KeptTokens
 from stretto.engine import Chunk, GenerateRequest, InferenceEngine, Sampling, TrainingEngine, sample_seed
 from stretto.errors import EngineError
-from stretto.models.digest import differing_names
+from stretto.models.digest import swap_fault
 from stretto.models.lora_files import is_adapter, merge_adapter_files
 from stretto.models.version_files import FolderPublisher, open_version
 
@@ -66,7 +66,7 @@ class Trainer:
 
     def gradient_norm(self, sequences: Sequence[Tokens], seed: int) -> float:
         """Return the norm of the gradient of a random linear function of all logprobs. No weight changes."""
-        signs = np.random.default_rng(seed).choice(np.float32([-1, 1]), sum(map(len, sequences)))  # pyright: ignore
+        signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), sum(map(len, sequences)))
         return self._train(sequences, signs, 0.0)["grad_norm"]
 
     def move(self, text: Tokens, far: float) -> float:
@@ -135,18 +135,15 @@ class Engine:
         """Write a version as a trainer of a run does."""
         return self.publisher.publish(version, tensors)
 
-    async def swap(self, note: WeightsNote, model: Path) -> list[str]:
-        """Serve a version; an adapter is merged into the files of `model` first. Return the names of tensors
-        that the engine holds otherwise than they were published."""
+    async def swap(self, note: WeightsNote, model: Path) -> str:
+        """Serve a version; an adapter is merged into the files of `model` first. Return how the served
+        weights differ from the published ones; empty if they match."""
         received = update = open_version(note, Path(note.address))
         if is_adapter(update.hashes()):
             update = merge_adapter_files(received, model, self.folder / f"merged-{note.version}")
             received.close()
         try:
-            report = await self.engine.swap(update)
-            if report.hashes:
-                return differing_names(report.hashes, update.hashes())
-            return [] if report.digest == update.note.digest else ["some"]
+            return swap_fault(await self.engine.swap(update), update.note, update.hashes())
         finally:
             update.close()
 

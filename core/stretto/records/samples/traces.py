@@ -24,7 +24,7 @@ from stretto.errors import ConfigError
 from stretto.models.images import names_in
 from stretto.models.prompts import tools_of
 
-__all__ = ["TraceFormat", "read_trace", "row_of", "write_trace"]
+__all__ = ["TraceFormat", "read_trace", "row_of", "sample_of", "write_trace"]
 
 TraceFormat = Literal["training-trace", "atif"]
 
@@ -82,6 +82,11 @@ class _AtifTrajectory(msgspec.Struct):
 
 
 # ------------------------------------------------------------------------------------------ writing
+
+
+def sample_of(row: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    """Return what the trajectories of one sample have in common."""
+    return row["purpose"], row["ticket"], row["attempt"], row["sample"]
 
 
 def row_of(sample: Mapping[str, Any], parts: int) -> dict[str, Any] | None:
