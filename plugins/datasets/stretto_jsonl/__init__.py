@@ -110,7 +110,7 @@ class JsonLines:
         if self._config.format == "rows":
             return [row]
         try:
-            return read_trace(line, self._config.format)
+            return read_trace(row, self._config.format)
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{number}: {error}") from error
 

@@ -232,19 +232,19 @@ def _tool_call(number: int, call: Mapping[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ reading
 
 
-def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
+def read_trace(trajectory: Mapping[str, Any], format: TraceFormat) -> list[Row]:
     """Return the sequences of a trajectory as rows with the columns `prompt`, `tools`, `tokens`, `loss_mask`,
     and `completion` where the format has the text that was sampled.
 
     Raises:
-        ConfigError: if the line is no such trajectory, a turn lacks ids or logprobs, or none is trained.
+        ConfigError: if it is no such trajectory, a turn lacks ids or logprobs, or none is trained.
     """
     rows: list[Row] = []
     try:
         if format == "atif":
-            turns = list(_turns_of(msgspec.json.decode(line, type=_AtifTrajectory)))
+            turns = list(_turns_of(msgspec.convert(trajectory, _AtifTrajectory)))
         else:
-            turns = msgspec.json.decode(line, type=_TrainingTrace).turns
+            turns = msgspec.convert(trajectory, _TrainingTrace).turns
         for number, turn in enumerate(turns, 1):
             _check(turn, f"turn {number}")
             row: Row = rows[-1] if rows else {"tokens": [None]}
@@ -259,7 +259,7 @@ def read_trace(line: bytes, format: TraceFormat) -> list[Row]:
             text = choice.get("text") or (choice.get("message") or {}).get("content")
             if isinstance(text, str) and text:
                 row["completion"] = text
-    except (msgspec.DecodeError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"not a trajectory in the format {format!r}: {error}") from error
     if trained := [row for row in rows if any(row["loss_mask"])]:
         return trained
