@@ -1,4 +1,5 @@
-"""Dataset, workflow and reward `verifiers`, against a stand-in for the library, and against the library.
+"""Dataset, workflow and reward `verifiers`, against a stand-in that sends what the library sent in recorded
+episodes, and against the library.
 
 STRETTO_VERIFIERS_PYTHON names an interpreter that has it and uv: `pip install 'verifiers>=0.4' uv`.
 STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12) name interpreters that also
@@ -7,6 +8,7 @@ have its extra `ta`, `openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -32,17 +34,27 @@ from stretto.workflow import Prompt
 from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfig
 from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow
 
-# As much of the library as `environment.py` uses: sums, of which the policy is asked over HTTP.
+EPISODES_FILE = Path(__file__).parents[1] / "fixtures" / "episodes.verifiers-0.4.0.json"
+EPISODES: dict[str, Any] = json.loads(EPISODES_FILE.read_text())["episodes"]
+"""What the library sent to the endpoint in one episode of each environment, what was sampled, and what the
+library got. Of the chat, a call has the messages that it adds."""
+
+# As much of the library as `environment.py` uses: sums, and recorded episodes. It sends requests as recorded.
 LIBRARY = """
-import asyncio, contextlib, json, os, urllib.request
+import asyncio, contextlib, http.client, json, os
+from pathlib import Path
 from types import SimpleNamespace as Space
+from typing import Any
+from urllib.parse import urlsplit
+
+EPISODES = json.loads(Path(__file__).with_name("episodes.json").read_text())["episodes"]
 
 class AgentConfig: ...
 class EvalClientConfig(Space): ...
 class ModelContext(Space): ...
 
 def env_config_type(taskset, env):
-    if taskset != "sums":
+    if taskset not in ("sums", *EPISODES):
         raise ModuleNotFoundError(f"taskset {taskset!r} not found")
     return Space(model_fields={"solver": Space(default=AgentConfig()), "id": Space(default="")})
 
@@ -70,6 +82,7 @@ def load_environment(config):
 class Environment:
     def __init__(self, config):
         self.taskset = Tasks(task(n) for n in range(config["taskset"].get("rows", 5)))
+        self.recorded = EPISODES.get(config["taskset"]["id"])
     @contextlib.asynccontextmanager
     async def serving(self):
         yield
@@ -83,19 +96,46 @@ class Environment:
             await asyncio.sleep(3600)
         if n == 3:
             os._exit(7)
-        messages = [{"role": "user", "content": task.data.prompt_text}]
-        reply = await asyncio.to_thread(self.ask, context, messages)
-        trace = Space(reward=float(reply == str(n + 1)), metrics={"length": float(len(reply))})
+        trace = await asyncio.to_thread(self.replay if self.recorded else self.add, task, context)
         return Space(ok=True, errors=[], traces=[trace])
-    def ask(self, context, messages):
-        request = urllib.request.Request(
-            context.client.base_url + "/chat/completions",
-            json.dumps({"model": context.model, "messages": messages}).encode(),
-            {"Authorization": "Bearer " + os.environ[context.client.api_key_var]},
-        )
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"]
+    def replay(self, task, context):
+        chat, verdict = [], dict(self.recorded["verdict"])
+        for call in self.recorded["calls"]:
+            chat += call.get("adds", [])
+            got = ask(context, self.recorded, call["request"], chat)
+            assert got == call["answer"], f"the endpoint answered {got}, not {call['answer']}"
+        return Space(reward=verdict.pop("reward"), metrics=verdict)
+    def add(self, task, context):
+        messages = [{"role": "user", "content": task.data.prompt_text}]
+        chunks = ask(context, EPISODES["textarena"], "POST /v1/chat/completions", messages)
+        reply = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+        return Space(reward=float(reply == str(task.data.n + 1)), metrics={"length": float(len(reply))})
+
+def ask(context, form, request, messages):
+    method, path = request.split()
+    body = json.dumps({**form["body"], "messages": messages}, ensure_ascii=False) if method == "POST" else ""
+    key = os.environ[context.client.api_key_var]
+    headers = {**form["headers"][request], "Authorization": f"Bearer {key}"}
+    client = http.client.HTTPConnection(urlsplit(context.client.base_url).netloc)
+    with contextlib.closing(client):
+        client.request(method, path, body.encode() or None, headers)
+        answer = client.getresponse()
+        text = answer.read().decode()
+    assert answer.status == 200, text
+    return data_of(answer.headers.get_content_type(), text)
+
 """
+
+
+def data_of(kind: str, text: str) -> Any:
+    """Return the data of an answer; of a stream, without what differs from one answer to another."""
+    if kind != "text/event-stream":
+        return json.loads(text)
+    *events, done, end = text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", ""), text
+    chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert len({(chunk.pop("id"), chunk.pop("created")) for chunk in chunks}) == 1, text
+    return chunks
 
 
 @pytest.fixture
@@ -103,7 +143,8 @@ def library(tmp_path: Path) -> Path:
     package = tmp_path / "library" / "verifiers" / "v1"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").write_text("")
-    (package / "__init__.py").write_text(LIBRARY)
+    (package / "__init__.py").write_text(LIBRARY + inspect.getsource(data_of))
+    (package / "episodes.json").write_text(EPISODES_FILE.read_text())
     return tmp_path / "library"
 
 
@@ -173,6 +214,22 @@ async def test_an_episode_is_what_was_sampled_with_the_environments_verdict(
     assert wrong.columns["verdict"] == [{"reward": 0.0, "length": 1.0}] * 2
     assert [each.score.reward for each in trajectories] == [0.25, 0.25]
     assert [each.tokens[each.loss_mask].tolist() for each in trajectories] == [[49], [49]]
+
+
+@pytest.mark.parametrize("name", ["textarena", "openenv", "harbor"])
+async def test_a_recorded_episode_is_one_trajectory(
+    library: Path, workflow: VerifiersWorkflow, name: str
+) -> None:
+    recorded = EPISODES[name]
+    calls = [call for call in recorded["calls"] if "samples" in call]
+    session = FakeSession([call["samples"] for call in calls], size=1)
+    [trajectory] = await play(workflow, tasks(library, environment=name)[0], session)
+    sampled = np.concatenate([each.answer.tokens for each in session.generated])
+    assert trajectory.tokens[trajectory.loss_mask].tolist() == sampled.tolist()
+    assert session.tokenizer.decode(sampled) == "".join(call["samples"] for call in calls)
+    assert session.scored[0].columns["verdict"] == [recorded["verdict"]]
+    text = session.tokenizer.decode(trajectory.tokens)
+    assert all(message["content"] in text for call in calls for message in call["adds"])
 
 
 async def test_what_goes_wrong_in_an_episode_fails_it_alone(
@@ -339,12 +396,14 @@ async def schema(request):
 async def play(request):
     socket = web.WebSocketResponse()
     await socket.prepare(request)
+    steps = 0
     async for message in socket:
         order = message.json()
         if order["type"] == "close":
             break
+        steps += order["type"] == "step"
         right = order["type"] == "step" and str(order["data"]["guess"]) == "7"
-        data = {"observation": {"text": "a digit"}, "reward": float(right), "done": order["type"] == "step"}
+        data = {"observation": {"text": "a digit"}, "reward": float(right), "done": right or steps == 2}
         await socket.send_json({"type": "observation", "data": data})
     return socket
 
@@ -376,7 +435,10 @@ def harbor(prompt, seed):
     command = "printf " + re.search("the word ([a-z]+)", prompt)[1] + " > answer.txt"
     return '<tool_call>{"name": "bash", "arguments": {"command": "' + command + '"}}</tool_call>'
 """
-GRADE = 'cat answer.txt | grep -c "^apple$" > /logs/verifier/reward.txt'
+GRADE = """\
+verdict='{"reward": %d, "characters": %d}'
+printf "$verdict" $(grep -c "^apple$" answer.txt) $(wc -c < answer.txt) > /logs/verifier/reward.json
+"""
 
 NULL = {"harness": {"id": "null"}}
 Settings = tuple[dict[str, Any], dict[str, Any]]
