@@ -13,19 +13,24 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import anyio
+import msgspec
 import numpy as np
 import psutil
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from patience import SOON_S, patience
 from processes import arguments_of
 from stretto import Context
+from stretto.agents.endpoint import Endpoint
 from stretto.errors import ConfigError
 from stretto.records.run_folder import open_samples
 from stretto.testing import FakeSession
@@ -35,7 +40,8 @@ from stretto_verifiers import Verifiers, VerifiersConfig, VerifiersWorkflowConfi
 from stretto_verifiers.workflow import EpisodeError, VerifiersWorkflow
 
 EPISODES_FILE = Path(__file__).parents[1] / "fixtures" / "episodes.verifiers-0.4.0.json"
-EPISODES: dict[str, Any] = json.loads(EPISODES_FILE.read_text())["episodes"]
+RECORDED = json.loads(EPISODES_FILE.read_text())
+EPISODES: dict[str, Any] = RECORDED["episodes"]
 """What the library sent to the endpoint in one episode of each environment, what was sampled, and what the
 library got. Of the chat, a call has the messages that it adds."""
 
@@ -486,6 +492,21 @@ def harbor(folder: Path) -> Generator[Settings]:
     yield {"taskset": taskset, "agent": {"harness": {"id": "bash"}}}, {"private": ["/tests", "/logs"]}
 
 
+@contextmanager
+def settings_of(prepare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Generator[Settings]:
+    """Yield the sections of dataset and workflow for an environment; skip the test if it is not installed."""
+    name = prepare.__name__
+    if (python := os.environ.get(f"STRETTO_{name.upper()}_PYTHON")) is None:
+        pytest.skip("no interpreter with this library")
+    with prepare(folder) as (options, workflow):
+        variables = {"SSL_CERT_FILE": os.environ.get("SSL_CERT_FILE", ""), **workflow.get("env", {})}
+        workflow |= {"use": "verifiers", "readable": [str(folder)], "max_calls": 8, "env": variables}
+        for key, value in variables.items():
+            monkeypatch.setenv(key, value)  # the tasks are listed outside of the sandbox
+        dataset = {"use": "verifiers", "size": 2, "environment": name, "python": python, "options": options}
+        yield dataset, workflow
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif("sandbox_problem(network=True)", reason="no sandbox")
 @pytest.mark.parametrize("prepare", [textarena, openenv, harbor])
@@ -493,26 +514,82 @@ def harbor(folder: Path) -> Generator[Settings]:
 def test_an_environment_of_another_library(
     start: Any, tmp_path: Path, prepare: Any, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = prepare.__name__
-    python, model = os.environ.get(f"STRETTO_{name.upper()}_PYTHON"), os.environ.get("STRETTO_SMALL_MODEL")
-    if python is None or (engine == "model" and model is None):
-        pytest.skip("no interpreter with this library, or no model")
+    name, model = prepare.__name__, os.environ.get("STRETTO_SMALL_MODEL")
+    if engine == "model" and model is None:
+        pytest.skip("no model")
     (tmp_path / "answers.py").write_text(ANSWERS)
     inference = {"use": "mock", "script": f"{tmp_path}/answers.py:{name}"}
     keys = [f"inference={json.dumps(inference)}", "sampling.max_tokens=200"]
     if engine == "model":
         keys = [f"model={model}", "training={use: torch, lr: 1.0e-6}", "sampling.max_tokens=16"]
         keys.append("inference={use: torch, context_length: 2048, slots: 4}")
-    with prepare(tmp_path) as (options, workflow):
-        variables = {"SSL_CERT_FILE": os.environ.get("SSL_CERT_FILE", ""), **workflow.get("env", {})}
-        workflow |= {"use": "verifiers", "readable": [str(tmp_path)], "max_calls": 8, "env": variables}
-        for key, value in variables.items():
-            monkeypatch.setenv(key, value)  # the tasks are listed outside of the sandbox
-        dataset = {"use": "verifiers", "size": 2, "environment": name, "python": python, "options": options}
+    with settings_of(prepare, tmp_path, monkeypatch) as (dataset, workflow):
         given = [f"dataset={json.dumps(dataset)}", f"workflow={json.dumps(workflow)}", "samples.keep=all"]
-        run = start(*_run_on(python, tmp_path), *given, *keys)
+        run = start(*_run_on(dataset["python"], tmp_path), *given, *keys)
         assert run.end() == 0, run.text()
     [step] = run.metrics()
     assert (step["reward"] == 1.0) if engine == "mock" else (0 <= step["reward"] <= 1)
     for sample in open_samples(run.folder).find(limit=3):
         print(name, engine, sample["reward"], repr(sample["text"]))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("sandbox_problem(network=True)", reason="no sandbox")
+@pytest.mark.parametrize("prepare", [textarena, openenv, harbor])
+async def test_the_library_sends_what_was_recorded(
+    tmp_path: Path, prepare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If not, set STRETTO_RECORD to record the episode, and write its versions into the file."""
+    recorded = EPISODES[prepare.__name__]
+    samples = [call["samples"] for call in recorded["calls"] if "samples" in call]
+    session = FakeSession(samples, size=1)
+    with settings_of(prepare, tmp_path, monkeypatch) as (dataset, keys):
+        context = Context(run="r", name="n", seed=1, sandbox="bubblewrap")
+        rows = Verifiers(msgspec.convert(dataset, VerifiersConfig), context)
+        workflow = VerifiersWorkflow(msgspec.convert(keys, VerifiersWorkflowConfig), context)
+        async with recording(workflow.endpoint, samples) as seen:
+            await play(workflow, rows[0], session)
+        await workflow.end()
+        await workflow.endpoint.stop()
+    seen["verdict"] = session.scored[0].columns["verdict"][0]
+    if "STRETTO_RECORD" in os.environ:
+        EPISODES[prepare.__name__] = seen
+        EPISODES_FILE.write_text(json.dumps(RECORDED, indent=1, ensure_ascii=False) + "\n")
+        return
+    sent, expected = (  # the values of headers name the machine, and the versions of clients
+        {**episode, "headers": {request: [*values] for request, values in episode["headers"].items()}}
+        for episode in (seen, recorded)
+    )
+    assert sent == expected
+
+
+@asynccontextmanager
+async def recording(endpoint: Endpoint, samples: list[str]) -> AsyncGenerator[dict[str, Any]]:
+    """Yield what clients of the endpoint send and get inside the block, in the form of `EPISODES`."""
+    await endpoint.start()
+    origin, left = endpoint.base_url.removesuffix("/v1"), iter(samples)
+    chat: list[Any] = []
+    seen: dict[str, Any] = {"headers": {}, "calls": []}
+
+    async def relay(request: web.BaseRequest) -> web.Response:
+        line, body = f"{request.method} {request.path}", await request.read()
+        url, headers = f"{origin}{request.path}", request.headers
+        async with aiohttp.request(request.method, url, data=body, headers=headers) as answer:
+            text = await answer.text()
+        call: dict[str, Any] = {"request": line}
+        if body:
+            form = json.loads(body)
+            messages = form.pop("messages")
+            assert (messages[: len(chat)], seen.setdefault("body", form)) == (chat, form)
+            call |= {"adds": messages[len(chat) :], "samples": next(left)}
+            chat[:] = messages
+        seen["calls"].append({**call, "answer": data_of(answer.content_type, text)})
+        shown = {name: headers[name] for name in headers if name not in ("Host", "Content-Length")}
+        hidden = {"Authorization": "Bearer KEY", "X-Session-ID": "SESSION"}
+        shown |= {name: value for name, value in hidden.items() if name in shown}
+        assert seen["headers"].setdefault(line, shown) == shown
+        return web.Response(text=text, status=answer.status, content_type=answer.content_type)
+
+    async with RawTestServer(relay) as server:
+        endpoint.base_url = str(server.make_url("/v1"))
+        yield seen
