@@ -157,9 +157,11 @@ def parameters_in(folder: str) -> int:
     return sum(math.prod(shape) for shape in shapes_in(folder).values())
 
 
-def tensors_of_model(folder: Path) -> dict[str, Place]:
-    """Return tensor name -> its place, for a model in files with the names that Hugging Face uses."""
-    return places_in(folder, "model*.safetensors")
+def tensors_of_model(model: str | None) -> dict[str, Place]:
+    """Return tensor name -> its place, for a model in files with the names that Hugging Face uses; empty if
+    `folder_of_model` finds none."""
+    folder = folder_of_model(model)
+    return places_in(Path(folder), "model*.safetensors") if folder is not None else {}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

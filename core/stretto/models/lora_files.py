@@ -66,7 +66,7 @@ def merge_adapter_files(
     note = update.note
     assert update.folder is not None
     try:
-        model_tensors, adapter = tensors_of_model(model), places_in(update.folder)
+        model_tensors, adapter = tensors_of_model(str(model)), places_in(update.folder)
         _check_fit(adapter, model_tensors, model)
         folder.mkdir(mode=0o700)
         adapted, others = dict[str, list[Place]](), dict[str, list[Place]]()

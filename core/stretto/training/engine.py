@@ -310,8 +310,7 @@ class HFTraining:
         return lora if lora is not None and lora.send == "adapter" and policy else None
 
     def _check_adapter_files(self) -> None:
-        folder = folder_of_model(self._initial)
-        in_files = tensors_of_model(Path(folder)) if folder is not None else {}
+        in_files = tensors_of_model(self._initial)
         for name in self._trained:
             if (matrix := matrix_of(self._factor_in_files(name))) not in in_files:
                 raise EngineError(

@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import math
 import re
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +18,8 @@ import msgspec
 
 from stretto.component import Head
 from stretto.machine.private_file import cache_folder, write_private
-from stretto.models.files import (
-    cache_bytes,
-    folder_of_model,
-    known_config,
-    tensors_of_model,
-    text_config,
-)
+from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
+from stretto.user_code.child_process import last_line, run_child
 
 __all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 
@@ -103,9 +97,7 @@ def counted(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
 
 def is_lossless(model: str) -> bool:
     """Return whether bfloat16 can hold the numbers in a model's files."""
-    folder = folder_of_model(model)
-    dtypes = {place.dtype for place in tensors_of_model(Path(folder)).values()} if folder else set[str]()
-    if dtypes:
+    if dtypes := {place.dtype for place in tensors_of_model(model).values()}:
         return dtypes <= {"BF16"}
     config = known_config(model)
     return config.get("dtype", config.get("torch_dtype")) == "bfloat16"
@@ -132,16 +124,15 @@ def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     command = (sys.executable, "-m", "stretto.training.activations")
     question = msgspec.json.encode(micro_batches)
     try:
-        child = subprocess.run(command, input=question, capture_output=True, timeout=_COUNT_S, check=False)
-    except subprocess.TimeoutExpired:
+        child = run_child(command, question, _COUNT_S)
+    except TimeoutError:
         fault = f"counting took longer than {_COUNT_S:.0f} s"
     except OSError as error:  # no memory for a process
         fault = str(error)
     else:
         if not child.returncode:
             return msgspec.json.decode(child.stdout, type=list[Counted])
-        last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        fault = f"counting ended with status {child.returncode}: {' '.join(last)}"
+        fault = f"counting ended with status {child.returncode}: {last_line(child)}"
     return [Counted(fault=fault)] * len(micro_batches)
 
 
@@ -161,8 +152,7 @@ def _version(package: str) -> str:
 def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
     """Return numbers from the shapes in the model's files, with an upper bound for activations; None without
     files."""
-    folder = folder_of_model(micro_batch.model)
-    shapes = {name: place.shape for name, place in tensors_of_model(Path(folder)).items()} if folder else {}
+    shapes = {name: place.shape for name, place in tensors_of_model(micro_batch.model).items()}
     if not shapes:
         return None
     inner = {name: shape for name, shape in shapes.items() if len(shape) == 2 and not _OUTER.search(name)}

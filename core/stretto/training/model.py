@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -21,7 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
-from stretto.models.files import folder_of_model, is_hybrid, tensors_of_model
+from stretto.models.files import is_hybrid, tensors_of_model
 from stretto.training.packing import (
     ATTENTION,
     InputRows,
@@ -139,14 +138,11 @@ def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-    folder = folder_of_model(source)
-    if folder is None:
-        return {}
     conversions = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     state, names = model.state_dict(), dict[str, str]()
-    for file_name in tensors_of_model(Path(folder)):
+    for file_name in tensors_of_model(source):
         name, converter = rename_source_key(file_name, renamings, converters, model.base_model_prefix, state)
         if converter is None and name != file_name and name in state:
             names[name] = file_name
