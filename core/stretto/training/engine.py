@@ -212,9 +212,8 @@ class HFTraining:
             model.requires_grad_(False)
         elif config.gradient_checkpointing:
             checkpoint_activations(model)
-        vocab_size = model.config.get_text_config().vocab_size
-        trial = trial_inputs(self._packing, vocab_size, staging)
-        return_figures(model, self._head, trial if config.chunked_logits else None)
+        trial = trial_inputs(self._packing, model) if config.chunked_logits else None
+        return_figures(model, self._head, trial)
         if config.dtype == "bfloat16" and self._layout.autocast:
             cast_frozen(model, torch.bfloat16)  # after the trials, which compute without autocast
         if config.state == "host" and self._trainable and not self._layout.offloads:

@@ -62,44 +62,35 @@ def load_model(
         model_config = _without_dropout(AutoConfig.from_pretrained(source))
         if reads_images(model_config):
             return _vision_language(source, model_config, config, head, device)
-        text_config = model_config.get_text_config()
         if config.packing != "padded":
-            model = _from_pretrained(source, model_config, head, ATTENTION, device)
+            model = _load(source, model_config, head, device, attn_implementation=ATTENTION)
             packed = PackedRows(recurrent=is_hybrid(source))
-            trial = _hidden_states(model), model.get_input_embeddings(), text_config.vocab_size, device
-            reason = differs_from_plain(packed, *trial)
+            reason = differs_from_plain(packed, model)
             if not reason:
-                return model, _rows_of(model, packed, config, device, trains_on)
+                return model, _rows_of(model, packed, config, trains_on)
             if config.packing == "packed":
                 raise EngineError(
                     f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
                 )
             log.info("rows are padded, and each sequence computes its prefix", reason=reason)
             del model  # free its memory before the next model is loaded
-        return _from_pretrained(source, model_config, head, None, device), PaddedRows()
+        return _load(source, model_config, head, device, attn_implementation=None), PaddedRows()
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
 def _rows_of(
-    model: PreTrainedModel,
-    packed: PackedRows,
-    config: ModelTrainingConfig,
-    device: torch.device,
-    trains_on: torch.device,
+    model: PreTrainedModel, packed: PackedRows, config: ModelTrainingConfig, trains_on: torch.device
 ) -> InputRows:
-    text_config: Any = model.config.get_text_config()
-    compute, vocab_size = _hidden_states(model), text_config.vocab_size
     rows = packed
     if config.shared_prefixes and not packed.recurrent:
-        rows = PrefixRows(text_config.hidden_size)
-        if reason := differs_from_plain(rows, compute, model.get_input_embeddings(), vocab_size, device):
+        rows = PrefixRows(model.config.get_text_config().hidden_size)
+        if reason := differs_from_plain(rows, model):
             log.info("each sequence computes its prefix", reason=reason)
             rows = packed
     if not config.varlen_attention:
         return rows
-    dtype = getattr(torch, config.dtype)
-    if reason := varlen_differs(rows, compute, vocab_size, device, trains_on, dtype):
+    if reason := varlen_differs(rows, model, trains_on, getattr(torch, config.dtype)):
         log.warning("training.varlen_attention is not used", reason=reason)
         return rows
     return replace(rows, varlen=True)
@@ -109,8 +100,7 @@ def load_policy(source: str) -> PreTrainedModel:
     """Load a model on the CPU, in its files' dtype, to publish it. Raise EngineError if that fails."""
     try:
         model_config = AutoConfig.from_pretrained(source)
-        kind = _kind_of(model_config, "policy")
-        return _load(kind, source, torch.device("cpu"), dtype="auto", config=model_config)
+        return _load(source, model_config, "policy", torch.device("cpu"), dtype="auto")
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
@@ -175,7 +165,7 @@ def _vision_language(
         )
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
-    model = _load(_kind_of(model_config, head), source, device, config=model_config)
+    model = _load(source, model_config, head, device)
     return model, PaddedRows(image_arguments(model))
 
 
@@ -192,13 +182,6 @@ def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[st
     return arguments
 
 
-def _from_pretrained(
-    source: str, config: Any, head: Head, attention: str | None, device: torch.device
-) -> PreTrainedModel:
-    kind, new_head = _kind_of(config, head), head != "policy"
-    return _load(kind, source, device, new_head=new_head, config=config, attn_implementation=attention)
-
-
 def _kind_of(config: Any, head: Head) -> Any:
     """Return transformers' class for a model with this head. The config of a value or reward head gets one
     output for each token."""
@@ -210,25 +193,25 @@ def _kind_of(config: Any, head: Head) -> Any:
 
 
 def _load(
-    kind: Any,
     source: str,
+    config: Any,
+    head: Head,
     device: torch.device,
     *,
-    new_head: bool = False,
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a model from a folder or the hub on a device. Nothing is unpickled, no weight is random: a
-    `new_head` that the source lacks starts at 0; if it is False, the source must have all tensors."""
+    """Load a model from a folder or the hub on a device. Nothing is unpickled, no weight is random: a value
+    or reward head that the source lacks starts at 0; for a policy, the source must have all tensors."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # no warning about missing tensors: they are checked below
     try:
-        model, info = kind.from_pretrained(
-            source, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+        model, info = _kind_of(config, head).from_pretrained(
+            source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
     finally:
         transformers_logging.set_verbosity(verbosity)
-    if new_head:
+    if head != "policy":
         _begin_at_zero(model, info["missing_keys"], source)
     elif missing := sorted(info["missing_keys"]):
         raise EngineError(f"model {source!r} lacks {', '.join(missing[:3])}; does it have another head?")
@@ -253,13 +236,6 @@ def _without_dropout(config: Any) -> Any:
             if ("drop" in name) and isinstance(value, float):
                 setattr(owner, name, 0.0)
     return config
-
-
-def _hidden_states(model: PreTrainedModel) -> Callable[[dict[str, Any]], Tensor]:
-    """Return a function from the model's arguments to the input of its head. The trials of rows compare
-    this input, because the output of a new head is 0 everywhere."""
-    base: Any = model.base_model
-    return lambda arguments: base(**arguments).last_hidden_state
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

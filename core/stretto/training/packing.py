@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from transformers import AttentionInterface
 from stretto.rl.batch import Batch
 from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, VarlenBounds, split_batch
 from stretto.training.token_head import ModelInputs, Wanted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "ATTENTION",
@@ -219,45 +222,47 @@ class PaddedRows(InputRows):
         return ModelInputs({**on_device, "use_cache": False}, wanted.moved(at, device))
 
 
-def trial_inputs(rows: InputRows, vocab_size: int, device: torch.device) -> ModelInputs:
-    """Return the inputs of 20 random tokens; the figures of all tokens but the last are wanted. They need no
-    varlen call, so a model in float32 on any device can compute them."""
+def trial_inputs(rows: InputRows, model: PreTrainedModel) -> ModelInputs:
+    """Return a model's inputs for 20 random tokens; the figures of all tokens but the last are wanted. They
+    need no varlen call, so a model in float32 on any device can compute them."""
     if isinstance(rows, PackedRows | PrefixRows):
         rows = replace(rows, varlen=False)
-    tokens = torch.randint(vocab_size, (20,), generator=torch.Generator().manual_seed(0))
+    tokens = _random_tokens(model, 20, torch.Generator().manual_seed(0))
     wanted = Wanted(torch.arange(19), tokens[1:], temperature=0.7)
-    return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, device)
+    return rows.inputs(Batch([20], {"tokens": tokens}, {}), wanted, model.device)
 
 
-def differs_from_plain(
-    rows: InputRows,
-    compute: Callable[[dict[str, Any]], Tensor],
-    embedding: nn.Module,
-    vocab_size: int,
-    device: torch.device,
-) -> str:
+def _random_tokens(model: PreTrainedModel, number: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(model.config.get_text_config().vocab_size, (number,), generator=generator)
+
+
+def _hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
+    """Return the input of a model's head, (1, T, H): the output of a new head is 0 everywhere."""
+    return model.base_model(**arguments).last_hidden_state
+
+
+def differs_from_plain(rows: InputRows, model: PreTrainedModel) -> str:
     """Compare three sequences in one row with each sequence alone; the first and the last share a prefix.
-    Return how the hidden states, (1, T, H) from `compute`, or the gradients of `embedding`'s outputs differ;
-    empty if they are equal."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = [7, 1, 12]
-    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    Return how the input of the model's head, or the gradients of its embeddings, differ; empty if they are
+    equal."""
+    lengths, embedding = [7, 1, 12], model.get_input_embeddings()
+    tokens = _random_tokens(model, sum(lengths), torch.Generator().manual_seed(0))
     tokens[8:13] = tokens[:5]
     batch = Batch(lengths, {"tokens": tokens}, {})
 
     def output(rows: InputRows, part: Batch) -> tuple[Tensor, Tensor]:
         """Return the states (T, H) of all tokens, and the sum of the gradients of each token id (T, H)."""
         every_token = Wanted(torch.arange(part.num_tokens), part["tokens"])
-        inputs = rows.inputs(part, every_token, device)
+        inputs = rows.inputs(part, every_token, model.device)
         with torch.no_grad():
             leaf: Tensor = embedding(inputs.arguments["input_ids"])
         hook = embedding.register_forward_hook(lambda *_: leaf.requires_grad_())  # pyright: ignore[reportUnknownLambdaType]
         try:
-            states = compute(inputs.arguments).flatten(0, 1)[inputs.wanted.at]
+            states = _hidden_states(model, inputs.arguments).flatten(0, 1)[inputs.wanted.at]
         finally:
             hook.remove()
         [gradient] = torch.autograd.grad(states.square().sum(), leaf)
-        is_same = tokens.to(device)[:, None] == inputs.arguments["input_ids"]  # (T, tokens of the row)
+        is_same = tokens.to(model.device)[:, None] == inputs.arguments["input_ids"]  # (T, tokens of the row)
         return states.detach(), is_same.to(gradient.dtype) @ gradient[0]
 
     try:
@@ -275,19 +280,14 @@ def differs_from_plain(
 
 
 def varlen_differs(
-    rows: PackedRows | PrefixRows,
-    compute: Callable[[dict[str, Any]], Tensor],
-    vocab_size: int,
-    device: torch.device,
-    trains_on: torch.device,
-    dtype: torch.dtype,
+    rows: PackedRows | PrefixRows, model: PreTrainedModel, trains_on: torch.device, dtype: torch.dtype
 ) -> str:
     """Compare a varlen call with a call for each block: outputs and gradients, in the dtype and on the device
-    of the training, for random states in the shapes of each layer of the model that `compute` runs on
-    `device`. Return how they differ; empty if only by rounding."""
+    of the training, for random states in the shapes of each layer of the model. Return how they differ; empty
+    if only by rounding."""
     generator = torch.Generator().manual_seed(0)
     lengths = [300, 1, 260]  # they and the shared prefix are longer than a kernel's tiles
-    tokens = torch.randint(vocab_size, (sum(lengths),), generator=generator)
+    tokens = _random_tokens(model, sum(lengths), generator)
     tokens[301:501] = tokens[:200]
     batch, every_token = Batch(lengths, {"tokens": tokens}, {}), Wanted(torch.arange(len(tokens)), tokens)
     plans: list[AttentionPlan] = [
@@ -312,7 +312,7 @@ def varlen_differs(
     AttentionInterface.register(ATTENTION, compare)
     try:
         with torch.no_grad():
-            compute(trial_inputs(rows, vocab_size, device).arguments)
+            _hidden_states(model, trial_inputs(rows, model).arguments)
     except (ImportError, TypeError, ValueError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
     finally:
