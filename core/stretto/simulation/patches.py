@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 from unittest import mock
@@ -95,11 +96,13 @@ class World:
             asyncio._set_running_loop(outer_loop)
             self.sleep(loop.time() - began)
 
-    async def in_thread(self, function: Callable[..., Any], *args: Any, abandon: bool = False) -> Any:
-        """Replace `anyio.to_thread.run_sync`."""
+    async def in_thread(
+        self, func: Any, args: Any, abandon_on_cancel: bool = False, limiter: object = None
+    ) -> Any:
+        """Replace the method of anyio's backend behind `anyio.to_thread.run_sync`."""
         await anyio.lowlevel.checkpoint()
-        result, seconds = self.call(function, *args)
-        with anyio.CancelScope(shield=not abandon):
+        result, seconds = self.call(func, *args)
+        with anyio.CancelScope(shield=not abandon_on_cancel):
             await anyio.sleep(seconds)
         if isinstance(result, Exception):
             raise result
@@ -214,19 +217,11 @@ def _clocks(world: World) -> Iterator[tuple[Any, str, Any]]:
 def patched(world: World) -> Generator[None]:
     """Put the simulated world in the place of the real one for the duration of the block."""
 
-    async def in_thread(
-        cls: object, func: Any, args: Any, abandon_on_cancel: bool = False, limiter: object = None
-    ) -> Any:
-        return await world.in_thread(func, *args, abandon=abandon_on_cancel)
+    def bytes_of(stream: Random, number: int = 32) -> bytes:
+        return stream.randbytes(number)
 
-    def bytes_of(stream: Random) -> Callable[..., bytes]:
-        def draw(number: int = 32) -> bytes:
-            return stream.randbytes(number)
-
-        return draw
-
-    def hex_of(stream: Random) -> Callable[..., str]:
-        return lambda *number: bytes_of(stream)(*number).hex()
+    def hex_of(stream: Random, number: int = 32) -> str:
+        return stream.randbytes(number).hex()
 
     # Each library has its own stream, so that a draw which only the first universe makes, such as at an
     # import, moves no other stream.
@@ -237,7 +232,7 @@ def patched(world: World) -> Generator[None]:
         (os, "getpid", _process_id),
         (shutil, "disk_usage", _always(_DISK_USAGE)),  # error texts name the free space
         (adoption, "folder_id", _always("a folder")),  # it contains an inode, which differs each time
-        (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names)(4), None)),
+        (tempfile, "_get_candidate_names", lambda: iter(lambda: hex_of(names, 4), None)),
         (uuid, "_generate_time_safe", None),
         (uuid, "_node", 1),
         (uuid, "_last_timestamp", None),
@@ -245,17 +240,17 @@ def patched(world: World) -> Generator[None]:
         (random, "_urandom", _UNSEEDED.randbytes),
         (random.Random, "seed", _seed),
         (numpy.random.bit_generator, "randbits", _UNSEEDED.getrandbits),
-        (secrets, "token_bytes", bytes_of(tokens)),
-        (secrets, "token_hex", hex_of(tokens)),
+        (secrets, "token_bytes", partial(bytes_of, tokens)),
+        (secrets, "token_hex", partial(hex_of, tokens)),
         (secrets, "randbits", numbers.getrandbits),
         (secrets, "randbelow", numbers.randrange),
         (nats.nuid, "token_bytes", nats_tokens.randbytes),
         (nats.nuid, "randbelow", nats_tokens.randrange),
-        (nats.aio.client, "token_hex", hex_of(nats_tokens)),
-        (nats.js.client, "token_hex", hex_of(nats_tokens)),
+        (nats.aio.client, "token_hex", partial(hex_of, nats_tokens)),
+        (nats.js.client, "token_hex", partial(hex_of, nats_tokens)),
         (nats.aio.client, "TcpTransport", SimulatedTransport),
         (backend, "CancelScope", _CancelScope),
-        (backend.AsyncIOBackend, "run_sync_in_worker_thread", classmethod(in_thread)),
+        (backend.AsyncIOBackend, "run_sync_in_worker_thread", world.in_thread),
         (threading.Thread, "start", _escape),
         (subprocess, "Popen", _escape),
         *((os, name, _escape) for name in ("posix_spawn", "system")),
