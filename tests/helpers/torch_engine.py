@@ -22,7 +22,7 @@ from stretto.array import Array
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import EngineError
-from stretto.models.digest import tensor_hash
+from stretto.models.digest import hashes_of
 from stretto.testing import Sample
 from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto.weights import WeightsNote
@@ -129,7 +129,7 @@ class Update:
         return WeightsNote(self.version, "memory", "")
 
     def hashes(self) -> Mapping[str, str]:
-        return {name: tensor_hash(tensor) for name, tensor in self.weights.items()}
+        return hashes_of(self.weights)
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.weights

@@ -31,10 +31,9 @@ from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Chunk, Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import EngineError, WeightsError
-from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.digest import digest_of, hashes_of
 from stretto.models.version_files import FolderPublisher, Outline, RunFolders, lay_out, open_version
 from stretto.rl.drift import Drift
-from stretto.testing.served_engine import hashes_of
 from stretto.weights import Canary, Publisher, Subscriber, WeightsNote, WeightUpdate, Wire
 from stretto.workers.context import WorkerContext
 from stretto.workers.inference import InferenceWorker
@@ -86,7 +85,7 @@ async def test_frozen_tensors_are_written_and_hashed_once(tmp_path: Path) -> Non
         if version == 2:
             notes.append(publisher.publish(2, iter(tensors(2)[:1])))
         update = await subscriber.receive(notes[version])
-        assert update.hashes() == {name: tensor_hash(each) for name, each in tensors(version)}
+        assert update.hashes() == hashes_of(dict(tensors(version)))
         [frozen] = Path(notes[version].address).glob("frozen-*")
         [own] = Path(notes[version].address).glob("model-*")
         assert notes[version].fetched_bytes == own.stat().st_size  # an engine has the frozen ones

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from stretto.engine import SwapReport
     from stretto.weights import WeightsNote
 
-__all__ = ["bytes_hash", "differing_names", "digest_of", "swap_fault", "tensor_hash"]
+__all__ = ["bytes_hash", "differing_names", "digest_of", "hashes_of", "swap_fault", "tensor_hash"]
 
 
 def tensor_hash(tensor: Tensor) -> str:
@@ -29,6 +29,11 @@ def tensor_hash(tensor: Tensor) -> str:
 
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
     return bytes_hash(data, str(tensor.dtype).removeprefix("torch."), tensor.shape)
+
+
+def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return tensor name -> its hash in hex, for tensors on any device."""
+    return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}
 
 
 def bytes_hash(data: bytes | memoryview | NDArray[np.uint8], dtype: str, shape: Sequence[int]) -> str:

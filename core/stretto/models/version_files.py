@@ -30,7 +30,7 @@ import numpy as np
 
 from stretto.errors import WeightsError
 from stretto.models.deltas import FileBytes, apply_delta
-from stretto.models.digest import bytes_hash, differing_names, digest_of, tensor_hash
+from stretto.models.digest import bytes_hash, differing_names, digest_of, hashes_of
 from stretto.models.safetensors import Place, layout_of, places, save_tensors, write_header
 from stretto.weights import WeightsNote
 
@@ -308,7 +308,7 @@ class FolderPublisher:
         with ThreadPoolExecutor(1) as beside:  # hashing and comparing take equally long and release the lock
             for index, shard in enumerate(shards):
                 name = f"model-{index:05d}.safetensors"
-                hashing = beside.submit(_hashes_of, shard)
+                hashing = beside.submit(hashes_of, shard)
                 newest.put(name, shard, base)
                 hashes[name] = hashing.result()
                 shard.clear()
@@ -341,7 +341,7 @@ class FolderPublisher:
         for index, shard in enumerate(shards):
             name = f"{stem}-{index:05d}.safetensors"
             save_tensors(shard, folder / name)
-            files[name] = _hashes_of(shard)
+            files[name] = hashes_of(shard)
             shard.clear()  # free the tensors before the next shard is gathered
         return files
 
@@ -381,10 +381,6 @@ class _InMemory:
     @property
     def bytes(self) -> int:
         return sum(content.data.nbytes for _, content in self.files.values())
-
-
-def _hashes_of(shard: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_hash(tensor) for name, tensor in shard.items()}
 
 
 def _has_16_bits(tensors: Mapping[str, Tensor]) -> bool:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from stretto.errors import WeightsError
-from stretto.models.digest import digest_of
+from stretto.models.digest import digest_of, hashes_of
 from stretto.testing.component import ComponentUnderTest, needs_model
-from stretto.testing.served_engine import ServedEngine, hashes_of, request
+from stretto.testing.served_engine import ServedEngine, request
 from stretto.testing.tiny_model import TinyModel
 
 __all__ = ["SwapTests"]

@@ -29,7 +29,6 @@ from stretto.engine import (
     SwapReport,
 )
 from stretto.errors import EngineError, one_job
-from stretto.models.digest import tensor_hash
 from stretto.models.version_files import FolderPublisher, open_version
 from stretto.testing.tiny_model import SPECIAL, VOCABULARY, NoModel, Reference
 
@@ -311,8 +310,3 @@ def request(
         deadline_s=deadline_s,
         wants_kept=wants_kept,
     )
-
-
-def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the hash of each tensor, by name."""
-    return {name: tensor_hash(tensor) for name, tensor in tensors.items()}

@@ -15,10 +15,9 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from stretto.component import Kind
 from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
-from stretto.models.digest import digest_of
+from stretto.models.digest import digest_of, hashes_of
 from stretto.models.version_files import open_version
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
-from stretto.testing.served_engine import hashes_of
 from stretto.weights import (
     FreezingPublisher,
     Publisher,

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError, RequestError
-from stretto.models.digest import digest_of
+from stretto.models.digest import digest_of, hashes_of
 from stretto.models.files import known_config
 from stretto.serving.intake import final_chunks
 from stretto.serving.stop_strings import stop_tokenizer
@@ -36,7 +36,6 @@ from stretto_torch.batcher import Batcher
 from stretto_torch.determinism import kept_shapes, what_was_found
 from stretto_torch.images import PromptImages
 from stretto_torch.model import load_model
-from stretto_torch.swap import hashes_of
 
 if TYPE_CHECKING:
     from anyio.abc import TaskGroup

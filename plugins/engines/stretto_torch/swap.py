@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from stretto.errors import WeightsError, nearest
-from stretto.models.digest import tensor_hash
 from stretto_torch.linear import Linear
 
 
@@ -95,7 +94,3 @@ def tied_names(state: Mapping[str, Tensor]) -> frozenset[str]:
             tied.add(name)
         pointers.add(tensor.data_ptr())
     return frozenset(tied)
-
-
-def hashes_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: tensor_hash(tensor.cpu()) for name, tensor in tensors.items()}
