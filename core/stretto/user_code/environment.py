@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from stretto.user_code.faults import SampleFault
 from stretto.user_code.importable import load_importable
 from stretto.user_code.plain_data import decode_row
 from stretto.user_code.protocol import serve
-from stretto.user_code.scoring import accepted, required
+from stretto.user_code.scoring import accepted, await_all, required
 
 COMMAND = (sys.executable, "-m", "stretto.user_code.environment")
 
@@ -49,9 +48,7 @@ def react(environment: Callable[..., Any], data: bytes) -> Reaction:
     if missing := [name for name in required(parameters) if name not in arguments]:
         available = ", ".join(arguments)
         raise RewardError(f"the environment has a parameter {missing[0]!r}; available: {available}")
-    result = environment(**accepted(parameters, arguments))
-    if inspect.isawaitable(result):
-        result = asyncio.run(_result(result))
+    [result] = await_all([environment(**accepted(parameters, arguments))])
     reaction = Reaction(feedback_of(with_files(result), arguments["state"]))
     try:
         msgspec.msgpack.encode(reaction)
@@ -69,10 +66,6 @@ def with_files(returned: Any) -> Any:
         return {**fields, "images": files_of(fields["images"])}
     except ImageError as error:
         raise RewardError(f"the environment returned `images` that cannot be used: {error}") from error
-
-
-async def _result(awaitable: Any) -> Any:
-    return await awaitable
 
 
 def load(data: bytes) -> Callable[..., Any]:

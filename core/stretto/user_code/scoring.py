@@ -14,6 +14,7 @@ from stretto.reward import RewardValue, is_number
 
 __all__ = [
     "accepted",
+    "await_all",
     "optional_scores",
     "required",
     "score_group",
@@ -68,7 +69,7 @@ def optional_scores(
         for index, text in enumerate(completions):
             extra = {name: column[index] for name, column in each.items()}
             results.append(_call_on_one(reward, parameters, row["prompt"], columns | extra, text))
-        values = _await_all(results)
+        values = await_all(results)
     if len(values) != len(completions):
         raise RewardError(
             f"the reward{_place_of(reward)} returned {len(values)} values for {len(completions)} completions"
@@ -152,7 +153,7 @@ def _call_on_group(
     repeated = {name: [value] * n for name, value in columns.items() if name != "completions"}
     offered = {**repeated, **each, "prompts": [prompt] * n}
     result = reward(completions=texts, **accepted(parameters, offered))
-    [values] = _await_all([result])
+    [values] = await_all([result])
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
         raise RewardError(
             f"the reward{_place_of(reward)} has a parameter 'completions', so it returns a list with one "
@@ -184,7 +185,8 @@ def accepted(parameters: Mapping[str, inspect.Parameter], offered: Mapping[str, 
     return {name: value for name, value in offered.items() if name in parameters}
 
 
-def _await_all(values: list[Any]) -> list[Any]:
+def await_all(values: list[Any]) -> list[Any]:
+    """Return values with the results of awaitables in place of these, which run at the same time."""
     if not any(inspect.isawaitable(value) for value in values):
         return values
 
