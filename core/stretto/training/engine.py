@@ -102,19 +102,12 @@ class HFTraining:
         self._forget()
         torch.manual_seed(self._seed)
         self._model = self._build_model(folder)
+        parameters = {self._layout.name(file_name(name)): each for name, each in self._parameters()}
         if folder is None and self._continued is not None:
-            adapter = {
-                self._layout.name(file_name(name)): parameter
-                for name, parameter in self._parameters()
-                if ".lora_" in name
-            }
+            adapter = {name: each for name, each in parameters.items() if ".lora_" in name}
             self._expect_all(self._continued, adapter)
             restore_parameters(self._continued, "adapter_model", adapter, self._layout, _PEFT_PREFIX)
-        self._trained = {
-            self._layout.name(file_name(name)): parameter
-            for name, parameter in self._parameters()
-            if parameter.requires_grad
-        }
+        self._trained = {name: each for name, each in parameters.items() if each.requires_grad}
         if self._adapter_only is not None:
             self._check_adapter_files()
         self._steps = 0
