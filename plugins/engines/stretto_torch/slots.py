@@ -165,10 +165,7 @@ class Slots:
             [s.row for s in computed], [prefixes[s][1] if s in prefixes else 0 for s in computed]
         )
         prompt_logits = self._share_prompts(samples, dict(zip(computed, logits, strict=True)))
-        endings = self._append(np.array([sample.row for sample in samples]), prompt_logits, version)
-        if endings:
-            self.remove([ending.sample for ending in endings])
-        return endings
+        return self._append(np.array([sample.row for sample in samples]), prompt_logits, version)
 
     def step(self, version: int) -> list[SampleEnding]:
         """Draw one more token of every running sample. `surplus` must be empty."""
@@ -184,10 +181,7 @@ class Slots:
             self._shifts(slice(rows)),
         )
         self._position[:live] += 1
-        endings = self._append(np.arange(live), logits[:live], version)
-        if endings:
-            self.remove([ending.sample for ending in endings])
-        return endings
+        return self._append(np.arange(live), logits[:live], version)
 
     def length(self, sample: SlotSample) -> int:
         """Return the number of tokens in a running sample's answer so far."""
@@ -381,7 +375,8 @@ class Slots:
     # ------------------------------------------------------------------------------------ tokens
 
     def _append(self, rows: NDArray[np.int64], logits: Tensor, version: int) -> list[SampleEnding]:
-        """Draw a token for each of these rows from their logits (rows, V); return the samples that end."""
+        """Draw a token for each of these rows from their logits (rows, V). Remove and return the samples that
+        end."""
         lane, position = self._lane[rows], self._position[rows]
         tokens, logprobs, kept_ids = draw(logits, self._uniforms[lane, position], self._settings(lane))
         for index, ids in kept_ids.items():
@@ -396,7 +391,10 @@ class Slots:
             assert sample.stops is not None, "its lane has stop strings"
             stopped[i] |= sample.stops.end(self.answer(sample, 0).tokens)
         ended = stopped | (position + 1 >= self._limit[lane])
-        return [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
+        endings = [self._ending(int(rows[i]), bool(stopped[i]), version) for i in ended.nonzero()[0]]
+        if endings:
+            self.remove([ending.sample for ending in endings])
+        return endings
 
     def _settings(self, lane: NDArray[np.int64]) -> SamplingSettings | None:
         if self._plain[lane].all():
