@@ -97,10 +97,8 @@ class ShardedLayout(RankLayout):
         del name
         sharded: set[str] = set()
         if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            for dimension, placement in zip(names, parameter.placements, strict=True):
-                if not placement.is_replicate():
-                    sharded.add(dimension)
+            placements = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+            sharded = {name for name, placement in placements if not placement.is_replicate()}
         return all(name in sharded or self.mesh.get_local_rank(name) == 0 for name in ("dp", "tp"))
 
     def backward(
