@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ import msgspec
 from stretto.component import Kind
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tracker import Sent
+from stretto.user_code.child_process import run_child
 
 __all__ = ["TrackerConformance"]
 
@@ -109,14 +109,8 @@ class TrackerConformance(ComponentConformance):
         own_folder = context.path("trackers", under_test.config.folder_name)
         own_folder.mkdir(parents=True, exist_ok=True)
         facts = (under_test.composed.document, context, resumed_at, list(calls), killed)
-        process = subprocess.run(
-            [sys.executable, "-c", _PROCESS],
-            input=msgspec.msgpack.encode(facts),
-            capture_output=True,
-            cwd=folder,
-            timeout=self.start_s,
-            check=False,
-        )
+        command = [sys.executable, "-c", _PROCESS]
+        process = run_child(command, msgspec.msgpack.encode(facts), self.start_s, folder=folder)
         expected = -9 if killed else 0
         assert process.returncode == expected, (
             f"its process ended with status {process.returncode}:\n{process.stderr.decode()[-2000:]}"
