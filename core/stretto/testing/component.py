@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import Composed, compose
+from stretto.assembly.compose import compose
 from stretto.component import Component, Context, Kind
 
 __all__ = ["ComponentConformance", "ComponentUnderTest", "needs_model"]
@@ -22,7 +22,8 @@ _ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(8)]
 
 
 class ComponentUnderTest:
-    """A component in a composed run file, as a run has it."""
+    """A component in a composed run file, as a run has it. The other sections of the run file name components
+    that need nothing, unless `run` has these sections."""
 
     def __init__(
         self,
@@ -36,7 +37,23 @@ class ComponentUnderTest:
         """An empty folder for the run; the run file and its rows are beside it."""
         self.path = "trackers.0" if kind == "tracker" else kind
         """Dotted key of the component's section."""
-        self.composed = _composed_run(kind, section, run, plugins, folder)
+        rows = folder.with_name("rows.jsonl")
+        rows.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+        document = {
+            "name": "conformance",
+            "steps": 1,
+            "plugins": list(plugins),
+            "algorithm": {"use": "grpo", "group_size": 2},
+            "training": "mock",
+            "inference": "mock",
+            "reward": "exact",
+            "dataset": {"use": "jsonl", "path": str(rows)},
+            **run,
+            **({"trackers": [section]} if kind == "tracker" else {kind: section}),
+        }
+        file = folder.with_name("run.yaml")
+        file.write_text(json.dumps(document))  # JSON is YAML
+        self.composed = compose(file)
         folder.mkdir()
 
     @property
@@ -57,29 +74,6 @@ class ComponentUnderTest:
     def make(self, **facts: Any) -> Any:
         """Make the object as a worker does; see `context`. Raises ContractError if it breaks its contract."""
         return self.composed.make(self.path, self.context(**facts))
-
-
-def _composed_run(
-    kind: Kind, section: Mapping[str, Any], run: Mapping[str, Any], plugins: tuple[str, ...], folder: Path
-) -> Composed:
-    """Compose a run file with the component, whose other sections name components that need nothing."""
-    rows = folder.with_name("rows.jsonl")
-    rows.write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
-    document = {
-        "name": "conformance",
-        "steps": 1,
-        "plugins": list(plugins),
-        "algorithm": {"use": "grpo", "group_size": 2},
-        "training": "mock",
-        "inference": "mock",
-        "reward": "exact",
-        "dataset": {"use": "jsonl", "path": str(rows)},
-        **run,
-    }
-    component_section = {"trackers": [section]} if kind == "tracker" else {kind: section}
-    file = folder.with_name("run.yaml")
-    file.write_text(json.dumps({**document, **component_section}))  # JSON is YAML
-    return compose(file)
 
 
 class ComponentConformance:
