@@ -46,7 +46,7 @@ class PipelineLayout(RankLayout):
             groups: list[Any] = [dist.new_group(ranks) for ranks in (line, line, sorted({line[0], line[-1]}))]
             if self.rank in line:
                 self._line, self._group, self._ends = line, groups[0], groups[2]
-                self._neighbours = Neighbours(line, self._index, *groups[:2])
+                self._neighbours = Neighbours(line, self._index, self.device, *groups[:2])
 
     def distribute(self, model: PreTrainedModel) -> None:
         """Cut the model down to this rank's stage."""
@@ -98,14 +98,14 @@ class PipelineLayout(RankLayout):
     ) -> None:
         """Run all micro-batches through this stage, without gradients."""
         del model
-        run_forward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), take)
+        run_forward(self._neighbours, self._shapes(rows), self._compute_for(rows), take)
 
     def backward(
         self, model: nn.Module, rows: Sequence[ModelInputs], loss_of: Callable[[int, Tensor], Tensor]
     ) -> None:
         """Run 1F1B. Then the ranks of each stage add up their gradients, and the first and last stage those
         of a tied embedding."""
-        run_backward(self._neighbours, self._shapes(rows), self.device, self._compute_for(rows), loss_of)
+        run_backward(self._neighbours, self._shapes(rows), self._compute_for(rows), loss_of)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         if self.parts > 1 and gradients:
             self.add_up(gradients, self.mesh.get_group("dp"))

@@ -25,6 +25,7 @@ class _Channel:
 
     rank: int
     group: Any
+    device: torch.device
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque[tuple[Any, Tensor]])
 
     def send(self, tensor: Tensor) -> None:
@@ -33,8 +34,8 @@ class _Channel:
         self._sent.append((dist.isend(tensor, dst=self.rank, group=self.group), tensor))
         self.flush(_UNDER_WAY)
 
-    def receive(self, shape: Sequence[int], device: torch.device) -> Tensor:
-        tensor = torch.empty(*shape, device=device)
+    def receive(self, shape: Sequence[int]) -> Tensor:
+        tensor = torch.empty(*shape, device=self.device)
         dist.recv(tensor, src=self.rank, group=self.group)
         return tensor
 
@@ -44,15 +45,17 @@ class _Channel:
 
 
 class Neighbours:
-    """The stages before and after this one, if there are any."""
+    """The stages before and after this one, if there are any. `device`: that of the received tensors."""
 
-    def __init__(self, line: Sequence[int], index: int, forwards: Any, backwards: Any) -> None:
+    def __init__(
+        self, line: Sequence[int], index: int, device: torch.device, forwards: Any, backwards: Any
+    ) -> None:
         self.after = len(line) - index - 1  # stages after this one
         has_previous, has_next = index > 0, self.after > 0
-        self.hidden_in = _Channel(line[index - 1], forwards) if has_previous else None
-        self.gradient_out = _Channel(line[index - 1], backwards) if has_previous else None
-        self.hidden_out = _Channel(line[index + 1], forwards) if has_next else None
-        self.gradient_in = _Channel(line[index + 1], backwards) if has_next else None
+        self.hidden_in = _Channel(line[index - 1], forwards, device) if has_previous else None
+        self.gradient_out = _Channel(line[index - 1], backwards, device) if has_previous else None
+        self.hidden_out = _Channel(line[index + 1], forwards, device) if has_next else None
+        self.gradient_in = _Channel(line[index + 1], backwards, device) if has_next else None
 
     def flush(self) -> None:
         """Wait until all sends are complete."""
@@ -63,18 +66,15 @@ class Neighbours:
 
 # (index of a micro-batch, hidden states of the stage before; None in the first stage) -> output of the stage.
 Compute = Callable[[int, "Tensor | None"], Tensor]
+Shapes = Sequence[Sequence[int]]
 
 
 def run_forward(
-    neighbours: Neighbours,
-    shapes: Sequence[Sequence[int]],
-    device: torch.device,
-    compute: Compute,
-    take: Callable[[int, Tensor], object],
+    neighbours: Neighbours, shapes: Shapes, compute: Compute, take: Callable[[int, Tensor], object]
 ) -> None:
     """Run all micro-batches of these shapes, without gradients. `take` receives the last stage's outputs."""
     for index, shape in enumerate(shapes):
-        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape, device)
+        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shape)
         output = compute(index, hidden)
         if neighbours.hidden_out is None:
             take(index, output)
@@ -84,18 +84,14 @@ def run_forward(
 
 
 def run_backward(
-    neighbours: Neighbours,
-    shapes: Sequence[Sequence[int]],
-    device: torch.device,
-    compute: Compute,
-    loss_of: Callable[[int, Tensor], Tensor],
+    neighbours: Neighbours, shapes: Shapes, compute: Compute, loss_of: Callable[[int, Tensor], Tensor]
 ) -> None:
     """Run all micro-batches, whose hidden states have these shapes, forwards and backwards; gradients add up
     in the parameters. `loss_of` computes a scalar loss from the last stage's output."""
     in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}
 
     def go_forward(index: int) -> None:
-        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shapes[index], device).requires_grad_()
+        hidden = neighbours.hidden_in and neighbours.hidden_in.receive(shapes[index]).requires_grad_()
         output = compute(index, hidden)
         if neighbours.hidden_out is None:
             output = loss_of(index, output)
@@ -106,7 +102,7 @@ def run_backward(
 
     def go_backward(index: int) -> None:
         hidden, output = in_flight.pop(index)
-        gradient = neighbours.gradient_in and neighbours.gradient_in.receive(shapes[index], device)
+        gradient = neighbours.gradient_in and neighbours.gradient_in.receive(shapes[index])
         if output.requires_grad:  # false in a first stage without trainable parameters
             output.backward(gradient)
         if neighbours.gradient_out is not None:
