@@ -280,7 +280,8 @@ class SimulatedServer:
         if not subscribers:
             self._exact.pop(subject, None)
 
-    def _subscribers(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
+    def subscribers(self, subject: str) -> list[tuple[SimulatedConnection, bytes, str]]:
+        """Return the clients that subscribe to a subject, each with its subscription and queue group."""
         if (exact := self._exact.get(subject)) is not None:
             return [*exact.values(), *self._by_pattern(subject)]
         return self._by_pattern(subject)
@@ -290,10 +291,6 @@ class SimulatedServer:
             subscribers = [entry[:3] for entry in self._patterns.values() if entry[3].fullmatch(subject)]
             self._matching[subject] = subscribers
         return subscribers
-
-    def has_interest(self, subject: str) -> bool:
-        """Return whether a client subscribes to a subject."""
-        return bool(self._subscribers(subject))
 
     def publish(
         self, sender: SimulatedConnection, subject: str, reply: str, head: bytes, data: bytes
@@ -336,7 +333,7 @@ class SimulatedServer:
     def send(self, sender: str, subject: str, reply: str, head: bytes, data: bytes, to: str = "") -> bool:
         """Send a message to the subscribers of its subject, or of `to`. Return whether there are any."""
         groups: dict[str, list[tuple[SimulatedConnection, bytes]]] = {}
-        subscribers = self._subscribers(to or subject)
+        subscribers = self.subscribers(to or subject)
         for connection, sid, group in subscribers:
             if group:
                 groups.setdefault(group, []).append((connection, sid))

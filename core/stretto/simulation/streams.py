@@ -263,7 +263,7 @@ class _Consumer:
         """Send messages to the clients with open requests, in turn."""
         while self._to_send and self._questions:
             asked = self._questions[0]
-            if not self._server.has_interest(asked.reply):  # the client has left
+            if not self._server.subscribers(asked.reply):  # the client has left
                 self._questions.popleft().over = True
             elif message := self._stream.messages.get(self._to_send.popleft()):
                 asked.number -= 1
