@@ -164,7 +164,7 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
         if fault.point:
             by_point.setdefault(fault.point, []).append(fault)
         else:
-            universe.later(fault.at, happen, universe, fault)
+            universe.server.later(fault.at, happen, universe, fault)
     num_seen = dict.fromkeys(by_point, 0)
 
     def watch(sender: str, subject: str, data: bytes, head: bytes) -> None:
@@ -175,7 +175,7 @@ def inject(universe: Universe, faults: tuple[Fault, ...]) -> None:
                     if fault.nth != num_seen[point]:
                         continue
                     if fault.at:
-                        universe.later(fault.at, happen, universe, fault)
+                        universe.server.later(fault.at, happen, universe, fault)
                     else:
                         happen(universe, fault)
 
@@ -240,7 +240,7 @@ def _take_over(universe: Universe, kernel: SimulatedProcess, fault: Fault) -> No
     def begun() -> None:
         happen(universe, msgspec.structs.replace(fault, kind="clock", seconds=60.0))
         kind = "term" if fault.who == "kernel" else "kill"
-        universe.later(fault.seconds, happen, universe, msgspec.structs.replace(fault, kind=kind))
+        universe.server.later(fault.seconds, happen, universe, msgspec.structs.replace(fault, kind=kind))
 
     universe.at_next_lease.append(begun)
 

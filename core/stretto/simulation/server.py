@@ -6,6 +6,7 @@ on a real one.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextvars
 import hashlib
@@ -197,6 +198,10 @@ class SimulatedServer:
             delay += self._rng.random() * self.weather.late_s
         return delay
 
+    def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> asyncio.TimerHandle:
+        """Call a function after `seconds`, outside of all processes."""
+        return self.loop.call_later(seconds, call, *args, context=self.context)
+
     def calm(self) -> None:
         """End all faults of network and server."""
         self.weather = Weather(self.loop, self.context)
@@ -249,7 +254,7 @@ class SimulatedServer:
         """Do nothing but answer pings for a while."""
         self.loop.note("server hangs", seconds)
         self.weather.hangs_until = max(self.weather.hangs_until, self.loop.time() + seconds)
-        self.loop.call_later(seconds, self._catch_up, context=self.context)
+        self.later(seconds, self._catch_up)
 
     def _catch_up(self) -> None:
         if self.weather.hangs:
@@ -400,7 +405,7 @@ class SimulatedServer:
         stream = self.streams.get(words[2])
         consumer = stream.consumers.get(words[3]) if stream else None
         if consumer is not None and self.happens(self.weather.taken_late):
-            consumer.later(consumer.redeliver_s + _LATE_S, consumer.acknowledged, int(words[5]), data)
+            self.later(consumer.redeliver_s + _LATE_S, consumer.acknowledged, int(words[5]), data)
         elif consumer is not None:
             consumer.acknowledged(int(words[5]), data)
 

@@ -199,10 +199,7 @@ class _Consumer:
         self._questions: deque[Asked] = deque()
         self._used = self._server.loop.time()
         if self._inactive_s and not self.durable:
-            self.later(self._inactive_s, self._end_if_unused)
-
-    def later(self, seconds: float, call: Any, *args: Any) -> asyncio.TimerHandle:
-        return self._server.loop.call_later(seconds, call, *args, context=self._server.context)
+            self._server.later(self._inactive_s, self._end_if_unused)
 
     def _wants(self, message: _StreamMessage) -> bool:
         return message.sequence >= self._start and self._subjects.fullmatch(message.subject) is not None
@@ -210,7 +207,7 @@ class _Consumer:
     def _end_if_unused(self) -> None:
         idle_s = self._server.loop.time() - self._used
         if self._questions or idle_s < self._inactive_s:
-            self.later(
+            self._server.later(
                 self._inactive_s if self._questions else self._inactive_s - idle_s, self._end_if_unused
             )
         elif self._stream.consumers.get(self._name) is self:
@@ -236,9 +233,9 @@ class _Consumer:
         self._used = self._server.loop.time()
         self._questions.append(asked)
         if asked.expires_s:
-            self.later(asked.expires_s, self._expire, asked)
+            self._server.later(asked.expires_s, self._expire, asked)
         if asked.heartbeat_s:
-            self.later(asked.heartbeat_s, self._beat, asked)
+            self._server.later(asked.heartbeat_s, self._beat, asked)
         self._send()
         if not asked.over and not asked.expires_s and not asked.wait:
             self._end(asked, b"404 No Messages")
@@ -257,7 +254,7 @@ class _Consumer:
         if not asked.over and self._server.weather.works:
             self._server.send("server", asked.reply, "", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n", b"")
         if not asked.over:
-            self.later(asked.heartbeat_s, self._beat, asked)
+            self._server.later(asked.heartbeat_s, self._beat, asked)
 
     def _send(self) -> None:
         """Send messages to the clients with open requests, in turn."""
@@ -279,7 +276,7 @@ class _Consumer:
         deliveries = self._deliveries.get(sequence, 0) + 1
         if self._explicit:
             self._deliveries[sequence] = deliveries
-            self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
+            self._taken[sequence] = self._server.later(self.redeliver_s, self._redeliver, sequence)
         pending = len(self._to_send)
         ack_subject = (
             f"$JS.ACK.{self._stream.name}.{self._name}.{deliveries}.{sequence}.{self._sent}.{_TIME}.{pending}"
@@ -299,7 +296,7 @@ class _Consumer:
             timer.cancel()
         if kind == b"+WPI":
             if timer is not None:
-                self._taken[sequence] = self.later(self.redeliver_s, self._redeliver, sequence)
+                self._taken[sequence] = self._server.later(self.redeliver_s, self._redeliver, sequence)
         elif kind == b"-NAK":
             if timer is not None:
                 self._to_send.appendleft(sequence)

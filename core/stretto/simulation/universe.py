@@ -109,10 +109,6 @@ class Universe:
         self._began = self._expects_from = self.loop.time()  # the run should make progress from then on
         self._longest_wait_s = 0.0
 
-    def later(self, seconds: float, call: Callable[..., Any], *args: Any) -> None:
-        """Call a function after `seconds`, outside of all processes."""
-        self.loop.call_later(seconds, call, *args, context=self.server.context)
-
     def be_patient(self, seconds: float) -> None:
         """Expect no progress of the run for `seconds`, and update the longest wait."""
         now = self.loop.time()
