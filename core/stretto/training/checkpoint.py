@@ -34,7 +34,7 @@ __all__ = [
     "read_random",
     "restore_optimizer",
     "restore_parameters",
-    "tensor_names",
+    "tensor_files",
     "write_tensors",
 ]
 
@@ -164,34 +164,20 @@ class _Files:
         return self._folder / f"{self._stem}-{index + 1:05d}.part"
 
 
-class _CheckpointFile(Mapping[str, Tensor]):
-    """The tensors that `write_tensors` wrote, read one by one; EngineError if there is no file."""
-
-    def __init__(self, folder: Path, stem: str) -> None:
-        self._files: dict[str, Any] = {}
-        files = sorted(folder.glob(f"{stem}*.safetensors"))
-        if not files:
-            raise EngineError(
-                f"{folder} has no file {stem}.safetensors; without this folder the run resumes "
-                "from an older checkpoint"
-            )
-        for path in files:
-            file: Any = safe_open(path, framework="pt")
-            self._files |= dict.fromkeys(file.keys(), file)
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self._files[key].get_tensor(key)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def tensor_names(folder: Path, stem: str) -> list[str]:
-    """Return the names of the tensors that `write_tensors` wrote."""
-    return [*_CheckpointFile(folder, stem)]
+def tensor_files(folder: Path, stem: str) -> dict[str, Any]:
+    """Return tensor name -> the open safetensors file of `write_tensors` that has it; EngineError if there is
+    no file."""
+    paths = sorted(folder.glob(f"{stem}*.safetensors"))
+    if not paths:
+        raise EngineError(
+            f"{folder} has no file {stem}.safetensors; without this folder the run resumes "
+            "from an older checkpoint"
+        )
+    files: dict[str, Any] = {}
+    for path in paths:
+        file: Any = safe_open(path, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
 
 
 @torch.no_grad()
@@ -199,13 +185,13 @@ def restore_parameters(
     folder: Path, stem: str, parameters: Mapping[str, nn.Parameter], layout: Layout, prefix: str
 ) -> None:
     """Fill parameters from tensors `<prefix><name>`; EngineError if one is missing or of another shape."""
-    file = _CheckpointFile(folder, stem)
+    files = tensor_files(folder, stem)
     for name, parameter in parameters.items():
-        if f"{prefix}{name}" not in file:
+        if (saved := f"{prefix}{name}") not in files:
             raise EngineError(
                 f"{folder} has no tensor {prefix}{name!r}; was it saved with other lora.targets?"
             )
-        _take(layout, parameter.data, file[f"{prefix}{name}"], name)
+        _take(layout, parameter.data, files[saved].get_tensor(saved), name)
 
 
 def _take(layout: Layout, into: Tensor, full: Tensor, name: str) -> None:
@@ -229,12 +215,11 @@ def restore_optimizer(
     folder: Path, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], layout: Layout
 ) -> None:
     """Restore the state that `optimizer_tensors` yielded. Another layout may have saved it."""
-    file = _CheckpointFile(folder, "optimizer")
-    for key in file:
+    for key, file in tensor_files(folder, "optimizer").items():
         name, _, entry = key.rpartition(".")
         if (parameter := parameters.get(name)) is None:
             continue
-        full = file[key]
+        full: Tensor = file.get_tensor(key)
         state = full.to(parameter.device)
         if full.ndim:
             state = torch.zeros_like(parameter, requires_grad=False)

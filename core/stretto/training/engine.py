@@ -41,7 +41,7 @@ from stretto.training.checkpoint import (
     read_random,
     restore_optimizer,
     restore_parameters,
-    tensor_names,
+    tensor_files,
     write_tensors,
 )
 from stretto.training.host_state import HostState
@@ -289,7 +289,7 @@ class HFTraining:
 
     def _expect_all(self, adapter: Path, own: Mapping[str, nn.Parameter]) -> None:
         expected = {name for rank_names in self._layout.gather_ranks([*own]) for name in rank_names}
-        saved = {name.removeprefix(_PEFT_PREFIX) for name in tensor_names(adapter, "adapter_model")}
+        saved = {name.removeprefix(_PEFT_PREFIX) for name in tensor_files(adapter, "adapter_model")}
         if unused := sorted(saved - expected):
             raise EngineError(
                 f"training.lora.adapter: {adapter} has {unused[0]!r} and {len(unused) - 1} more tensors for "
