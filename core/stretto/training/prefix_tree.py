@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stretto.rl.batch import Batch
 
-__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "VarlenBounds", "split_batch"]
+__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "VarlenBounds", "common_length", "split_batch"]
 
 # T tokens of S sequences, U nodes of their tree. Q queries and K keys of a block.
 
@@ -85,7 +85,7 @@ class PrefixTree:
         # In the order of their bytes, sequences that begin with the same tokens follow each other.
         for number in sorted(range(len(sequences)), key=lambda number: sequences[number].tobytes()):
             sequence = sequences[number]
-            shared = _common_length(previous, sequence)
+            shared = common_length(previous, sequence)
             if shared < len(sequence):
                 ended.append(path[shared:])  # no later node is below these
                 self._branches.append(_Branch(total, len(sequence) - shared, path[:shared]))
@@ -150,7 +150,8 @@ class _Branch:
         return np.arange(len(self.before), len(self.before) + self.size)
 
 
-def _common_length(one: Integers, other: Integers) -> int:
+def common_length(one: NDArray[np.integer[Any]], other: NDArray[np.integer[Any]]) -> int:
+    """Return the number of tokens with which both texts begin."""
     shorter = min(len(one), len(other))
     differs = one[:shorter] != other[:shorter]
     return int(differs.argmax()) if differs.any() else shorter
@@ -189,7 +190,7 @@ class _GrowingTree:
             place = bisect_left(self._sequences, entry, key=itemgetter(0))
             # No sequence has more tokens in common with this one than its neighbours in the order.
             neighbours = self._sequences[max(0, place - 1) : place + 1]
-            shared = max((_common_length(neighbour, sequence) for _, neighbour in neighbours), default=0)
+            shared = max((common_length(neighbour, sequence) for _, neighbour in neighbours), default=0)
             self._size += len(sequence) - shared
             self._sequences.insert(place, (entry, sequence))
         return self._size

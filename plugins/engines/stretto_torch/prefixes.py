@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.serving.seen import SHORTEST, SeenTexts, prefix_keys
+from stretto.training.prefix_tree import common_length
 from stretto_torch.kv import Block, Move
 from stretto_torch.slot_sample import SlotSample
 
@@ -69,7 +70,7 @@ class Prefixes:
         shared tokens. The last token is never shared, because the logits after it must be computed."""
         keys = prefix_keys(ids[:-1])
         best = next((text for key in reversed(keys) if (text := self._by_key.get(key))), None)
-        shared = 0 if best is None else _shared(best.ids, ids[:-1])
+        shared = 0 if best is None else common_length(best.ids, ids[:-1])
         lost = max(0, self._seen.shared(keys) - (shared if shared >= SHORTEST else 0))
         if lost:
             self.lost_tokens += lost
@@ -173,9 +174,3 @@ class Prefixes:
         for key in text.keys:
             if self._by_key.get(key) is text:
                 del self._by_key[key]
-
-
-def _shared(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    length = min(len(one), len(other))
-    differ = one[:length] != other[:length]
-    return int(differ.argmax()) if differ.any() else length
