@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from kernel_events import finished, issued_by, report, stored
 from stretto.algorithm import Group
+from stretto.bus.messages.events import RowsDrawn
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, Ticket
 from stretto.dataset import Curriculum, TicketEnd
 from stretto.errors import ContractError
-from stretto.kernel.schedule.commands import Fail, Finish, Issue, RecordDraws, SchedulerSettings, StartBatch
+from stretto.kernel.schedule.commands import Fail, Finish, Issue, SchedulerSettings, StartBatch
 from stretto.kernel.schedule.draws import Draws, RecordedDraw
 from stretto.kernel.schedule.evaluation import Round
 from stretto.kernel.schedule.health import held_out
@@ -117,7 +118,7 @@ class World:
     def obey(self) -> None:
         for command in self.scheduler.commands():
             match command:
-                case RecordDraws(version, draws):
+                case RowsDrawn(version, draws):
                     for ticket, row in draws:
                         assert ticket not in self.draws, "drawn twice"
                         self.draws[ticket] = RecordedDraw(version, row)
@@ -176,7 +177,7 @@ class World:
             for command in self.scheduler.commands():
                 if isinstance(command, StartBatch):
                     assert command == self.batches[command.version]
-                elif isinstance(command, RecordDraws):  # the step that the former kernel did not end
+                elif isinstance(command, RowsDrawn):  # the step that the former kernel did not end
                     new = {ticket: RecordedDraw(command.version, row) for ticket, row in command.draws}
                     assert self.draws.keys().isdisjoint(new)
                     self.draws |= new

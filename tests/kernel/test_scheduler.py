@@ -19,17 +19,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kernel_events import finished, issued_by, report, stored
 from stretto.algorithm import Group
-from stretto.bus.messages.events import Cause, Evaluation, RunEnded
+from stretto.bus.messages.events import Cause, Evaluation, EvaluationEnded, RetiredTicket, RowsDrawn, RunEnded
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, Ticket, TicketStarted
 from stretto.kernel.schedule.commands import (
     Command,
-    EvaluationDone,
     Fail,
     Finish,
     HeldBack,
     Issue,
-    RecordDraws,
-    Retire,
     SchedulerSettings,
     StartBatch,
     Withdraw,
@@ -51,7 +48,7 @@ def failed(ticket: Ticket, reason: str = "raised", *, filtered: bool = False) ->
 def issued(scheduler: Scheduler) -> list[Ticket]:
     """Tickets given out by the commands so far; beside retirements, other commands must not be there."""
     commands = scheduler.commands()
-    assert all(isinstance(command, Issue | Retire) for command in commands), commands
+    assert all(isinstance(command, Issue | RetiredTicket) for command in commands), commands
     return issued_by(commands)
 
 
@@ -185,22 +182,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert not self.over
                     assert not self.holds
                     self.over = True
-                case EvaluationDone(evaluation):
+                case EvaluationEnded(evaluation):
                     self.evaluated.append(evaluation.version)
                 case HeldBack(evaluating, waiting):
                     assert self.training is None
                     assert evaluating < waiting <= self.scheduler.version
                     self.held_back += 1
-                case Retire("train", id):
+                case RetiredTicket("train", id):
                     assert id not in self.retired, "retired twice"
                     self.retired.add(id)
                 case Withdraw(purpose, id, attempt):
                     assert self.attempts.pop((purpose, id)) == attempt
-                case Retire():
+                case RetiredTicket():
                     pass
                 case Fail():
                     raise AssertionError("failures were few")
-                case RecordDraws():
+                case RowsDrawn():
                     raise AssertionError("the run has no curriculum")
 
     def urgency(self, group: GroupDone) -> tuple[int, int]:
@@ -800,16 +797,16 @@ def test_the_last_evaluation_is_alone_and_others_run_beside_training() -> None:
     scheduler, commands = evaluating(steps=2, every=1)
     assert [each.ticket.purpose for each in commands if isinstance(each, Issue)] == ["train", "eval"]
     result = commands[-1]
-    assert isinstance(result, EvaluationDone)
-    assert result.evaluation.reward == 0.25
+    assert isinstance(result, EvaluationEnded)
+    assert result.result.reward == 0.25
     middle = step(scheduler, commands)
     ticket = evaluation_ticket(middle)
     assert (ticket.exact_version, scheduler.evaluation.under_way) == (1, 1)
     assert step(scheduler, middle) == []  # training continued beside it; the last one waits for it
     scheduler.group_done(done(ticket, 1))
     result, last = scheduler.commands()
-    assert isinstance(result, EvaluationDone)
-    assert result.evaluation.version == 1
+    assert isinstance(result, EvaluationEnded)
+    assert result.result.version == 1
     assert isinstance(last, Issue)
     assert last.ticket.exact_version == 2
     scheduler.group_done(done(last.ticket, 2))

@@ -14,9 +14,12 @@ from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import (
+    EvaluationEnded,
     Input,
     KernelBegan,
     Replaced,
+    RetiredTicket,
+    RowsDrawn,
     RunClosing,
     RunEnded,
     ScheduleStarted,
@@ -42,13 +45,10 @@ from stretto.kernel.operation import Operation
 from stretto.kernel.replacement import TrainerReplacement
 from stretto.kernel.schedule.commands import (
     Command,
-    EvaluationDone,
     Fail,
     Finish,
     HeldBack,
     Issue,
-    RecordDraws,
-    Retire,
     StartBatch,
     Withdraw,
 )
@@ -365,7 +365,7 @@ class Kernel:
 
     async def _do(self, command: Command) -> None:
         match command:
-            case RecordDraws():
+            case RowsDrawn():
                 pass  # the journal has them already, as it has all decisions
             case Issue(ticket):
                 await self._tickets.issue(ticket)
@@ -373,10 +373,10 @@ class Kernel:
                 await self._tickets.withdraw(purpose, ticket, attempt)
             case StartBatch():
                 self._tasks.start_soon(self._steps.train, command)
-            case Retire(purpose, ticket, _, account, reason):
+            case RetiredTicket(purpose, ticket, _, account, reason):
                 if purpose == "train":
                     self._samples.retire(ticket, account, reason)
-            case EvaluationDone():
+            case EvaluationEnded():
                 self._tickets.evaluation_ended()
                 if self._setup.config.checkpoint.keep_best:
                     await self._checkpointer.prune()

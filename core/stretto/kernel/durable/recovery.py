@@ -30,6 +30,7 @@ from stretto.bus.messages.events import (
     EventBatch,
     Input,
     OutcomeRead,
+    RetiredTicket,
     RowsDrawn,
     RunOwned,
     StepMeasured,
@@ -43,7 +44,7 @@ from stretto.errors import ConfigError, Malformed, MessageGone, RunError
 from stretto.kernel.calls.trainers import StepResult, Trainers
 from stretto.kernel.durable.checkpoint import KernelState, LostData
 from stretto.kernel.durable.journal import JournalWriter
-from stretto.kernel.schedule.commands import Command, Retire, StartBatch
+from stretto.kernel.schedule.commands import Command, StartBatch
 from stretto.kernel.schedule.draws import RecordedDraw
 from stretto.kernel.schedule.fold import apply, decisions, outcome_read
 from stretto.kernel.schedule.open_tickets import OpenTicket, samples_of
@@ -175,7 +176,7 @@ class Recovered(msgspec.Struct, frozen=True):
     """Number of steps that were trained again."""
     is_exact: bool
     """Whether later events can continue the stored ones. If not, a checkpoint has to come first."""
-    retired: tuple[Retire, ...]
+    retired: tuple[RetiredTicket, ...]
 
 
 async def read_store(
@@ -266,7 +267,7 @@ class Repetition:
     def __post_init__(self) -> None:
         self._trained = 0
         self._notes: list[WeightsNote] = []
-        self._retired: list[Retire] = []
+        self._retired: list[RetiredTicket] = []
         self._differs = False
         """Whether the last step did not reach its recorded digest."""
         self.has_expired = False
@@ -359,7 +360,7 @@ class Repetition:
     def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:
         apply(self._scheduler, event, outcome)
         commands = self._scheduler.commands()
-        self._retired += (each for each in commands if isinstance(each, Retire))
+        self._retired += (each for each in commands if isinstance(each, RetiredTicket))
         return commands
 
     def _record(self, commands: Iterable[Command]) -> None:
@@ -406,7 +407,7 @@ class Repetition:
             scheduler.fit(expired)
             later = ()
             commands = scheduler.commands()
-            self._retired += (each for each in commands if isinstance(each, Retire))
+            self._retired += (each for each in commands if isinstance(each, RetiredTicket))
             self._record(commands)
             self._writer.events_after = self._writer.stored_to  # stored events do not lead to this state
         needed = scheduler.evaluation.needed_versions

@@ -8,7 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from stretto.bus.messages.events import Account, Evaluation
+from stretto.bus.messages.events import EvaluationEnded, RetiredTicket, RowsDrawn
 from stretto.bus.messages.tickets import GroupDone, Purpose, Ticket
 
 
@@ -44,14 +44,6 @@ class SchedulerSettings:
     """Weight of each variant of the A/B test; empty without a test."""
 
 
-class RecordDraws(msgspec.Struct, frozen=True):
-    """Record the rows that the curriculum has chosen, before their tickets are issued."""
-
-    version: int
-    draws: tuple[tuple[int, int], ...]
-    """(ticket, row)."""
-
-
 class Issue(msgspec.Struct, frozen=True):
     """Put this ticket into the work queue."""
 
@@ -76,22 +68,6 @@ class StartBatch(msgspec.Struct, frozen=True):
     """Dataset row of each group."""
 
 
-class Retire(msgspec.Struct, frozen=True):
-    """Record that this training ticket will not be trained, or that this evaluation row has no result."""
-
-    purpose: Purpose
-    ticket: int
-    attempt: int
-    account: Account
-    reason: str
-
-
-class EvaluationDone(msgspec.Struct, frozen=True):
-    """A held-out evaluation is complete."""
-
-    evaluation: Evaluation
-
-
 class HeldBack(msgspec.Struct, frozen=True):
     """Log that a batch is ready but waits: its step would make an evaluation due while another one waits."""
 
@@ -111,4 +87,7 @@ class Fail(msgspec.Struct, frozen=True):
     reason: str
 
 
-Command = RecordDraws | Issue | Withdraw | StartBatch | Retire | EvaluationDone | HeldBack | Finish | Fail
+Command = (
+    RowsDrawn | Issue | Withdraw | StartBatch | RetiredTicket | EvaluationEnded | HeldBack | Finish | Fail
+)
+"""What the kernel has to do. An event, or a part of one, has to be recorded in the journal."""

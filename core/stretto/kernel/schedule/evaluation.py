@@ -11,9 +11,9 @@ from statistics import pstdev
 import msgspec
 import numpy as np
 
-from stretto.bus.messages.events import Evaluation
+from stretto.bus.messages.events import Evaluation, EvaluationEnded, RetiredTicket
 from stretto.bus.messages.tickets import GroupDone
-from stretto.kernel.schedule.commands import Command, EvaluationDone, HeldBack, Retire, SchedulerSettings
+from stretto.kernel.schedule.commands import Command, HeldBack, SchedulerSettings
 from stretto.kernel.schedule.health import held_out
 from stretto.kernel.schedule.open_tickets import OpenTicket, OpenTickets
 
@@ -207,7 +207,7 @@ class EvaluationRounds:
         if group is None:
             under_way.failed += 1
             self._reasons[f"not evaluated: {reason}"] += 1
-            self._commands.append(Retire("eval", ticket.id, ticket.attempt, "failed", reason))
+            self._commands.append(RetiredTicket("eval", ticket.id, ticket.attempt, "failed", reason))
         else:
             source, samples = self._source(ticket.row), (each for each in group.members if not each.part)
             under_way.scores += [(source, each.reward, each.metrics.get("accuracy")) for each in samples]
@@ -216,7 +216,7 @@ class EvaluationRounds:
         self._round = None
         self._holding_back = False
         self.results.append(under_way.result())
-        self._commands.append(EvaluationDone(self.results[-1]))
+        self._commands.append(EvaluationEnded(self.results[-1]))
 
     def restore(self, state: EvaluationState, attempts_from: int) -> None:
         """Replace the whole state. See `Scheduler.restore`."""

@@ -26,7 +26,7 @@ from stretto.bus.messages.events import (
     WorkerGone,
 )
 from stretto.bus.messages.tickets import GroupDone, Progress, TicketStarted
-from stretto.kernel.schedule.commands import Command, EvaluationDone, Issue, RecordDraws, Retire, StartBatch
+from stretto.kernel.schedule.commands import Command, Issue, StartBatch
 from stretto.kernel.schedule.outcomes import Outcome, refs_of
 from stretto.kernel.schedule.scheduler import Scheduler
 
@@ -76,14 +76,12 @@ def decisions(commands: Iterable[Command]) -> Iterator[Decision]:
             case Issue(ticket):
                 fields = ticket.purpose, ticket.id, ticket.attempt, ticket.row, ticket.min_version
                 issued.append(IssuedTicket(*fields))
-            case Retire(purpose, id, attempt, account, reason):
-                retired.append(RetiredTicket(purpose, id, attempt, account, reason))
+            case RetiredTicket():
+                retired.append(command)
             case StartBatch(version, groups):
                 yield BatchStarted(version, tuple(group.ticket for group in groups), refs_of(groups))
-            case RecordDraws(version, draws):
-                yield RowsDrawn(version, draws)
-            case EvaluationDone(result):
-                yield EvaluationEnded(result)
+            case RowsDrawn() | EvaluationEnded():
+                yield command
             case _:
                 pass
     if retired:

@@ -36,15 +36,13 @@ from typing import Literal
 import msgspec
 
 from stretto.algorithm import Group
-from stretto.bus.messages.events import Account, Cause
+from stretto.bus.messages.events import Account, Cause, RetiredTicket, RowsDrawn
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose, TicketStarted
 from stretto.dataset import Curriculum
 from stretto.kernel.schedule.commands import (
     Command,
     Fail,
     Finish,
-    RecordDraws,
-    Retire,
     SchedulerSettings,
     StartBatch,
     Withdraw,
@@ -520,7 +518,7 @@ class Scheduler:
     def _issue(self, tickets: Iterable[OpenTicket]) -> None:
         """Issue tickets, after recording their draws and draws whose records a damaged store has lost."""
         if draws := self.draws.take_unrecorded():
-            self._commands.append(RecordDraws(self.version, draws))
+            self._commands.append(RowsDrawn(self.version, draws))
         for ticket in tickets:
             self._reissue(ticket, "")
 
@@ -568,7 +566,7 @@ class Scheduler:
         self.variants.count(ticket.id, account)
         self.draws.ended(ticket, account)
         self.reasons[f"{account}: {reason}"] += 1
-        self._commands.append(Retire("train", ticket.id, ticket.attempt, account, reason))
+        self._commands.append(RetiredTicket("train", ticket.id, ticket.attempt, account, reason))
         if ticket.done is not None:
             self.members.count(account, ticket.done)
 
