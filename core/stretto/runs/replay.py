@@ -27,12 +27,10 @@ from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
 from stretto.bus.messages.tickets import (
     GroupDone,
-    Member,
     StoredImage,
+    Ticket,
     TrainedRows,
-    TrajectoryBundle,
     WireTrajectory,
-    bundles_of,
 )
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import Bootstrap, lock_run
@@ -42,10 +40,12 @@ from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newe
 from stretto.kernel.durable.recovery import Replay
 from stretto.kernel.ending import Interruptions
 from stretto.kernel.fleet.forks import fork_server
+from stretto.kernel.schedule.tickets import dataset_group
 from stretto.kernel.setup import RunSetup
 from stretto.machine.private_file import write_private
 from stretto.records.events.history import RecordedBatch
 from stretto.runs.life import live, served
+from stretto.workers.sampling.trajectory_log import append_bundles, members_of
 
 log = structlog.get_logger()
 
@@ -210,17 +210,11 @@ async def _weights(setup: RunSetup) -> list[StepWeights]:
 
 
 async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:
-    names, name = setup.names, f"{group.ticket}/{group.attempt}"
-    members: list[Member] = []
-    last_sample = -1
-    for number, bundle in enumerate(bundles_of(group.trajectories)):
-        message = TrajectoryBundle(group.ticket, group.attempt, group.row, tuple(bundle))
-        sequence = await bus.store.append(names.trajectories, message, id=f"{name}/bundle/{number}")
-        for index, trajectory in enumerate(bundle):
-            members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == last_sample))
-            last_sample = trajectory.sample
+    names, samples = setup.names, setup.graph.source.samples
+    ticket = Ticket(group.ticket, group.attempt, "train", group.row, min_version=0, samples=samples)
+    bundles = await append_bundles(bus.store, names.trajectories, ticket, group.trajectories)
     images = [
-        await bus.store.append(names.image(digest), StoredImage(file), id=f"{name}/{digest}")
+        await bus.store.append(names.image(digest), StoredImage(file), id=f"{ticket.name}/{digest}")
         for digest, file in group.images.items()
     ]
     done = GroupDone(
@@ -228,47 +222,19 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> Grou
         group.ticket,
         group.attempt,
         group.worker,
-        tuple(members),
+        tuple(members_of(bundles)),
         group.seconds,
         group.generate_s,
         group.score_s,
         images=tuple(images),
     )
-    await bus.store.append(names.groups, done, id=f"{name}/end")
+    await bus.store.append(names.groups, done, id=f"{ticket.name}/end")
     return done
-
-
-def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: bool) -> Member:
-    versions = trajectory.versions.numpy()[trajectory.loss_mask.numpy()]
-    return Member(
-        id=trajectory.id,
-        sequence=sequence,
-        index=index,
-        length=len(trajectory.tokens),
-        sampled=len(versions),
-        oldest=int(versions.min()),
-        newest=int(versions.max()),
-        reward=trajectory.reward,
-        metrics=trajectory.metrics,
-        finish=trajectory.finish,
-        part=part,
-    )
 
 
 def _dataset_groups(batches: Iterable[RecordedBatch]) -> Iterator[GroupDone]:
     for batch in batches:
-        for ticket in batch.tickets:
-            refs = [row for row in batch.rows if row.group == ticket]
-            members = tuple(
-                Member(
-                    *(ref.id, ref.sequence, ref.index, ref.length),
-                    sampled=0,
-                    oldest=batch.version,
-                    newest=batch.version,
-                    reward=0.0,
-                    metrics={},
-                    finish="stop",
-                )
-                for ref in refs
-            )
-            yield GroupDone("train", ticket, attempt_of(refs[0])[1], "dataset", members, 0.0)
+        for id in batch.tickets:
+            refs = [row for row in batch.rows if row.group == id]
+            attempt, row = refs[0].attempt, refs[0].sequence
+            yield dataset_group(Ticket(id, attempt, "train", row, batch.version, len(refs)))

@@ -48,7 +48,7 @@ class TicketQueue:
     async def issue(self, ticket: Ticket) -> None:
         """Put a ticket into the work queue, or, if trainers read the dataset, its outcome into the log."""
         if ticket.purpose == "train" and not self._samples:
-            await self._bus.store.append(self._names.groups, _dataset_group(ticket), id=f"{ticket.name}/end")
+            await self._bus.store.append(self._names.groups, dataset_group(ticket), id=f"{ticket.name}/end")
             return
         if ticket.purpose == "train":
             self._log_at_issue.setdefault(ticket.id, self.log_sequence)
@@ -117,7 +117,7 @@ class TicketQueue:
         return min([*bundles, *outcomes, *evaluation, self.log_sequence + 1])
 
 
-def _dataset_group(ticket: Ticket) -> GroupDone:
+def dataset_group(ticket: Ticket) -> GroupDone:
     """Return a finished group whose members name the row from which trainers make the sequences."""
     members = tuple(
         messages.Member(

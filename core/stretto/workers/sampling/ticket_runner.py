@@ -20,9 +20,7 @@ from stretto.bus.messages.tickets import (
     StoredImage,
     Ticket,
     TicketRecord,
-    TrajectoryBundle,
     WireTrajectory,
-    bundles_of,
 )
 from stretto.config import RunConfig
 from stretto.dataset import CurriculumDataset, Dataset, Row
@@ -34,7 +32,12 @@ from stretto.records.samples.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext
 from stretto.workers.sampling.session import RolloutSession, VariantServices
 from stretto.workers.sampling.ticket_record import record_of
-from stretto.workers.sampling.trajectory_log import expect_kept_tokens, member_of, wire_trajectories
+from stretto.workers.sampling.trajectory_log import (
+    append_bundles,
+    expect_kept_tokens,
+    members_of,
+    wire_trajectories,
+)
 from stretto.workflow import Prompt, Trajectory
 
 log = structlog.get_logger()
@@ -163,17 +166,13 @@ class TicketRunner:
     async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
         """Write the trajectories to the log in a few messages, then the images that they name. Return the
         members, and the sequence numbers of the images. For an evaluation, write nothing: `_keep` does."""
-        ticket, trajectories = attempt.ticket, attempt.trajectories
-        wires = attempt.wires()
+        ticket, wires = attempt.ticket, attempt.wires()
         if ticket.purpose == "eval":
-            pairs = enumerate(zip(trajectories, wires, strict=True))
-            return [member_of(each, wire.id, 0, index) for index, (each, wire) in pairs], []
+            return members_of([(0, wires)]), []
         if attempt.services.config.sampling.truncates:
-            expect_kept_tokens(trajectories)
-        members: list[Member] = []
-        for sequence, bundle in await self._append(ticket, wires, self._context.names.trajectories):
-            for index, wire in enumerate(bundle):
-                members.append(member_of(trajectories[len(members)], wire.id, sequence, index))
+            expect_kept_tokens(attempt.trajectories)
+        store, subject = self._context.bus.store, self._context.names.trajectories
+        members = members_of(await append_bundles(store, subject, ticket, wires))
         return members, await self._append_images(attempt, wires)
 
     async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
@@ -190,16 +189,6 @@ class TicketRunner:
             for digest, file in zip(added, images.files(list(added)), strict=True)
         ]
 
-    async def _append(
-        self, ticket: Ticket, wires: list[WireTrajectory], subject: str
-    ) -> list[tuple[int, list[WireTrajectory]]]:
-        stored: list[tuple[int, list[WireTrajectory]]] = []
-        for number, bundle in enumerate(bundles_of(wires)):
-            message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
-            id = f"{ticket.name}/{subject.rpartition('.')[2]}/{number}"
-            stored.append((await self._context.bus.store.append(subject, message, id=id), bundle))
-        return stored
-
     async def _keep(self, attempt: _RunningTicket, *, failed: bool = False) -> tuple[int, str]:
         """Write an attempt's record to the log, and the trajectories that training does not read. Return
         the record's sequence number and the digest of all that is kept; 0 and "" if nothing is kept."""
@@ -210,7 +199,7 @@ class TicketRunner:
             return 0, ""
         wires = attempt.wires()
         if failed or is_eval:
-            await self._append(ticket, wires, names.kept_trajectories)
+            await append_bundles(self._context.bus.store, names.kept_trajectories, ticket, wires)
             await self._append_images(attempt, wires)
         seconds, dataset = attempt.seconds, self._datasets[ticket.purpose]
         source = dataset.source_of(ticket.row) if isinstance(dataset, CurriculumDataset) else ""

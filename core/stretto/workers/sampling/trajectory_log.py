@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from stretto.array import Array
-from stretto.bus.messages.tickets import Member, Ticket, WireTrajectory
+from stretto.bus.messages.tickets import Member, Ticket, TrajectoryBundle, WireTrajectory, bundles_of
+from stretto.bus.store import Store
 from stretto.errors import EngineError, RewardError
 from stretto.reward import is_number
-from stretto.workflow import Trajectory, sample_numbers
+from stretto.workflow import Score, Trajectory, sample_numbers
+
+StoredBundle = tuple[int, Sequence[WireTrajectory]]
+"""Sequence number in the log, and trajectories, of a `TrajectoryBundle`."""
 
 
 def wire_trajectories(
@@ -58,24 +62,47 @@ def expect_kept_tokens(trajectories: Sequence[Trajectory]) -> None:
             )
 
 
-def member_of(trajectory: Trajectory, id: str, sequence: int, index: int) -> Member:
-    """Return the figures of a trajectory that the kernel sees."""
-    if not all(map(is_number, (trajectory.score.reward, *trajectory.score.metrics.values()))):
-        raise RewardError(f"the score is not finite: {trajectory.score}")
-    versions = trajectory.versions[trajectory.loss_mask]
+async def append_bundles(
+    store: Store, subject: str, ticket: Ticket, trajectories: Sequence[WireTrajectory]
+) -> list[StoredBundle]:
+    """Write the trajectories of a ticket to the log, in a few messages."""
+    stored: list[StoredBundle] = []
+    for number, bundle in enumerate(bundles_of(trajectories)):
+        message = TrajectoryBundle(ticket.id, ticket.attempt, ticket.row, tuple(bundle))
+        id = f"{ticket.name}/{subject.rpartition('.')[2]}/{number}"
+        stored.append((await store.append(subject, message, id=id), bundle))
+    return stored
+
+
+def members_of(bundles: Iterable[StoredBundle]) -> list[Member]:
+    """Return the figures that the kernel sees of the trajectories of a ticket, in their order."""
+    members: list[Member] = []
+    last_sample = -1
+    for sequence, bundle in bundles:
+        for index, trajectory in enumerate(bundle):
+            members.append(_member_of(trajectory, sequence, index, part=trajectory.sample == last_sample))
+            last_sample = trajectory.sample
+    return members
+
+
+def _member_of(trajectory: WireTrajectory, sequence: int, index: int, *, part: bool) -> Member:
+    if not all(map(is_number, (trajectory.reward, *trajectory.metrics.values()))):
+        score = Score(trajectory.reward, trajectory.metrics)
+        raise RewardError(f"the score is not finite: {score}")
+    versions = trajectory.versions.numpy()[trajectory.loss_mask.numpy()]
     if not len(versions):
         raise EngineError("a trajectory without a sampled token")
     return Member(
-        id=id,
+        id=trajectory.id,
         sequence=sequence,
         index=index,
         length=len(trajectory.tokens),
         sampled=len(versions),
         oldest=int(versions.min()),
         newest=int(versions.max()),
-        reward=trajectory.score.reward,
-        metrics=dict(trajectory.score.metrics),
+        reward=trajectory.reward,
+        metrics=trajectory.metrics,
         finish=trajectory.finish,
-        part=trajectory.part,
-        kept=0 if trajectory.kept is None else len(trajectory.kept.ids),
+        part=part,
+        kept=0 if trajectory.kept_ids is None else len(trajectory.kept_ids),
     )
