@@ -437,7 +437,7 @@ async def train(bootstrap: Bootstrap) -> None:
     async with connect(bootstrap) as bus:
         subject = names.kernel("trainer", "join")
         join = Join(worker, "trainer", "simulated", nonce, bootstrap.token, own_version())
-        await bus.request(subject, join, Welcome, who="kernel", deadline_s=60)
+        await bus.request(subject, join, Welcome, deadline_s=60)
         own = partial(names.worker, "trainer", worker, nonce)
         await bus.serve(own("load"), LoadCheckpoint, load)
         await bus.serve(own("call"), RunCall, call)

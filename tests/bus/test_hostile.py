@@ -162,16 +162,16 @@ async def test_only_the_operator_can_give_a_run_commands(
         for role in (*ROLES, "samples", "viewer"):
             async with open_bus(role) as other:
                 with pytest.raises(NoAnswer):
-                    await other.request(subject, command, RunScaled, who="kernel", deadline_s=patience(0.5))
+                    await other.request(subject, command, RunScaled, deadline_s=patience(0.5))
         assert not received
         async with open_bus("operator") as operator:
-            answer = await operator.request(subject, command, RunScaled, who="kernel", deadline_s=patience())
+            answer = await operator.request(subject, command, RunScaled, deadline_s=patience())
             assert answer.done == ("done",)
             heard: list[Beacon] = []
             for mine in (names.beacon, names.kernel("rollout", "leaving"), names.ticket("train")):
                 await kernel.subscribe(mine, Beacon, heard.append)
                 await operator.publish(mine, Beacon(1, "over"))
-            await operator.request(subject, command, RunScaled, who="kernel", deadline_s=patience())
+            await operator.request(subject, command, RunScaled, deadline_s=patience())
             assert not heard
     assert received == [command] * 2
 
@@ -234,12 +234,11 @@ async def test_no_other_role_can_answer_a_request(open_bus: OpenBus, names: Subj
                 await forger.publish(f"{names.answers('rollout', 'inference')}.{rollout.inbox}.1", forged)
                 await anyio.sleep(SOON_S)
 
+        asked = ScoreSamples(b"", ("x",), b"")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(forge)
             with pytest.raises(NoAnswer):
-                await rollout.request(
-                    score, ScoreSamples(b"", ("x",), b""), Scored, who="verifier-0", deadline_s=patience(0.5)
-                )
+                await rollout.request(score, asked, Scored, deadline_s=patience(0.5))
 
 
 N = Subjects("test-run")

@@ -91,7 +91,7 @@ async def test_an_outage_does_not_count_as_the_silence_of_a_process(
             async def finish(waited_for: Awaitable[object]) -> None:
                 done.append(await waited_for)
 
-            asking = kernel.request(subject, AskLoad(), LoadReport, who="inference-0", deadline_s=patience(3))
+            asking = kernel.request(subject, AskLoad(), LoadReport, deadline_s=patience(3))
             tasks.start_soon(finish, asking)
             await asked.wait()
             with standing_still(server_pid(tmp_path)):
@@ -553,7 +553,7 @@ async def test_a_process_of_a_former_kernel_hears_no_request_to_its_successor(
 
             await bus.serve(context.subject("end"), EndStep, end)
         subject = names.worker("trainer", "trainer-0", "present", "end")
-        await kernel.request(subject, EndStep(2, 0), StepEnded, who="trainer-0", deadline_s=patience(10))
+        await kernel.request(subject, EndStep(2, 0), StepEnded, deadline_s=patience(10))
         await former.subscribe(names.beacon, Beacon, lambda beacon: None)  # it has read all messages before
     assert heard == ["present"]
 

@@ -165,7 +165,7 @@ async def _join_with_another_version(folder: Path) -> None:
         subject = Subjects(bootstrap.run).kernel("rollout", "join")
         other = r"rollout-x has stretto 0\.0\.1, and the run has .*: install stretto"
         with pytest.raises(Refused, match=other):
-            await bus.request(subject, join, Welcome, who="kernel", deadline_s=patience())
+            await bus.request(subject, join, Welcome, deadline_s=patience())
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ OUTCOMES = GroupDone | GroupFailed
 
 async def join(bus: Bus, seconds: float, place: str = "p") -> Welcome:
     question = Join("trainer-0", "trainer", place, "n", "t")
-    return await bus.request(JOIN, question, Welcome, who="kernel", deadline_s=patience(seconds))
+    return await bus.request(JOIN, question, Welcome, deadline_s=patience(seconds))
 
 
 async def welcome(message: Join) -> Welcome:

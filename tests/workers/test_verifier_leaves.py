@@ -74,7 +74,7 @@ async def test_a_verifier_that_leaves_refuses_no_call(open_bus: OpenBus, names: 
             asked = ScoreSamples(b"", ("x",), b"")
             for _ in range(2):  # one in hand when it leaves, and one that comes later
                 with pytest.raises(NoAnswer):
-                    await rollout.request(subject, asked, Scored, who="verifier-0", deadline_s=patience(0.5))
+                    await rollout.request(subject, asked, Scored, deadline_s=patience(0.5))
             assert left.is_set()
 
 

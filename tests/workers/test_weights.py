@@ -522,7 +522,7 @@ class Worker:
     async def swap(self, note: WeightsNote, *, exact: bool = False) -> SwapDone:
         swap = messages.Swap(0, next(self._numbers), note, exact, trainer=WorkerProcess("trainer-0", "t"))
         subject = Subjects("test-run").worker("inference", "inference-0", "x", "swap")
-        return await self._kernel.request(subject, swap, SwapDone, who="inference-0", deadline_s=patience())
+        return await self._kernel.request(subject, swap, SwapDone, deadline_s=patience())
 
     async def ask(self, id: str, exact_version: int | None = None) -> None:
         request = GenerateRequest(id, Array.of(np.ones(1, np.int32)), (1, 2), Sampling(), 0)

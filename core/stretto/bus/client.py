@@ -177,9 +177,7 @@ class Bus:
         else:
             await self._receive(subject, future=_AtOnce(deliver))
 
-    async def request(
-        self, subject: str, message: Message, answer: type[R], *, who: str, deadline_s: float
-    ) -> R:
+    async def request(self, subject: str, message: Message, answer: type[R], *, deadline_s: float) -> R:
         """Send a request to one process, repeat it until the answer arrives, and return the answer. The
         process serves the request once.
 
@@ -187,6 +185,7 @@ class Bus:
         """
         self._requests += 1
         _, answerer = self._names.parties(subject)
+        who = self._names.process_of(subject)
         reply_to = f"{self._prefix}.from.{answerer}.{self.inbox}.{self._requests}"
         data = encode(message)
         decode = decoder(answer | Refusal)

@@ -186,20 +186,15 @@ class ImageFetcher:
         return file
 
     async def _fetch(self, sender: WorkerProcess, digest: str) -> bytes:
-        file, worker = b"", sender.worker
+        file, bus = b"", self._context.bus
+        subject = self._context.names.worker("rollout", sender.worker, sender.nonce, "image")
         while True:
-            part = await self._context.bus.request(
-                self._context.names.worker("rollout", worker, sender.nonce, "image"),
-                AskImage(digest, len(file)),
-                ImagePart,
-                who=worker,
-                deadline_s=_PART_S,
-            )
+            part = await bus.request(subject, AskImage(digest, len(file)), ImagePart, deadline_s=_PART_S)
             file += part.data
             if len(file) >= part.size or not part.data or part.size > MAX_FILE_BYTES:
                 break
         if ImageFile(file).digest != digest:
-            raise BusError(f"{worker} sent another image than it had named, of {part.size} bytes")
+            raise BusError(f"{sender.worker} sent another image than it had named, of {part.size} bytes")
         return file
 
     def _keep(self, digest: str, file: bytes) -> None:

@@ -383,13 +383,9 @@ class InferenceWorker:
         if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result
         try:
-            answer = await self._bus.request(
-                self._context.names.worker("trainer", trainer.worker, trainer.nonce, "shared_rows"),
-                AskSharedRows(result.report.version),
-                SharedRows,
-                who=trainer.worker,
-                deadline_s=_ROWS_S,
-            )
+            subject = self._context.names.worker("trainer", trainer.worker, trainer.nonce, "shared_rows")
+            asked = AskSharedRows(result.report.version)
+            answer = await self._bus.request(subject, asked, SharedRows, deadline_s=_ROWS_S)
             if answer.rows:
                 with anyio.fail_after(_SCORE_S):
                     logprobs = await self._engine.logprobs([row.tokens.numpy() for row in answer.rows])

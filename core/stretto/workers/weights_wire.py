@@ -42,13 +42,8 @@ class BusWire:
     async def ask(self, address: str, question: bytes, *, deadline_s: float) -> bytes:
         """Send a request to a trainer and return its reply."""
         worker, _, nonce = address.partition("/")
-        answer = await self._context.bus.request(
-            self._context.names.worker("trainer", worker, nonce, "weights"),
-            AskWeights(question),
-            WeightsAnswer,
-            who=worker,
-            deadline_s=deadline_s,
-        )
+        subject, bus = self._context.names.worker("trainer", worker, nonce, "weights"), self._context.bus
+        answer = await bus.request(subject, AskWeights(question), WeightsAnswer, deadline_s=deadline_s)
         return answer.data
 
     async def _answer(self, message: AskWeights) -> WeightsAnswer:

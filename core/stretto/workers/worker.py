@@ -98,9 +98,7 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
         log.info("bus connected", url=bus.server)
         with process.heartbeats(bootstrap, role, first) as beats:
             join = Join(worker, role, process.place, nonce, bootstrap.token, own_version())
-            welcome = await bus.request(
-                names.kernel(role, "join"), join, Welcome, who="kernel", deadline_s=_JOIN_S
-            )
+            welcome = await bus.request(names.kernel(role, "join"), join, Welcome, deadline_s=_JOIN_S)
             joining.cancel()
             try:
                 context = WorkerContext(bus, names, worker, role, nonce, welcome, process)
@@ -232,7 +230,7 @@ async def _join_successors(
         await context.has_successor.wait()
         rejoin = msgspec.structs.replace(join, again=True, held=context.held())
         try:
-            welcome = await context.bus.request(subject, rejoin, Welcome, who="kernel", deadline_s=_AGAIN_S)
+            welcome = await context.bus.request(subject, rejoin, Welcome, deadline_s=_AGAIN_S)
         except NoAnswer:
             await anyio.sleep(_AGAIN_PAUSE_S)  # that kernel has no time, or is gone as well
             continue

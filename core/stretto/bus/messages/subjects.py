@@ -111,6 +111,11 @@ class Subjects:
         party: Any = rest[0]  # `kernel` and `worker` made the subject
         return ((party,), "kernel") if to == "kernel" else (WORKER_VERBS[party][rest[-1]], party)
 
+    def process_of(self, subject: str) -> str:
+        """Return the process that answers requests to a subject: a worker's id, or `kernel`."""
+        to, _, *rest = subject.removeprefix(f"{self.root}.").split(".")
+        return "kernel" if to == "kernel" else rest[0]
+
 
 def is_worker_id(text: str) -> bool:
     """Return whether a text is the id of a worker."""

@@ -92,4 +92,4 @@ def _check_groups(folder: Path, numbers: Mapping[str, int]) -> None:
 async def _ask(bootstrap: Bootstrap, verb: str, command: Message, answer: type[A]) -> A:
     async with connect(bootstrap) as bus:
         subject = Subjects(bootstrap.run).kernel("operator", verb)
-        return await bus.request(subject, command, answer, who="kernel", deadline_s=_ANSWER_S)
+        return await bus.request(subject, command, answer, deadline_s=_ANSWER_S)

@@ -249,9 +249,7 @@ class Engines:
         for member in members if len(members) <= _ASKED else ():
             subject = self._names.worker("inference", member.worker, member.nonce, "load")
             try:
-                report = await self._bus.request(
-                    subject, AskLoad(), LoadReport, who=member.worker, deadline_s=2
-                )
+                report = await self._bus.request(subject, AskLoad(), LoadReport, deadline_s=2)
                 member.load, member.busy_s = report.load, report.load.busy_s
             except NoAnswer as error:
                 log.warning("no load figures", worker=member.worker, error=str(error))
@@ -280,13 +278,9 @@ class Engines:
             cause = Cause("evaluation", note.version) if note else Cause("swap", newest + 1)
             self._waits.away(member.worker, cause)
         with anyio.CancelScope() as self._swaps[member.worker]:
-            done = await self._bus.request(
-                self._names.worker("inference", member.worker, member.nonce, "swap"),
-                Swap(self._journal.epoch, next(self._numbers), note, exact, self.trainer),
-                SwapDone,
-                who=member.worker,
-                deadline_s=_SWAP_S,
-            )
+            subject = self._names.worker("inference", member.worker, member.nonce, "swap")
+            swap = Swap(self._journal.epoch, next(self._numbers), note, exact, self.trainer)
+            done = await self._bus.request(subject, swap, SwapDone, deadline_s=_SWAP_S)
             if done.fault:
                 raise RunError(f"{member.worker}: {done.fault}")
             return done

@@ -232,9 +232,8 @@ class Trainers:
 
     async def ask(self, group: WorkerGroup, verb: str, message: Message, answer: type[A]) -> A:
         """Send a request to rank 0 of one group, and return its answer."""
-        worker = group.workers[0]
-        subject = self._subject(worker, verb)
-        return await self._bus.request(subject, message, answer, who=worker, deadline_s=_DEADLINE_S)
+        subject = self._subject(group.workers[0], verb)
+        return await self._bus.request(subject, message, answer, deadline_s=_DEADLINE_S)
 
     async def _prefetch_all(self, parts: tuple[tuple[RowRef, ...], ...]) -> None:
         await self.prefetch(tuple(chain.from_iterable(parts)), complete=False)

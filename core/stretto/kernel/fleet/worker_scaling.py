@@ -99,9 +99,7 @@ class WorkerScaler:
         else:
             subject = self._setup.names.worker(role, worker, member.nonce, "drain")
             try:
-                await self._bus.request(
-                    subject, Drain(self._lease_epoch), Draining, who=worker, deadline_s=_ASK_S
-                )
+                await self._bus.request(subject, Drain(self._lease_epoch), Draining, deadline_s=_ASK_S)
             except BusError as error:
                 log.warning("worker does not drain", worker=worker, error=str(error))
                 limit_s = 0.0

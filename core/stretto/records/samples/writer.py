@@ -237,7 +237,7 @@ class _SampleWriter:
 
     async def _ask(self, start: int) -> Following:
         subject = self._names.kernel("samples", "follow")
-        return await self._bus.request(subject, Follow(start), Following, who="kernel", deadline_s=_ANSWER_S)
+        return await self._bus.request(subject, Follow(start), Following, deadline_s=_ANSWER_S)
 
     async def _read_the_rest(self) -> bool:
         with anyio.move_on_after(_DRAIN_S):

@@ -88,13 +88,8 @@ class VerifierClient:
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
         """Send a request to a verifier, after its loss to another. The ticket's limit ends this earlier."""
-        context = self._context
+        bus, names, deadline_s = self._context.bus, self._context.names, self._config.workflow.timeout_s
         while True:
             async with self._router.member() as verifier:
-                return await context.bus.request(
-                    context.names.worker("verifier", verifier.worker, verifier.nonce, verb),
-                    message,
-                    kind,
-                    who=verifier.worker,
-                    deadline_s=self._config.workflow.timeout_s,
-                )
+                subject = names.worker("verifier", verifier.worker, verifier.nonce, verb)
+                return await bus.request(subject, message, kind, deadline_s=deadline_s)

@@ -248,14 +248,9 @@ class BatchStore:
     async def _ask(self, owner: str, key: str, rows: list[int]) -> None:
         import torch
 
-        context = self._context
-        column = await context.bus.request(
-            context.names.worker("trainer", owner, self._nonces[owner], self._verb),
-            AskColumn(self._version, key, tuple(rows)),
-            Column,
-            who=owner,
-            deadline_s=_ANSWER_S,
-        )
+        subject = self._context.names.worker("trainer", owner, self._nonces[owner], self._verb)
+        asked = AskColumn(self._version, key, tuple(rows))
+        column = await self._context.bus.request(subject, asked, Column, deadline_s=_ANSWER_S)
         values = torch.from_numpy(column.values.numpy().copy())
         self._call_columns[key].update(self._by_row(rows, values, per_token=column.per_token))
 

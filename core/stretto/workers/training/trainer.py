@@ -136,9 +136,8 @@ class TrainerWorker:
         self._group = self._placement.groups[name]
         self._part = self._group.part_of(self._rank)
         self._leads = self._group is self._placement.lead
-        ranks = await context.bus.request(
-            context.names.kernel("trainer", "ranks"), AskRanks(), Ranks, who="kernel", deadline_s=_MEETING_S
-        )
+        subject = context.names.kernel("trainer", "ranks")
+        ranks = await context.bus.request(subject, AskRanks(), Ranks, deadline_s=_MEETING_S)
         self._nonces: Mapping[str, str] = ranks.nonces
         self._rows = BatchStore(context, self._placement, self._nonces)
         self._held_out: BatchStore | None = None
@@ -204,14 +203,9 @@ class TrainerWorker:
 
             await context.bus.serve(context.subject("meeting_place"), messages.AskMeetingPlace, send_place)
             return place.rendezvous
-        answer = await context.bus.request(
-            context.names.worker("trainer", first, self._nonces[first], "meeting_place"),
-            messages.AskMeetingPlace(context.lease_epoch),
-            messages.MeetingPlace,
-            who=first,
-            deadline_s=_MEETING_S,
-        )
-        return answer.rendezvous
+        subject = context.names.worker("trainer", first, self._nonces[first], "meeting_place")
+        asked, answer = messages.AskMeetingPlace(context.lease_epoch), messages.MeetingPlace
+        return (await context.bus.request(subject, asked, answer, deadline_s=_MEETING_S)).rendezvous
 
     def _make_publisher(self, wire: BusWire, *, sampling: bool) -> Publisher:
         context = self._context
@@ -260,9 +254,8 @@ class TrainerWorker:
                 if worker == self._context.worker:
                     return await handler(message)
                 subject = self._context.names.worker("trainer", worker, self._nonces[worker], verb)
-                return await self._context.bus.request(
-                    subject, message, answer, who=worker, deadline_s=_RANK_DEADLINE_S
-                )
+                bus = self._context.bus
+                return await bus.request(subject, message, answer, deadline_s=_RANK_DEADLINE_S)
 
             own, *others = await together(run_on, [self._context.worker, *(() if alone else other_workers)])
             return join(own, others)
