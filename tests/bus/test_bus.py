@@ -27,7 +27,7 @@ from processes import spawning
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.guard import folder_id
-from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.base import KernelMessage, Message, Refusal
 from stretto.bus.messages.inference import Confirm, Generate
 from stretto.bus.messages.membership import Heartbeat, Join, Welcome
 from stretto.bus.messages.subjects import Subjects
@@ -75,7 +75,8 @@ def test_arrays_that_cannot_be_are_refused(bad: tuple[str, tuple[int, ...], byte
 def test_every_message_has_a_versioned_tag_of_its_own() -> None:
     for module in iter_modules(messages.__path__, f"{messages.__name__}."):
         import_module(module.name)
-    tags = [kind.__struct_config__.tag for kind in Message.__subclasses__()]
+    kinds = [*Message.__subclasses__(), *KernelMessage.__subclasses__()]
+    tags = [kind.__struct_config__.tag for kind in kinds]
     assert len(tags) == len(set(tags))
     assert all(re.fullmatch(r"\w+/[1-9]", str(tag)) for tag in tags)
 

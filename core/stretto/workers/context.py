@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from contextvars import copy_context
 from functools import partial
@@ -15,6 +15,7 @@ import msgspec
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose_mapping
 from stretto.bus.client import Bus
+from stretto.bus.messages.base import KernelMessage, Message
 from stretto.bus.messages.membership import Beacon, Dismissal, Heartbeat, Routes, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TicketStarted
@@ -27,6 +28,7 @@ from stretto.workers.kernel_watch import KernelWatch
 from stretto.workers.process import HostProcess
 
 T = TypeVar("T")
+K = TypeVar("K", bound=KernelMessage)
 
 
 class WorkerContext:
@@ -97,12 +99,16 @@ class WorkerContext:
         """Call `listener` with the routes whenever new routes arrive."""
         self._routes_listeners.append(listener)
 
-    def check_lease(self, lease_epoch: int) -> None:
-        """Refuse a command that does not carry the newest lease epoch that this worker has seen."""
-        if lease_epoch != self.lease_epoch:
-            raise Refused(
-                self.worker, f"a kernel of lease epoch {self.lease_epoch} owns the run, not {lease_epoch}"
-            )
+    async def obey(self, verb: str, kind: type[K], handler: Callable[[K], Awaitable[Message]]) -> None:
+        """Serve a request of the kernel, if it has the newest lease epoch that this worker has seen."""
+
+        async def obey(message: K) -> Message:
+            if message.lease_epoch != self.lease_epoch:
+                owner = f"a kernel of lease epoch {self.lease_epoch} owns the run"
+                raise Refused(self.worker, f"{owner}, not {message.lease_epoch}")
+            return await handler(message)
+
+        await self.bus.serve(self.subject(verb), kind, obey)
 
     def receive_beacon(self, beacon: Beacon) -> None:
         """Process a beacon and call the listeners. Ignore a beacon of a kernel that has been replaced."""

@@ -137,7 +137,7 @@ class InferenceWorker:
                 await self._bus.subscribe(
                     context.subject("abort"), Abort, lambda each: self._drop(each.request)
                 )
-                await self._bus.serve(context.subject("swap"), Swap, self._swap)
+                await context.obey("swap", Swap, self._swap)
                 await self._bus.serve(context.subject("load"), AskLoad, self._load)
                 ready()
         finally:
@@ -269,7 +269,6 @@ class InferenceWorker:
 
     async def _swap(self, message: Swap) -> SwapDone:
         """Serve a version. Skip a swap if a newer one is already done."""
-        self._context.check_lease(message.lease_epoch)
         order = (message.lease_epoch, message.number)
         if order > self._newest_order:
             self._newest_order = order

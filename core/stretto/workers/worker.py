@@ -150,7 +150,7 @@ async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config
     await context.bus.subscribe(context.subject("dismiss"), Dismissal, context.receive_dismissal)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":
-        await context.bus.serve(context.subject("drain"), Drain, partial(_obey_drain, context))
+        await context.obey("drain", Drain, partial(_obey_drain, context))
     ready = anyio.Event()
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_WHILE_LOADING)
@@ -177,8 +177,7 @@ async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config
         tasks.cancel_scope.cancel()
 
 
-async def _obey_drain(context: WorkerContext, message: Drain) -> Draining:
-    context.check_lease(message.lease_epoch)
+async def _obey_drain(context: WorkerContext, _: Drain) -> Draining:
     context.request_drain("the run needs fewer workers")
     return Draining()
 

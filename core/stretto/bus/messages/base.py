@@ -28,6 +28,13 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda
     """Base of every message that is published on its own. Parts of messages are plain structs."""
 
 
+class KernelMessage(Message, frozen=True):
+    """Base of the kernel's messages to workers. `WorkerContext.obey` refuses those of a former kernel."""
+
+    lease_epoch: int
+    """Fencing number of the kernel's lease. Workers obey the highest that they have seen."""
+
+
 class Refusal(Message, frozen=True):
     """Sent in place of the answer to a request: the reason why there is no answer."""
 

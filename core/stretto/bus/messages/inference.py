@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stretto.array import Array
-from stretto.bus.messages.base import InboxToken, Message, WorkerId
+from stretto.bus.messages.base import InboxToken, KernelMessage, Message, WorkerId
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish, GenerateRequest, Load, SwapReport
@@ -78,10 +78,9 @@ class Abort(Message, frozen=True):
     request: str
 
 
-class Swap(Message, frozen=True, tag="Swap/4"):
+class Swap(KernelMessage, frozen=True, tag="Swap/4"):
     """Kernel to inference worker, answered by `SwapDone`: serve this version, or none."""
 
-    lease_epoch: int
     number: int
     """Number of the swap, which always rises. The version may fall: to the version of an evaluation."""
     note: WeightsNote | None

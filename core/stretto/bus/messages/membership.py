@@ -7,17 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages.base import Message, Nonce, WorkerId
+from stretto.bus.messages.base import KernelMessage, Message, Nonce, WorkerId
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.engine import Load
 from stretto.launcher import Role
 
 
-class Beacon(Message, frozen=True, tag="Beacon/3"):
+class Beacon(KernelMessage, frozen=True, tag="Beacon/3"):
     """Kernel to all workers, every second and at the end: the kernel is alive."""
 
-    lease_epoch: int
-    """Fencing number of the kernel's lease. Workers obey the highest that they have seen."""
     state: Literal["running", "over"]
     """At `over` every worker leaves."""
 
@@ -58,10 +56,9 @@ class Peer(WorkerProcess, frozen=True):
         return self.worker.partition("-")[0]
 
 
-class Routes(Message, frozen=True, tag="Routes/2"):
+class Routes(KernelMessage, frozen=True, tag="Routes/2"):
     """Kernel to one rollout worker, every second and at every change: call these workers and no others."""
 
-    lease_epoch: int
     peers: tuple[Peer, ...]
     """Some verifiers, some engines for training, and for each evaluation some of the engines lent to it."""
 
@@ -158,20 +155,16 @@ class RunStatus(Message, frozen=True):
     """A `stretto.records.status.Status` in JSON."""
 
 
-class Drain(Message, frozen=True):
+class Drain(KernelMessage, frozen=True):
     """Kernel to worker, answered by `Draining`: finish your work, take no new work, and leave."""
-
-    lease_epoch: int
 
 
 class Draining(Message, frozen=True):
     """The worker drains. It sends `Leaving` when the work is finished."""
 
 
-class Dismissal(Message, frozen=True):
+class Dismissal(KernelMessage, frozen=True):
     """Kernel to a process that was lost or whose id another process has: leave at once."""
-
-    lease_epoch: int
 
 
 class Leaving(Message, frozen=True):

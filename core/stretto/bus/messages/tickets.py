@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 
 from stretto.array import Array, KeptTokens
-from stretto.bus.messages.base import Message, VariantName, WorkerId
+from stretto.bus.messages.base import KernelMessage, Message, VariantName, WorkerId
 from stretto.component import NonNegativeInt
 from stretto.engine import Digest, Finish
 from stretto.user_code.faults import FaultKind
@@ -74,10 +74,9 @@ class Progress(Message, frozen=True):
     """(training ticket, attempt, version of its oldest token)."""
 
 
-class AbortTicket(Message, frozen=True, tag="AbortTicket/2"):
+class AbortTicket(KernelMessage, frozen=True, tag="AbortTicket/2"):
     """Kernel to all rollout workers: stop this attempt, because nobody waits for it any more."""
 
-    lease_epoch: int
     purpose: Purpose
     ticket: int
     attempt: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from stretto.array import Array
-from stretto.bus.messages.base import Message
+from stretto.bus.messages.base import KernelMessage, Message
 from stretto.weights import WeightsNote
 
 
@@ -28,10 +28,9 @@ class RowRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return int(self.id.split("/")[1])
 
 
-class RunCall(Message, frozen=True, tag="Call/2"):
+class RunCall(KernelMessage, frozen=True, tag="Call/2"):
     """Kernel to rank 0 of a worker group, which informs the others, answered by `CallDone`: run a call."""
 
-    lease_epoch: int
     incarnation: int
     version: int
     """Training version at which the trainers train the batch."""
@@ -64,11 +63,10 @@ class Column(Message, frozen=True):
     """True if each token has a value, False if each row has one."""
 
 
-class EndStep(Message, frozen=True):
+class EndStep(KernelMessage, frozen=True):
     """Kernel to rank 0 of every worker group, answered by `StepEnded`: all calls are done; forget the batch.
     Rank 0 informs the other ranks of its group. The group of the lead model begins to publish its weights."""
 
-    lease_epoch: int
     version: int
     """Version before the step; the weights are now those of `version + 1`."""
     needed: tuple[int, ...] = ()
@@ -79,10 +77,9 @@ class StepEnded(Message, frozen=True):
     """The group is ready for the next step. The weights of its lead model may not be published yet."""
 
 
-class AskPublished(Message, frozen=True):
+class AskPublished(KernelMessage, frozen=True):
     """Kernel to rank 0 of the lead model's group, answered by `Published` when the version is complete."""
 
-    lease_epoch: int
     version: int
 
 
@@ -92,10 +89,8 @@ class Published(Message, frozen=True):
     note: WeightsNote
 
 
-class AskState(Message, frozen=True):
+class AskState(KernelMessage, frozen=True):
     """Kernel to rank 0 of a group that a former kernel has started, answered by `TrainerState`."""
-
-    lease_epoch: int
 
 
 class TrainerState(Message, frozen=True):
@@ -117,10 +112,8 @@ class Prefetch(Message, frozen=True):
     """Whether no other rows are needed: trainers then drop the others that they have read."""
 
 
-class AskMeetingPlace(Message, frozen=True):
+class AskMeetingPlace(KernelMessage, frozen=True):
     """Another rank to rank 0 of its group, answered by `MeetingPlace`: where do the ranks meet?"""
-
-    lease_epoch: int
 
 
 class MeetingPlace(Message, frozen=True):
@@ -129,10 +122,9 @@ class MeetingPlace(Message, frozen=True):
     rendezvous: str
 
 
-class LoadCheckpoint(Message, frozen=True):
+class LoadCheckpoint(KernelMessage, frozen=True):
     """Kernel to trainers, answered by `Loaded`: load the initial model or a checkpoint."""
 
-    lease_epoch: int
     folder: str
     """A folder or URL; empty for the initial model."""
     version: int
@@ -151,11 +143,10 @@ class Loaded(Message, frozen=True, tag="Loaded/2"):
     """Notes of the older versions that were asked for, as they are published now."""
 
 
-class Save(Message, frozen=True):
+class Save(KernelMessage, frozen=True):
     """Kernel to rank 0 of every worker group, answered by `Copied`: write models and optimizers into this
     folder. Rank 0 informs the other ranks of its group."""
 
-    lease_epoch: int
     folder: str
     """A folder or URL."""
     version: int
@@ -167,10 +158,9 @@ class Copied(Message, frozen=True):
     """The group is ready for the next step. Its files may not be written yet."""
 
 
-class AskSaved(Message, frozen=True):
+class AskSaved(KernelMessage, frozen=True):
     """Kernel to rank 0 of every group, answered by `Saved` when the newest `Save`'s files are written."""
 
-    lease_epoch: int
     version: int
 
 

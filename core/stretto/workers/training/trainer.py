@@ -26,7 +26,7 @@ from stretto.assembly.placement import group_of_worker, model_folder, split_call
 from stretto.assembly.run_memory import training_share
 from stretto.bus.listening import url_host
 from stretto.bus.messages import training as messages
-from stretto.bus.messages.base import Message
+from stretto.bus.messages.base import KernelMessage, Message
 from stretto.bus.messages.inference import AskSharedRows, SharedRows
 from stretto.bus.messages.membership import AskRanks, Heartbeat, Ranks
 from stretto.bus.server import free_port
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-M = TypeVar("M", bound=Message)
+M = TypeVar("M", bound=KernelMessage)
 A = TypeVar("A", bound=Message)
 
 _STATE = "algorithm.json"
@@ -173,9 +173,9 @@ class TrainerWorker:
         await self._serve("saved", messages.AskSaved, messages.Saved, self._send_saved, _join_saved)
         await context.bus.subscribe(context.subject("prefetch"), messages.Prefetch, self._prefetch)
         if self._rank == 0:
-            await context.bus.serve(context.subject("state"), messages.AskState, self._send_state)
+            await context.obey("state", messages.AskState, self._send_state)
         if self._leads and self._rank == 0:
-            await context.bus.serve(context.subject("published"), messages.AskPublished, self._send_note)
+            await context.obey("published", messages.AskPublished, self._send_note)
             await context.bus.serve(context.subject("shared_rows"), AskSharedRows, self._send_shared_rows)
 
     def heartbeat(self, heartbeat: Heartbeat) -> Heartbeat:
@@ -197,11 +197,10 @@ class TrainerWorker:
             host = context.bus.local_address
             place = messages.MeetingPlace(f"tcp://{url_host(host)}:{free_port(host)}")
 
-            async def send_place(message: messages.AskMeetingPlace) -> messages.MeetingPlace:
-                context.check_lease(message.lease_epoch)
+            async def send_place(_: messages.AskMeetingPlace) -> messages.MeetingPlace:
                 return place
 
-            await context.bus.serve(context.subject("meeting_place"), messages.AskMeetingPlace, send_place)
+            await context.obey("meeting_place", messages.AskMeetingPlace, send_place)
             return place.rendezvous
         subject = context.names.worker("trainer", first, self._nonces[first], "meeting_place")
         asked, answer = messages.AskMeetingPlace(context.lease_epoch), messages.MeetingPlace
@@ -260,12 +259,11 @@ class TrainerWorker:
             own, *others = await together(run_on, [self._context.worker, *(() if alone else other_workers)])
             return join(own, others)
 
-        await self._context.bus.serve(self._context.subject(verb), kind, run_on_all_ranks)
+        await self._context.obey(verb, kind, run_on_all_ranks)
 
     # ----------------------------------------------------------------------------- kernel's requests
 
     async def _load(self, message: messages.LoadCheckpoint) -> messages.Loaded:
-        self._context.check_lease(message.lease_epoch)
         async with folder_to_load(message, self._context.component_context) as folder:
             for name, engine in self._engines.items():
                 from_checkpoint = bool(folder) and self._graph.models[name].trainable
@@ -288,7 +286,6 @@ class TrainerWorker:
         return messages.Loaded(await asyncio.wrap_future(self._note), needed)
 
     async def _save(self, message: messages.Save) -> messages.Copied:
-        self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         self._saving = saving = _Saving(message.version, Future(), Future())
         self._tasks.start_soon(self._save_beside, message, saving)
@@ -326,19 +323,16 @@ class TrainerWorker:
         return writes
 
     async def _send_saved(self, message: messages.AskSaved) -> messages.Saved:
-        self._context.check_lease(message.lease_epoch)
         if self._saving is None or self._saving.version != message.version:
             raise Refused(self._context.worker, f"no checkpoint of version {message.version} is being saved")
         return await asyncio.wrap_future(self._saving.saved)
 
-    async def _send_state(self, message: messages.AskState) -> messages.TrainerState:
-        self._context.check_lease(message.lease_epoch)
+    async def _send_state(self, _: messages.AskState) -> messages.TrainerState:
         async with self._ending:
             return messages.TrainerState(self._version, self._incarnation, tuple(self._needed.values()))
 
     async def _call(self, message: messages.RunCall) -> messages.CallDone:
         """Run a call; if a former kernel has already requested it, return the same result."""
-        self._context.check_lease(message.lease_epoch)
         result = self._calls_done.get(message.name) if message.version == self._step else None
         if result is None:
             self._expect(message.version)
@@ -366,7 +360,6 @@ class TrainerWorker:
         return messages.CallDone(statistics, seconds)
 
     async def _end_step(self, message: messages.EndStep) -> messages.StepEnded:
-        self._context.check_lease(message.lease_epoch)
         async with self._ending:
             if message.version == self._step == self._version - 1:  # a former kernel has ended the step
                 return messages.StepEnded()
@@ -395,7 +388,6 @@ class TrainerWorker:
 
     async def _send_note(self, message: messages.AskPublished) -> messages.Published:
         """Return the note of a version, once the version is published and its shared rows are scored."""
-        self._context.check_lease(message.lease_epoch)
         self._expect(message.version)
         assert self._note is not None
         note = await asyncio.wrap_future(self._note)
