@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 
 from stretto.assembly.assembly import Assembly
@@ -20,7 +21,8 @@ from stretto.bus.messages.membership import Beacon, Dismissal, Heartbeat, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Context
-from stretto.errors import Refused
+from stretto.dataset import Dataset
+from stretto.errors import ConfigError, Refused
 from stretto.launcher import Role
 from stretto.machine import clock
 from stretto.workers.full_memory import out_of_memory
@@ -61,7 +63,7 @@ class WorkerContext:
         self.has_successor = anyio.Event()
         """Set when another kernel owns the run."""
         self.kernel = KernelWatch(welcome.lock, grace_s=welcome.grace_s, outage_s=welcome.outage_s)
-        self.fingerprints = welcome.fingerprints
+        self._fingerprints = welcome.fingerprints
         self.many_machines = welcome.many_machines
         """Whether workers may run on other machines than the kernel's."""
         self.routes: Routes | None = None
@@ -80,6 +82,17 @@ class WorkerContext:
     def make(self, path: str) -> Any:
         """Make the component that a section of the run chose (see `Composed.make`)."""
         return self.assembly.make(path)
+
+    async def dataset(self, path: str) -> Dataset:
+        """Make the dataset of a section. Raise ConfigError if its rows are not those that the kernel has."""
+        dataset: Dataset = await anyio.to_thread.run_sync(self.make, path)
+        if dataset.fingerprint != self._fingerprints[path]:
+            raise ConfigError(
+                f"{path}: its rows on {self.worker} differ from the kernel's; put the same files at the same "
+                "place on every machine",
+                path=path,
+            )
+        return dataset
 
     def explain(self, error: BaseException) -> str:
         """Return an error as text for readers without its traceback (see `Composed.explain`)."""

@@ -27,7 +27,6 @@ from stretto.bus.messages.tickets import (
 )
 from stretto.bus.store import Delivery
 from stretto.dataset import Dataset, DatasetConfig
-from stretto.errors import ConfigError
 from stretto.models.files import fetch_config
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language, keep_torch_out
@@ -68,9 +67,9 @@ class RolloutWorker:
     async def run(self, ready: Callable[[], None]) -> None:
         """Take tickets until cancelled."""
         context, config = self._context, self._context.composed.config
-        datasets: dict[Purpose, Dataset] = {"train": await self._dataset("dataset")}
+        datasets: dict[Purpose, Dataset] = {"train": await context.dataset("dataset")}
         if config.evaluation is not None:
-            datasets["eval"] = await self._dataset("evaluation.dataset")
+            datasets["eval"] = await context.dataset("evaluation.dataset")
         model = context.component_context.model
         vision = await anyio.to_thread.run_sync(_vision_of, model, config.dataset)
         images = None if vision is None else RolloutImages(context, vision)
@@ -122,16 +121,6 @@ class RolloutWorker:
             )
             for variant, composed in runs_of(context.composed).items()
         }
-
-    async def _dataset(self, path: str) -> Dataset:
-        dataset: Dataset = await anyio.to_thread.run_sync(self._context.make, path)
-        if dataset.fingerprint != self._context.fingerprints[path]:
-            raise ConfigError(
-                f"{path}: its rows here are not those that the kernel has; put the same files "
-                "at the same place on every machine",
-                path=path,
-            )
-        return dataset
 
     async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
         """Take tickets from the queue whenever more may run, until the worker drains. Each purpose is counted

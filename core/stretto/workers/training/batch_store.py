@@ -18,7 +18,6 @@ from stretto.assembly.dataflow import SOURCE_OPS
 from stretto.assembly.placement import Placement
 from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
 from stretto.bus.messages.training import AskColumn, Column, RowRef
-from stretto.dataset import Dataset
 from stretto.errors import BusError, ConfigError, Refused, together
 from stretto.models.files import fetch_config, positions_of, vocabulary_of
 from stretto.models.images import ImageFile, decode, images_of
@@ -108,13 +107,7 @@ class BatchStore:
             )
             self._positions = await anyio.to_thread.run_sync(positions_of, model)
             self._vocabulary = await anyio.to_thread.run_sync(vocabulary_of, model)
-            self._dataset: Dataset = await anyio.to_thread.run_sync(context.make, self._path)
-            if self._dataset.fingerprint != context.fingerprints[self._path]:
-                raise ConfigError(
-                    f"{self._path}: its rows on {context.worker} differ from the kernel's; put the "
-                    "same files at the same place on every machine",
-                    path=self._path,
-                )
+            self._dataset = await context.dataset(self._path)
         await context.bus.serve(context.subject(self._verb), AskColumn, self._answer, forget=True)
 
     def first_rows(self) -> tuple[RowRef, ...]:
