@@ -107,13 +107,6 @@ def fingerprint_changes(
     return changed
 
 
-def forget_fingerprint(folder: Path, path: str) -> None:
-    """Remove a dataset from `fingerprints.json`, because the run gets another one."""
-    recorded = _read_fingerprints(folder)
-    if recorded.pop(path, None) is not None:
-        _write_fingerprints(folder, recorded)
-
-
 def compose_changes(current: Assembly, overrides: Sequence[str]) -> Assembly:
     """Assemble a run with some of its values changed."""
     folder = current.folder
@@ -141,7 +134,9 @@ def put_into_force(folder: Path, changed: Composed) -> None:
     if not changes:
         return
     if any(key.startswith("evaluation.dataset") for key in changes):
-        forget_fingerprint(folder, "evaluation.dataset")
+        recorded = _read_fingerprints(folder)
+        if recorded.pop("evaluation.dataset", None) is not None:
+            _write_fingerprints(folder, recorded)
     former = folder / f"config-{newest_values(folder)}.yaml"
     write_private(former, (folder / "config.yaml").read_bytes())
     write_values(folder, changed)
