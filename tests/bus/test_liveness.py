@@ -45,8 +45,8 @@ from stretto.kernel.fleet.fleet import Fleet, late_workers
 from stretto.launcher import Job, Resources
 from stretto.machine.cores import MemoryKills
 from stretto.workers.context import WorkerContext
-from stretto.workers.heartbeats import heartbeats
 from stretto.workers.kernel_watch import KernelWatch
+from stretto.workers.process import HostProcess
 from stretto_local import LocalLauncher
 from worker_jobs import job
 
@@ -385,7 +385,7 @@ async def test_heartbeats_come_while_the_event_loop_stands_still(
 
     with start_blocking_portal() as portal:  # the kernel has a loop of its own here
         receiving = portal.start_task_soon(receive)
-        with heartbeats(bootstrap, "rollout", first) as beats:
+        with HostProcess().heartbeats(bootstrap, "rollout", first) as beats:
             await until(lambda: bool(arrivals))
             beats.update(first)
             stopped, stands_s = time.monotonic(), patience(5)

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager
 
 import msgspec
 import structlog
-from anyio.from_thread import start_blocking_portal
 
 from stretto.bus.client import connect
 from stretto.bus.health import sleep_and_measure_delay
@@ -26,18 +23,6 @@ log = structlog.get_logger()
 BEAT_S = 1.0
 _STACKS_S = 60.0
 """After the event loop has stood still this long, the thread writes all stacks to stderr, once."""
-
-
-@contextmanager
-def heartbeats(bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:
-    """Send a heartbeat every second for the duration of the block: `first`, until the first `update`."""
-    beats = Heartbeats(bootstrap, role, first)
-    with start_blocking_portal(name="heartbeats") as portal:
-        sending = portal.start_task_soon(beats.send)
-        try:
-            yield beats
-        finally:
-            sending.cancel()
 
 
 class Heartbeats:

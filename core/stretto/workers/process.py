@@ -6,16 +6,17 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 
 import anyio
+from anyio.from_thread import start_blocking_portal
 
 from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.server import Bootstrap
 from stretto.launcher import Resources, Role, thread_variables
-from stretto.workers.heartbeats import Heartbeats, heartbeats
+from stretto.workers.heartbeats import Heartbeats
 from stretto.workers.scoring.child_pool import ChildPool, Program
 
 
@@ -27,11 +28,16 @@ class HostProcess:
         """The host and the process id, for people."""
         return f"{socket.gethostname()} pid {os.getpid()}"
 
-    def heartbeats(
-        self, bootstrap: Bootstrap, role: Role, first: Heartbeat
-    ) -> AbstractContextManager[Heartbeats]:
-        """Send heartbeats for the duration of the block, even while the event loop stands still."""
-        return heartbeats(bootstrap, role, first)
+    @contextmanager
+    def heartbeats(self, bootstrap: Bootstrap, role: Role, first: Heartbeat) -> Generator[Heartbeats]:
+        """Send a heartbeat every second for the duration of the block: `first`, until the first `update`."""
+        beats = Heartbeats(bootstrap, role, first)
+        with start_blocking_portal(name="heartbeats") as portal:
+            sending = portal.start_task_soon(beats.send)
+            try:
+                yield beats
+            finally:
+                sending.cancel()
 
     def signals(self) -> AbstractContextManager[AsyncIterator[signal.Signals]]:
         """Receive SIGTERM and SIGINT during the block."""
