@@ -21,7 +21,7 @@ import structlog
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
-from stretto.bus.client import connect
+from stretto.bus.client import Bus, connect
 from stretto.bus.server import Bootstrap, NatsServer, foreign_bootstrap, lock_run
 from stretto.errors import ConfigError, RunError, StrettoError, leaves
 from stretto.kernel.durable.changes import is_complete, newest_values, write_values
@@ -225,12 +225,10 @@ async def _live(setup: RunSetup, observers: Observers) -> BaseException | None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(view.run)
             try:
-                async with served(setup):
-                    bootstrap = Bootstrap.read(setup.folder / "bus" / "kernel.json")
-                    async with connect(bootstrap) as bus:
-                        log.info("bus connected", url=bus.server)
-                        async with observers.beside(bus):
-                            await own_run(setup, bus, ending)
+                async with served(setup) as bus:
+                    log.info("bus connected", url=bus.server)
+                    async with observers.beside(bus):
+                        await own_run(setup, bus, ending)
             finally:
                 view.stop()
             tasks.cancel_scope.cancel()
@@ -264,10 +262,10 @@ def _full_disk(folder: Path, reason: str) -> str:
 
 
 @asynccontextmanager
-async def served(setup: RunSetup) -> AsyncGenerator[None]:
-    """Run the bundled server during the block, unless `bus.url` names another server. Then stop it and remove
-    published weights, but keep the weights if another kernel owns the run now. If this kernel has not begun,
-    keep a former kernel's server and weights: its workers wait for the next kernel."""
+async def served(setup: RunSetup) -> AsyncGenerator[Bus]:
+    """Run the bundled server during the block, unless `bus.url` names another server, and yield a connection
+    to it. Then stop it and remove published weights, but keep the weights if another kernel owns the run now.
+    If this kernel has not begun, keep a former kernel's server and weights: its workers wait for the next."""
     folder, bus = setup.folder / "bus", setup.bus
     server = None
     try:
@@ -277,7 +275,8 @@ async def served(setup: RunSetup) -> AsyncGenerator[None]:
                 tasks.start_soon(server.look_after_guard)
             else:
                 foreign_bootstrap(folder, setup.run, bus, setup.logs)
-            yield
+            async with connect(Bootstrap.read(folder / "kernel.json")) as connection:
+                yield connection
             tasks.cancel_scope.cancel()
     finally:
         if setup.facts.begun or (server is not None and not server.is_former):

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
-from stretto.bus.client import Bus, connect
+from stretto.bus.client import Bus
 from stretto.bus.messages.tickets import (
     GroupDone,
     StoredImage,
@@ -33,7 +33,7 @@ from stretto.bus.messages.tickets import (
     WireTrajectory,
 )
 from stretto.bus.messages.training import RowRef
-from stretto.bus.server import Bootstrap, lock_run
+from stretto.bus.server import lock_run
 from stretto.errors import leaves
 from stretto.kernel.durable.changes import write_values
 from stretto.kernel.durable.checkpoint import KernelState, checkpoint_name, newest_intact, writing
@@ -179,7 +179,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
     rows = rows_of(segment.batches)
     groups: dict[int, GroupDone] = {}
     replay.draws = dict(segment.draws)
-    async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
+    async with served(setup) as bus:
         await bus.store.make_log(names.log_stream, names.of_log)
         if setup.graph.samples:
             async for group in source.groups(rows):
@@ -198,7 +198,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
 async def _weights(setup: RunSetup) -> list[StepWeights]:
     """Read the importance weights that trainers wrote to the log: a replay keeps no samples."""
     names, weights = setup.names, list[StepWeights]()
-    async with served(setup), connect(Bootstrap.read(setup.folder / "bus" / "kernel.json")) as bus:
+    async with served(setup) as bus:
         if last := await bus.store.last_sequence(names.log_stream, names.trained):
             messages = bus.store.follow(names.log_stream, names.trained, TrainedRows, start=1)
             async for sequence, message in messages:
