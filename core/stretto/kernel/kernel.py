@@ -24,7 +24,6 @@ from stretto.bus.messages.events import (
     RunEnded,
     ScheduleStarted,
     StepMeasured,
-    WorkerGone,
 )
 from stretto.bus.messages.membership import Beacon
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketsStarted
@@ -96,9 +95,7 @@ class Kernel:
         checkpointer = Checkpointer(setup, bus, journal, tasks, trainers, engines, tickets, samples)
         self._checkpointer = checkpointer
         self._scaler = WorkerScaler(setup, bus, epoch, ending, tasks)
-        self._admission = Admission(
-            setup, bus, journal, ending, tasks, engines, self._routes, self._worker_gone
-        )
+        self._admission = Admission(setup, bus, journal, ending, tasks, engines, self._routes, self._hear)
         self._operation = Operation(setup, bus, ending, self._scaler)
         self._steps = Steps(setup, journal, tasks, trainers, engines, checkpointer, self._hear)
         self._replacement = TrainerReplacement(
@@ -298,9 +295,6 @@ class Kernel:
             await anyio.sleep(1)
 
     # ---------------------------------------------------------------------------- events of tickets
-
-    def _worker_gone(self, worker: str, drained: bool) -> None:
-        self._hear(WorkerGone(worker, drained))
 
     def _take_starts(self, message: TicketsStarted) -> None:
         for started in message.started:

@@ -16,7 +16,7 @@ from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.bus.client import Bus
 from stretto.bus.joining import own_version
 from stretto.bus.lock import KernelLock
-from stretto.bus.messages.events import FleetChanged
+from stretto.bus.messages.events import FleetChanged, Input, WorkerGone
 from stretto.bus.messages.membership import AskRanks, Dismissal, Heartbeat, Join, Leaving, Ranks, Welcome
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.errors import ConfigError, RunError
@@ -47,8 +47,8 @@ class Admission:
     _tasks: TaskGroup
     _engines: Engines
     _routes: RouteSender
-    _on_gone: Callable[[str, bool], None]
-    """Called with a rollout worker that has left or is lost: its id, and whether it has drained."""
+    _hear: Callable[[Input], None]
+    """Called with the event that a rollout worker has left or is lost."""
 
     def __post_init__(self) -> None:
         self._fleet = fleet = self._setup.fleet
@@ -184,7 +184,7 @@ class Admission:
         self._journal.hear(FleetChanged(member.worker, "left", why))
         self._on_change(member)
         if member.role == "rollout":
-            self._on_gone(member.worker, True)
+            self._hear(WorkerGone(member.worker, drained=True))
 
     def _on_lost(self, member: FleetMember, how: str, final: bool) -> None:
         self._journal.hear(FleetChanged(member.worker, "lost", how))
@@ -194,7 +194,7 @@ class Admission:
         elif member.role == "trainer":
             self.on_trainer_lost(member.worker, how)
         elif member.role == "rollout":
-            self._on_gone(member.worker, False)
+            self._hear(WorkerGone(member.worker, drained=False))
 
     def _end_start(self, worker: str, how: str) -> None:
         self._ending.end("failed", f"{worker} was lost while the run was starting ({how})")
