@@ -159,13 +159,8 @@ class SampleWriterSupervisor:
         config = self._setup.config
         keeps_answers = config.evaluation is not None and config.evaluation.keep_answers
         numbers = (config.samples.last or 0, config.queue.max_staleness, int(keeps_answers))
-        command = [
-            sys.executable,
-            "-m",
-            "stretto.records.samples",
-            str(self._setup.folder),
-            *map(str, numbers),
-        ]
+        arguments = map(str, (self._setup.folder, *numbers))
+        command = [sys.executable, "-m", "stretto.records.samples", *arguments]
         output_file, forks = self._setup.logs / "samples.out", self._setup.forks
         if forks is not None and forks.is_open:
             process = await forks.fork(command, output_file, ())
