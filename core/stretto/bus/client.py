@@ -149,11 +149,7 @@ class Bus:
 
         def read(msg: Msg) -> M | None:
             data = self._payload(msg)
-            try:
-                return None if data is None else decode(data)
-            except msgspec.DecodeError as error:
-                self.refusals.refuse(msg.subject, kind, error)
-                return None
+            return None if data is None else self._decode(msg.subject, data, decode, kind)
 
         def deliver(msg: Msg) -> None:
             message = read(msg)
@@ -202,7 +198,9 @@ class Bus:
                         nobody_serves = not msg.data and (msg.headers or {}).get("Status") == "503"
                         if nobody_serves:
                             await anyio.sleep(0.1)
-                        elif isinstance(reply := self._decode_answer(msg, decode, answer), Refusal):
+                        elif isinstance(
+                            reply := self._decode(msg.subject, msg.data, decode, answer), Refusal
+                        ):
                             raise Refused(who, reply.reason)
                         elif reply is not None:
                             return reply
@@ -360,11 +358,12 @@ class Bus:
             msg.data = data
             future.set_result(msg)
 
-    def _decode_answer(self, msg: Msg, decode: Callable[[bytes], Any], kind: type[R]) -> R | Refusal | None:
+    def _decode(self, subject: str, data: bytes, decode: Callable[[bytes], Any], kind: Any) -> Any:
+        """Return a message; None, and count it, if it is malformed."""
         try:
-            return decode(msg.data)
+            return decode(data)
         except msgspec.DecodeError as error:
-            self.refusals.refuse(msg.subject, kind, error)
+            self.refusals.refuse(subject, kind, error)
             return None
 
     def _fail(self, error: Exception) -> None:
