@@ -310,15 +310,18 @@ class _Composer:
             if _default_use(kind_of(path)) is None:
                 return None  # `_convert` reports a missing section that is required
             parent[key] = {}
-        section = parent[key]
-        if isinstance(section, str):
-            section = parent[key] = {"use": section}
-        if not isinstance(section, dict):
+        section = parent[key] = self._choice(path, parent[key])
+        return section
+
+    def _choice(self, path: str, value: Any) -> dict[str, Any]:
+        """Return a section as a mapping; the name of a component stands for a mapping with only `use`."""
+        section = _as_mapping(value)
+        if section is None:
             hint = instead_of_list(path)
             raise self.source.error(
-                path, f"expected a name or a mapping with `use`, found {section!r}{hint}", section
+                path, f"expected a name or a mapping with `use`, found {value!r}{hint}", value
             )
-        return cast("dict[str, Any]", section)
+        return section
 
     def _component(self, path: str, section: dict[str, Any]) -> Component[Any]:
         kind = kind_of(path)
@@ -370,17 +373,10 @@ class _Composer:
             items = self.data.get(path) or []
             if not isinstance(items, (list, tuple)):
                 raise self.source.error(path, f"expected a list, found {items!r}", items)
-            items = [{"use": item} if isinstance(item, str) else item for item in cast("list[Any]", items)]
-            for index, item in enumerate(items):
-                if not isinstance(item, dict):
-                    raise self.source.error(
-                        f"{path}.{index}", f"expected a name or a mapping with `use`, found {item!r}", item
-                    )
-            self.data[path] = items
-            structs[path] = [
-                self._component(f"{path}.{index}", cast("dict[str, Any]", item)).config
-                for index, item in enumerate(items)
-            ]
+            chosen = {f"{path}.{index}": item for index, item in enumerate(cast("list[Any]", items))}
+            sections = {place: self._choice(place, item) for place, item in chosen.items()}
+            self.data[path] = [*sections.values()]
+            structs[path] = [self._component(place, section).config for place, section in sections.items()]
         return structs
 
     def _struct(
