@@ -123,7 +123,7 @@ MUTATIONS: list[Mutation] = [
         "stretto.kernel.fleet.fleet",
         old="""                    if handle := self._handles.get(member.worker):\n""",
         new="""                    handle = self._handles.get(member.worker)
-                    if handle is not None and member.blocked_s > _HUNG_S:\n""",
+                    if handle is not None and member.beat.blocked_s > _HUNG_S:\n""",
     ),
     # Redelivery. Breaks "never stands still": a ticket that arrives at a rollout worker that drains is taken
     # off the queue, and nobody has it (workers scaled down, or SIGINT at a rollout worker).

@@ -11,7 +11,7 @@ import anyio
 
 from bus_testing import until
 from patience import patience
-from stretto.bus.messages.membership import EngineFigures, Routes
+from stretto.bus.messages.membership import EngineFigures, Heartbeat, Routes
 from stretto.bus.messages.subjects import Subjects
 from stretto.engine import Load
 from stretto.kernel.fleet.fleet import FleetMember
@@ -33,12 +33,11 @@ class Case:
         self.messages += 1
         self.heard[subject.split(".")[-3]] = message
 
-    def add(self, worker: str, **facts: Any) -> FleetMember:
+    def add(self, worker: str, **facts: Any) -> None:
         role = cast(Role, worker.partition("-")[0])
-        member = FleetMember(worker, role, "n", "here", 0.0, ready=True, callable=True, **facts)
-        self.members[worker] = member
-        self.sender.look(member)
-        return member
+        beat = Heartbeat(worker, "n", ready=True, **facts)
+        self.members[worker] = FleetMember(worker, role, "n", "here", 0.0, beat, callable=True)
+        self.sender.look(self.members[worker])
 
     def lose(self, worker: str) -> None:
         self.sender.look(self.members.pop(worker))
@@ -98,7 +97,8 @@ async def test_a_rollout_worker_is_lost_and_joins_again_while_others_get_their_r
             await super().publish(subject, message)
             if "rollout-1" not in self.heard and self.members["rollout-1"].callable:
                 self.lose("rollout-1")
-                self.members["rollout-1"] = FleetMember("rollout-1", "rollout", "m", "here", 0.0)
+                beat = Heartbeat("rollout-1", "m", ready=False)
+                self.members["rollout-1"] = FleetMember("rollout-1", "rollout", "m", "here", 0.0, beat)
 
     case = Joining()
     case.add("rollout-0")

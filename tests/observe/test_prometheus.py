@@ -13,13 +13,14 @@ from typing import Any, cast
 
 import aiohttp
 import anyio
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kernel_setup import make_setup
 from stretto.bus.client import Bus
 from stretto.bus.messages.events import Evaluation
-from stretto.bus.messages.membership import Wait
+from stretto.bus.messages.membership import Heartbeat, Wait
 from stretto.config import MetricsConfig
 from stretto.engine import Load
 from stretto.errors import RunError, leaves
@@ -76,7 +77,8 @@ async def test_trouble_is_in_the_figures(setup: RunSetup) -> None:
     fleet, scheduler, report = setup.fleet, setup.scheduler, Observers(setup).report
     fleet.starting["rollout-0"] = "loading"
     fleet.restarts = 2
-    lost = FleetMember("verifier-0", "verifier", "n", "here", time.monotonic(), ready=True, refused=4)
+    beat = Heartbeat("verifier-0", "n", ready=True, refused=4)
+    lost = FleetMember("verifier-0", "verifier", "n", "here", time.monotonic(), beat, ready=True)
     fleet.members["verifier-0"] = lost
     scheduler.start()
     scheduler.evaluation.results = [Evaluation(0, 0.5, 4, 0), Evaluation(2, None, 0, 4)]
@@ -116,12 +118,13 @@ async def test_a_total_does_not_go_back_with_a_late_heartbeat(setup: RunSetup) -
     def load(tokens: int) -> Load:
         return Load(0, 1, 0, 8, generated_tokens=tokens, busy_s=1.0, swaps=0, pause_s=0.0, pause_max_s=0.0)
 
-    engine = FleetMember("inference-0", "inference", "n", "here", time.monotonic(), ready=True, load=load(90))
+    beat = Heartbeat("inference-0", "n", ready=True, load=load(90))
+    engine = FleetMember("inference-0", "inference", "n", "here", time.monotonic(), beat, ready=True)
     setup.fleet.members["inference-0"] = engine
     async with served(setup) as url:
         totals: list[float] = []
         for tokens in (90, 70, 100):
-            engine.load = load(tokens)
+            engine.beat = msgspec.structs.replace(beat, load=load(tokens))
             found = await figures(url)
             totals.append(found["generated_tokens_total"])
             assert found["engine_slots/inference-0"] == 8

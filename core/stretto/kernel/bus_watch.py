@@ -67,5 +67,5 @@ async def watch_store(setup: RunSetup, bus: Bus, ending: Ending) -> None:
 
 
 def _waited_for_store_s(bus: Bus, fleet: Fleet) -> float:
-    waits = [bus.unanswered.longest(), *(member.wait for member in fleet.members.values())]
+    waits = [bus.unanswered.longest(), *(member.beat.wait for member in fleet.members.values())]
     return max((wait.seconds for wait in waits if wait is not None and wait.who == SERVER), default=0.0)

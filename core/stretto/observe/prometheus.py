@@ -209,14 +209,14 @@ class RunCollector(Collector):
             family.add_metric([self._setup.run, role, "starting"], starting)
         yield family
         yield self._counter("worker_restarts", "Restarts of workers", fleet.restarts)
-        loads = {member.worker: member.load for member in fleet.of("inference") if member.load is not None}
+        loads = {member.worker: load for member in fleet.of("inference") if (load := member.beat.load)}
         for figure, (name, text) in _ENGINE.items():
             values = {worker: getattr(load, figure) for worker, load in loads.items()}
             yield self._gauges(f"engine_{name}", text, "worker", values)
 
     def _bus_state(self) -> Iterable[Metric]:
         bus, fleet = self._bus, self._setup.fleet
-        waits = [bus.unanswered.longest(), *(member.wait for member in fleet.members.values())]
+        waits = [bus.unanswered.longest(), *(member.beat.wait for member in fleet.members.values())]
         longest = max((wait.seconds for wait in waits if wait is not None), default=0.0)
         refused = bus.refusals.count + fleet.refused()
         yield self._gauge(

@@ -108,7 +108,7 @@ class StatusWriter:
                     member.worker,
                     member.ready,
                     round(now - member.heard, 2),
-                    round(member.blocked_s, 2),
+                    round(member.beat.blocked_s, 2),
                     member.leaving,
                 )
                 for member in fleet.members.values()
@@ -177,7 +177,7 @@ class StatusWriter:
         )
 
     def _stalls(self) -> list[Stall]:
-        waits = [(member.worker, member.wait) for member in self._fleet.members.values()]
+        waits = [(member.worker, member.beat.wait) for member in self._fleet.members.values()]
         if self._facts.bus is not None:
             waits.append(("kernel", self._facts.bus.unanswered.longest()))
         stalls = (Stall(asker, wait.who, wait.verb, round(wait.seconds, 2)) for asker, wait in waits if wait)

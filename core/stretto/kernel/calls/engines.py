@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 
 import anyio
+import msgspec
 import structlog
 
 from stretto.bus.client import Bus
@@ -188,7 +189,7 @@ class Engines:
         failures = 0
         served: tuple[int, str, bool] | None = None
         if member.is_former:  # the worker's time for a former kernel does not count
-            self._busy[member.nonce] = member.busy_s
+            self._busy[member.nonce] = member.beat.busy_s
             self._awake.add(member.worker)
         self._look_at_lending_in_use()
         while self._is_present(member):
@@ -250,10 +251,11 @@ class Engines:
             subject = self._names.worker("inference", member.worker, member.nonce, "load")
             try:
                 report = await self._bus.request(subject, AskLoad(), LoadReport, deadline_s=2)
-                member.load, member.busy_s = report.load, report.load.busy_s
+                busy_s = report.load.busy_s
+                member.beat = msgspec.structs.replace(member.beat, load=report.load, busy_s=busy_s)
             except NoAnswer as error:
                 log.warning("no load figures", worker=member.worker, error=str(error))
-        former_busy, self._busy = self._busy, {member.nonce: member.busy_s for member in members}
+        former_busy, self._busy = self._busy, {member.nonce: member.beat.busy_s for member in members}
         added_s = sum(busy_s - former_busy.get(nonce, 0.0) for nonce, busy_s in self._busy.items())
         self._mean_busy_s += added_s / max(1, len(members))
         return self._mean_busy_s

@@ -20,7 +20,7 @@ from stretto.assembly.contracts import expect_contract
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.bus.health import sleep_and_measure_delay
 from stretto.bus.joining import is_token_of, write_bootstrap
-from stretto.bus.messages.membership import Heartbeat, Join, Leaving, Wait
+from stretto.bus.messages.membership import Heartbeat, Join, Leaving
 from stretto.bus.messages.tickets import TicketStarted
 from stretto.component import Problem
 from stretto.engine import Load
@@ -57,6 +57,8 @@ class FleetMember:
     nonce: str
     place: str
     heard: float
+    beat: Heartbeat
+    """Its latest heartbeat, with the newest figures of its engine; an empty one before the first."""
     ready: bool = False
     callable: bool = False
     """Whether other workers may call it: it is ready, and an engine also serves the right weights."""
@@ -64,20 +66,10 @@ class FleetMember:
     """Whether it drains: it gets no new work."""
     exact_version: int | None = None
     """The version that an engine serves while it is lent to an evaluation."""
-    tickets: int = 0
-    busy_s: float = 0.0
-    load: Load | None = None
-    refused: int = 0
-    blocked_s: float = 0.0
-    """Seconds for which its event loop has stood still."""
-    wait: Wait | None = None
-    """Its oldest request without an answer."""
     is_former: bool = False
     """Whether it worked for a former kernel."""
     held: tuple[TicketStarted, ...] = ()
     """The attempts on which it worked when it joined."""
-    paused: str = ""
-    """Why the worker's reward or environment pauses; empty if it does not pause."""
     has_beaten: bool = False
 
     @property
@@ -375,9 +367,9 @@ class Fleet:
         if former is not None and former.nonce != message.nonce:
             self._lose(message.worker, "replaced by a new process")
         if message.worker not in self.members:
-            now = clock.now()
+            now, beat = clock.now(), Heartbeat(message.worker, message.nonce, ready=False)
             self.members[message.worker] = FleetMember(
-                *(message.worker, message.role, message.nonce, message.place, now),
+                *(message.worker, message.role, message.nonce, message.place, now, beat),
                 is_former=message.again,
                 held=message.held,
             )
@@ -396,16 +388,14 @@ class Fleet:
         member.heard, member.has_beaten = clock.now(), True
         if (new := message.load) is not None and not member.is_evaluator:
             self._loads.append(new)
-            if (former := member.load) is not None:
+            if (former := member.beat.load) is not None:
                 self._sampled += new.generated_tokens - former.generated_tokens
                 self._lost += (new.lost_tokens or 0) - (former.lost_tokens or 0)
         if member.role == "verifier" and message.ready:
             self._verifiers_used.append(min(1.0, max(0.0, message.used)))
-        member.busy_s, member.load, member.refused = message.busy_s, message.load, message.refused
-        member.blocked_s, member.wait, member.tickets = message.blocked_s, message.wait, message.tickets
-        if message.paused and not member.paused:
+        if message.paused and not member.beat.paused:
             log.warning("calls of user code pause", worker=member.worker, reason=printable(message.paused))
-        member.paused = message.paused
+        member.beat = message
         if message.leaving and not member.leaving:
             member.leaving = True
             self.on_change(member)
@@ -422,8 +412,9 @@ class Fleet:
 
     def serves(self, member: FleetMember, version: int) -> None:
         """Record that an engine serves a version, so that routing need not wait for the next heartbeat."""
-        if member.load is not None:
-            member.load = msgspec.structs.replace(member.load, version=version)
+        if (load := member.beat.load) is not None:
+            load = msgspec.structs.replace(load, version=version)
+            member.beat = msgspec.structs.replace(member.beat, load=load)
 
     def leaving(self, message: Leaving) -> None:
         """Remove a worker that leaves. If its message is final, the fleet does not restart the worker."""
@@ -449,8 +440,8 @@ class Fleet:
                     silent_s = now - member.heard
                     if silent_s > _SILENT_S + self.reconnect_s:
                         how = f"silent for {silent_s:.0f} s"
-                    elif member.ready and member.blocked_s > _HUNG_S:
-                        how = f"its event loop stood still for {member.blocked_s:.0f} s"
+                    elif member.ready and member.beat.blocked_s > _HUNG_S:
+                        how = f"its event loop stood still for {member.beat.blocked_s:.0f} s"
                     else:
                         continue
                     if handle := self._handles.get(member.worker):
@@ -484,9 +475,9 @@ class Fleet:
         del self.members[member.worker]
         if member.worker not in self._jobs:  # the fleet does not start it again
             self.starting.pop(member.worker, None)
-        self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) + member.busy_s
-        self._ended_tokens += member.load.generated_tokens if member.load else 0
-        self._ended_refused += member.refused
+        self._ended_busy[member.kind] = self._ended_busy.get(member.kind, 0.0) + member.beat.busy_s
+        self._ended_tokens += load.generated_tokens if (load := member.beat.load) else 0
+        self._ended_refused += member.beat.refused
 
     # ----------------------------------------------------------------------------------- figures
 
@@ -501,12 +492,12 @@ class Fleet:
 
     def busy_s(self, role: Role) -> float:
         """Return the seconds of work of a role since the start, over all its workers but the evaluator."""
-        now = sum(member.busy_s for member in self.members.values() if member.kind == role)
+        now = sum(member.beat.busy_s for member in self.members.values() if member.kind == role)
         return self._ended_busy.get(role, 0.0) + now
 
     def generated_tokens(self) -> int:
         """Return the number of tokens sampled since the start, including those of previous workers."""
-        loads = [member.load for member in self.members.values() if member.load is not None]
+        loads = [load for member in self.members.values() if (load := member.beat.load) is not None]
         return self._ended_tokens + sum(load.generated_tokens for load in loads)
 
     def load_figures(self) -> dict[str, float]:
@@ -530,7 +521,7 @@ class Fleet:
 
     def refused(self) -> int:
         """Return the number of malformed messages that workers have refused since the start."""
-        return self._ended_refused + sum(member.refused for member in self.members.values())
+        return self._ended_refused + sum(member.beat.refused for member in self.members.values())
 
 
 def late_workers(fleet: Fleet) -> list[str]:

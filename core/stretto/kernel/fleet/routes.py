@@ -96,7 +96,7 @@ class RouteSender:
         # While a run ends, workers leave the fleet without news.
         candidates = [worker for worker in self._candidates.of(rollout) if worker in members]
         closed = self._closed.pop(rollout, {})
-        if members[rollout].tickets:
+        if members[rollout].beat.tickets:
             previous = (worker for worker in self._sent.get(rollout, ()) if worker not in candidates)
             closed |= dict.fromkeys(previous, now + self._finish_s)
         closed = {
@@ -114,7 +114,7 @@ class RouteSender:
 
 
 def _peer(member: FleetMember, *, closed: bool = False) -> Peer:
-    load = member.load
+    load = member.beat.load
     figures = load and EngineFigures(
         load.version,
         load.running + load.waiting,
