@@ -4,6 +4,7 @@ that it could check, because a run may keep only some samples."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,19 +24,20 @@ from stretto.cli.audit.audit_records import (
     read_checkpoint,
     read_journal,
     read_json,
-    read_lines,
     read_samples,
 )
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
 from stretto.records.events.history import RecordedBatch
+from stretto.records.logs import open_log, whole_lines
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD
 from stretto.records.run_folder import RunFolder
 
 _RETIRED = ("filtered", "expired", "failed")
 _ATTEMPTS_PER_KERNEL = 1000
 """Each kernel numbers its attempts from a multiple of this number."""
+_EVENT = re.compile(r'"event": "([^"]*)"')
 
 
 class Check(msgspec.Struct, kw_only=True):
@@ -66,7 +68,7 @@ class AuditReport(msgspec.Struct, kw_only=True):
 def audit_run(folder: Path) -> AuditReport:
     """Audit a run that has ended, or whose kernel is dead."""
     run = RunFolder(folder)
-    checker = _Checker(run.folder)
+    checker = _Checker(run)
     checks = list(checker.checks())
     return AuditReport(
         folder=str(run.folder),
@@ -93,8 +95,9 @@ class _Account:
 
 
 class _Checker:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
+        self._folder = folder = run.folder
         self._journal = read_journal(folder)
         self._history = history = self._journal.history
         self._samples = read_samples(folder)
@@ -108,9 +111,7 @@ class _Checker:
         self._trained_at = {
             ticket: version for version, batch in self._batches.items() for ticket in batch.tickets
         }
-        lines = read_lines(folder / "metrics.jsonl")
-        self._step_lines = [line for line in lines if "ledger" in line]
-        self._evaluation_lines = [line for line in lines if "ledger" not in line]
+        self._step_lines, self._evaluation_lines = run.steps, run.evaluations
         self._summary = read_json(folder / "summary.json")
         self._terms: dict[int, _Terms] = {}
         self.lost = 0
@@ -443,8 +444,10 @@ class _Checker:
         )
 
     def _repetitions(self) -> tuple[int, int]:
-        lines = read_lines(self._folder / "logs" / "kernel.jsonl", is_log=True)
-        events = Counter(line.get("event") for line in lines)
+        if "kernel" not in self._run.logs():
+            return 0, 0
+        with open_log(self._folder, "kernel") as log:
+            events = Counter(_EVENT.findall("".join(whole_lines(log))))
         return events["step repeated"], events["repetition differs"]
 
     # --------------------------------------------------------------------------- metrics, evaluations

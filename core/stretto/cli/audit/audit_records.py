@@ -242,32 +242,11 @@ def _sha256(opened: BufferedReader) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_lines(file: Path, *, is_log: bool = False) -> list[dict[str, Any]]:
-    """Return the JSON objects in the complete lines of a file; none if there is no file. In a log, skip a
-    line that is not JSON: a full disk may have cut a line, and the next line follows without a line end."""
-    objects: list[dict[str, Any]] = []
-    for line in (_content_of(file) or b"").splitlines(keepends=True):
-        try:
-            objects += [json.loads(line)] if line.endswith(b"\n") else []
-        except ValueError as error:
-            if not is_log:
-                raise RunError(f"{file}: a line is not JSON: {error}") from error
-    return objects
-
-
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the object in a JSON file; None if there is no file."""
-    content = _content_of(file)
     try:
-        return None if content is None else json.loads(content)
-    except ValueError as error:
-        raise RunError(f"{file} is not JSON: {error}") from error
-
-
-def _content_of(file: Path) -> bytes | None:
-    try:
-        return read_record(file)
+        return json.loads(read_record(file))
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RunError(f"{file} cannot be read: {error}") from error
