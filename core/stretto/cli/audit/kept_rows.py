@@ -32,7 +32,7 @@ def kept_rows(
                 for batch in file.iter_batches(
                     _ROWS_AT_ONCE, columns=None if columns is None else [*columns]
                 ):
-                    yield from _rows(pa.Table.from_batches([batch]))
+                    yield from _rows(batch)
         except (pa.ArrowException, OSError) as error:
             raise ConfigError(f"{folder / FOLDER / name.file} cannot be read: {error}") from error
 
@@ -48,21 +48,12 @@ def has_its_digest(group: Sequence[Mapping[str, Any]]) -> bool:
     return digest_of(map(KeptSample.of_row, group)) == group[0]["digest"]
 
 
-def _rows(table: Any) -> Iterator[dict[str, Any]]:
+def _rows(batch: Any) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
 
-    columns: dict[str, list[Any]] = {}
-    for name in table.column_names:
-        column = table[name].combine_chunks()
-        if pa.types.is_list(column.type):
-            column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-            values = column.values.to_numpy(zero_copy_only=False)
-            offsets, validity = column.offsets.to_numpy().tolist(), column.is_valid().to_pylist()
-            columns[name] = [
-                values[start:stop] if is_valid else None
-                for start, stop, is_valid in zip(offsets[:-1], offsets[1:], validity, strict=True)
-            ]
-        else:
-            columns[name] = column.to_pylist()
+    columns: dict[str, Any] = {
+        name: column.to_numpy(zero_copy_only=False) if pa.types.is_list(column.type) else column.to_pylist()
+        for name, column in zip(batch.schema.names, batch.columns, strict=True)
+    }
     for values in zip(*columns.values(), strict=True):
         yield dict(zip(columns, values, strict=True))
