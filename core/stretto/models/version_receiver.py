@@ -82,6 +82,10 @@ class VersionReceiver:
             shutil.rmtree(folder, ignore_errors=True)
         self._here = self._begun = None
 
+    def close(self) -> None:
+        """Remove the folder `root`."""
+        shutil.rmtree(self._root, ignore_errors=True)
+
     async def _receive(self, note: WeightsNote, links: list[tuple[Manifest, Outline]]) -> FolderUpdate:
         newest, _ = links[0]
         if self._here is not None and self.begins_here(links[-1][0]):

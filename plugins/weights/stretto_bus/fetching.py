@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,10 +34,6 @@ class BusSubscriber(VersionReceiver):
 
     def __init__(self, root: Path, wire: Wire, *, piece: int, in_flight: int, deadline_s: float) -> None:
         super().__init__(root, _PieceSource(wire, piece - _ENVELOPE, in_flight, deadline_s))
-
-    def close(self) -> None:
-        """Remove the folder `root`."""
-        shutil.rmtree(self._root, ignore_errors=True)
 
 
 class _PieceSource:

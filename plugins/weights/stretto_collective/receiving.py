@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import shutil
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -30,10 +29,6 @@ class CollectiveSubscriber(VersionReceiver):
 
     def __init__(self, root: Path, wire: Wire, config: CollectiveConfig) -> None:
         super().__init__(root, _RanksSource(wire, config))
-
-    def close(self) -> None:
-        """Remove the folder `root`."""
-        shutil.rmtree(self._root, ignore_errors=True)
 
 
 class _RanksSource:

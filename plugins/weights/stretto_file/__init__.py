@@ -85,24 +85,24 @@ class FileSubscriber:
     def __init__(self, folders: RunFolders) -> None:
         self._folders = folders
         self._frozen = FrozenFiles()
-        self._copy: tuple[Path, VersionReceiver] | None = None
+        self._copy: VersionReceiver | None = None
 
     async def receive(self, note: WeightsNote) -> FolderUpdate:
         """Map a version's files, or apply its delta to the copy; compare every tensor's hash."""
         stored = await anyio.to_thread.run_sync(stored_version, note)
-        if stored.manifest.whole and not (self._copy and self._copy[1].begins_here(stored.manifest)):
+        if stored.manifest.whole and not (self._copy and self._copy.begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
             open_update = partial(open_version, note, stored.folder, frozen=self._frozen)
             return await anyio.to_thread.run_sync(open_update)
         if self._copy is None:
             folder = await anyio.to_thread.run_sync(self._folders.own, "copy")
-            self._copy = folder, VersionReceiver(folder, _FileSource())
-        return await self._copy[1].receive(note)
+            self._copy = VersionReceiver(folder, _FileSource())
+        return await self._copy.receive(note)
 
     def close(self) -> None:
         """Remove the copy."""
         if self._copy is not None:
-            shutil.rmtree(self._copy[0], ignore_errors=True)
+            self._copy.close()
 
 
 class _FileSource:
