@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -149,16 +149,11 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 def labels_of(runs: Sequence[RunFolder]) -> list[str]:
     """Return a label for each run: its name, or its folder where several runs have the same name."""
-    names = [run.name for run in runs]
+    names, parents = [run.name for run in runs], [run.folder.parent for run in runs]
     return [
-        name if names.count(name) == 1 else str(run.folder.relative_to(_common(runs)))
+        name if names.count(name) == 1 else str(run.folder.relative_to(os.path.commonpath(parents)))
         for name, run in zip(names, runs, strict=True)
     ]
-
-
-def _common(runs: Sequence[RunFolder]) -> Path:
-    first, *others = (run.folder for run in runs)
-    return next(path for path in first.parents if all(path in other.parents for other in others))
 
 
 def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
