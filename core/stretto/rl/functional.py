@@ -19,6 +19,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 
 from stretto.algorithm import EQUAL, Reduction
 
@@ -180,24 +181,19 @@ def gae(
     Returns:
         advantages and returns (advantages + values), (T,) float32, 0 where `mask` is False.
     """
-    # (S, L): the chosen tokens of each sequence, aligned to the left.
-    index = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[mask.cpu()]
-    counts = torch.bincount(index, minlength=len(lengths))
-    starts = counts.cumsum(0) - counts
-    column = torch.arange(len(index)) - starts[index]
-    shape = (len(lengths), int(counts.max()) if len(index) else 0)
-    place = (index.to(rewards.device), column.to(rewards.device))
-    padded_rewards = rewards.new_zeros(shape).index_put_(place, rewards[mask])
-    padded_values = rewards.new_zeros(shape).index_put_(place, values[mask])
-    padded_advantages = rewards.new_zeros(shape)
+    # (L, S): the chosen tokens of each sequence.
+    counts = torch.stack([chosen.sum() for chosen in mask.split(lengths)])
+    padded_rewards = pad_sequence([*rewards[mask].split(counts.tolist())])
+    padded_values = pad_sequence([*values[mask].split(counts.tolist())])
+    padded_advantages = torch.empty_like(padded_rewards)
     following_value = following_advantage = rewards.new_zeros(len(lengths))
-    for t in reversed(range(shape[1])):
-        delta = padded_rewards[:, t] + gamma * following_value - padded_values[:, t]
+    for t in reversed(range(len(padded_rewards))):
+        delta = padded_rewards[t] + gamma * following_value - padded_values[t]
         following_advantage = delta + gamma * lam * following_advantage
-        padded_advantages[:, t] = following_advantage
-        following_value = padded_values[:, t]
+        padded_advantages[t] = following_advantage
+        following_value = padded_values[t]
     advantages = torch.zeros_like(rewards)
-    advantages[mask] = padded_advantages[place]
+    advantages[mask] = torch.cat(unpad_sequence(padded_advantages, counts))
     return advantages, torch.where(mask, advantages + values, 0.0)
 
 
