@@ -197,14 +197,18 @@ def _verdict(gold: Gold, statement: _Statement) -> bool | None:
     if isinstance(gold, Words):
         return _word_verdict(gold, content, final=statement.final)
     for text in [content] if statement.final else _readings(content):
-        try:
-            if equal(gold, read(_bare(text))):
-                return True
-        except Unreadable:
-            continue
-        if not text.endswith("!"):  # an exclamation rather than a factorial
-            return False
+        right = _states(text, gold)
+        if right or (right is not None and not text.endswith("!")):  # an exclamation rather than a factorial
+            return right
     return False if statement.final else None
+
+
+def _states(text: str, gold: Value) -> bool | None:
+    """Return whether a text is the expected value; None if it is not mathematics."""
+    try:
+        return equal(gold, read(_bare(text)))
+    except Unreadable:
+        return None
 
 
 _FILLER = re.compile(
@@ -295,10 +299,4 @@ def _tail_verdict(gold: Gold, tail: str) -> bool:
     stated = [result for result in results(tail) if not _NOT_THIS.search(result.before)]
     if not stated or not stated[-1].whole:
         return False
-    for text in (stated[-1].text, stated[-1].text.rstrip("!")):
-        try:
-            if equal(gold, read(_bare(text))):
-                return True
-        except Unreadable:
-            continue
-    return False
+    return any(_states(text, gold) for text in (stated[-1].text, stated[-1].text.rstrip("!")))
