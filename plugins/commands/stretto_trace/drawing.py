@@ -7,9 +7,8 @@ waits, calls of worker groups, evaluations, waiting groups, and counters. Arrows
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from stretto.errors import ConfigError, printable
 from stretto.records.charts import FIGURES
@@ -118,12 +117,12 @@ class _Drawing:
         track = self._trace.counter("generated tokens", "tokens/s", run)
         for time, value in self._generation_speeds():
             self._trace.count(track, time, value)
-        lines = {line["step"]: line for line in self._record.steps}
         for key in _FIGURES:
             track = self._trace.counter(FIGURES[key].label, FIGURES[key].unit, run)
+            values = dict(self._record.series(key))
             for step in self._history.steps:
-                if (value := _number(lines.get(step.version, {}), key)) is not None:
-                    self._trace.count(track, step.ended, value)
+                if step.version in values:
+                    self._trace.count(track, step.ended, values[step.version])
 
     def _generation_speeds(self) -> Iterator[tuple[float, float]]:
         """Yield (start, tokens per second) of the groups finished in each interval between two steps."""
@@ -245,8 +244,3 @@ class _Drawing:
 
     def _end(self, time: float | None) -> float:
         return self._history.ended if time is None else time
-
-
-def _number(line: Mapping[str, Any], figure: str) -> float | None:
-    value = line.get(figure)
-    return value if isinstance(value, (int, float)) else None
