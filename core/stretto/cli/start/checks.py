@@ -428,18 +428,13 @@ def _batch_problems(assembly: Assembly) -> Iterator[Problem]:
             "queue.min_members",
             f"is {least}, but a group has {graph.source.samples} samples: all are needed, as with 'all'",
         )
-    if not graph.samples and config.queue.max_divergence is not None:
-        yield Problem(
-            "queue.max_divergence",
-            "limits how far sampled answers are off-policy, but this algorithm samples none: it trains on "
-            "the rows themselves; remove it",
-        )
-    if not graph.samples and config.dataset.max_prompt_tokens is not None:
-        yield Problem(
-            "dataset.max_prompt_tokens",
-            "limits the prompts of sampled answers, but this algorithm samples none: it trains on the rows "
-            "themselves; remove it",
-        )
+    for path, value, limited in (
+        ("queue.max_divergence", config.queue.max_divergence, "how far sampled answers are off-policy"),
+        ("dataset.max_prompt_tokens", config.dataset.max_prompt_tokens, "the prompts of sampled answers"),
+    ):
+        if not graph.samples and value is not None:
+            text = f"limits {limited}, but this algorithm samples none: it trains on the rows themselves"
+            yield Problem(path, f"{text}; remove it")
 
 
 def _sleep_problems(assembly: Assembly) -> Iterator[Problem]:
