@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
-__all__ = ["address_towards", "interface_with", "is_loopback"]
+__all__ = ["address_towards", "interface_with", "is_addressed", "is_loopback"]
 
 
 def address_towards(host: str) -> str:
@@ -22,6 +24,16 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def is_addressed(host: str, names: Collection[str]) -> bool:
+    """Return whether a request's header `Host` has an address, which DNS cannot make point here, or one of
+    these names, in small letters. All ports will do, because ssh may forward another."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        return name in names or bool(ipaddress.ip_address(name))
+    except ValueError:  # such as `[::1`, or a foreign name
+        return False
 
 
 def interface_with(address: str) -> str:

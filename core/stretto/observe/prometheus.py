@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 import anyio
 import structlog
@@ -33,6 +31,7 @@ from stretto.config import MetricsConfig
 from stretto.errors import RunError
 from stretto.kernel.setup import RunSetup
 from stretto.launcher import ROLES
+from stretto.machine.interfaces import is_addressed
 from stretto.observe.advice import RULES
 from stretto.observe.report import Report
 from stretto.records.figures import FIGURES
@@ -94,13 +93,8 @@ def _host_check(hosts: tuple[str, ...]) -> Middleware:
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            name = urlsplit(f"//{request.headers.get('Host', '')}").hostname or ""
-            if name not in host_names:
-                ip_address(name)
-        except ValueError:  # such as `[::1`, or a name
-            text = "this machine has no such name; `metrics.hosts` may add it\n"
-            raise web.HTTPForbidden(text=text) from None
+        if not is_addressed(request.headers.get("Host", ""), host_names):
+            raise web.HTTPForbidden(text="this machine has no such name; `metrics.hosts` may add it\n")
         return await handler(request)
 
     return check

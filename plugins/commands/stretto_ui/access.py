@@ -8,12 +8,13 @@ content security policy allows only the server's files as scripts.
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import secrets
 import socket
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
+
+from stretto.machine.interfaces import is_addressed
 
 _HEADERS = {
     "Content-Security-Policy": (
@@ -58,7 +59,7 @@ class Access:
         return response
 
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not self._knows(request.headers.get("Host", "")):
+        if not is_addressed(request.headers.get("Host", ""), self._names):
             return web.Response(status=421, text="421: this server has another name\n")
         if request.method not in ("GET", "HEAD"):
             return web.Response(
@@ -69,17 +70,6 @@ class Access:
         if not self._is_token(request.cookies.get(self._cookie, "")):
             return web.Response(status=401, text=_REFUSAL)
         return await handler(request)
-
-    def _knows(self, host: str) -> bool:
-        """Return True if a Host header may name this server. All addresses are accepted, because DNS cannot
-        make them point here, and all ports, because ssh may forward another port."""
-        has_port = ":" in host and not host.endswith("]")
-        name = host.rpartition(":")[0] if has_port else host
-        try:
-            ipaddress.ip_address(name.strip("[]"))
-        except ValueError:
-            return name.lower() in self._names
-        return True
 
     def _welcome(self, token: str) -> web.Response:
         if not self._is_token(token):
