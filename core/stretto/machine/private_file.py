@@ -1,11 +1,12 @@
-"""Files that only the user can read, and the folder for files that stretto can create again."""
+"""Files that survive a power cut and that only the user can read, and the folder for files that stretto can
+create again."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-__all__ = ["cache_folder", "write_private"]
+__all__ = ["cache_folder", "sync", "write_private"]
 
 
 def cache_folder(name: str) -> Path:
@@ -22,3 +23,12 @@ def write_private(path: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names of the files in a folder, to the disk. OSError if that fails."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -34,7 +34,7 @@ import structlog
 from stretto.bus.messages.events import JournalHead
 from stretto.errors import ConfigError
 from stretto.kernel.schedule.scheduler import Snapshot
-from stretto.machine.private_file import cache_folder
+from stretto.machine.private_file import cache_folder, sync
 from stretto.records.remote_folder import RemoteFolder, file_hash
 from stretto.weights import WeightsNote
 
@@ -336,19 +336,11 @@ def _put(draft: Draft, final: Path) -> None:
             draft.remote.write(name, (draft.folder / name).read_bytes())
         (draft.folder / _STORE).write_bytes(msgspec.json.encode(_StoreEntry(draft.remote.url)))
     for path in (*_files(draft.folder), draft.folder):
-        _sync(path)
+        sync(path)
     shutil.rmtree(final, ignore_errors=True)
     draft.folder.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,6 @@ within a file. A kernel first copies messages that former kernels did not write;
 from __future__ import annotations
 
 import heapq
-import os
 import re
 import struct
 import zlib
@@ -18,7 +17,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
-from stretto.machine.private_file import write_private
+from stretto.machine.private_file import sync, write_private
 from stretto.records.files import open_record, read_record
 
 FOLDER = "events"
@@ -66,11 +65,7 @@ def event_files(folder: Path) -> list[Path]:
 def sync_files(folder: Path, files: Iterable[Path]) -> None:
     """Flush files of the run in `folder`, and their names, to the disk. OSError if that fails."""
     for path in (*files, folder / FOLDER):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
 
 def move_lost(folder: Path, epoch: int, store: str) -> Path | None:

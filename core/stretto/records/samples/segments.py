@@ -12,6 +12,7 @@ import pyarrow as pa
 from pyarrow import parquet as pq
 
 from stretto.bus.messages.tickets import Purpose
+from stretto.machine.private_file import sync
 from stretto.records.samples.files import SegmentName, Table, segments_in
 
 FLUSHES = 64
@@ -105,11 +106,7 @@ class SegmentWriter:
             file.flush()
             os.fsync(file.fileno())
         unfinished.rename(self._folder / name.file)
-        descriptor = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(self._folder)
 
     def _most(self, name: SegmentName, column: str) -> int:
         metadata = pq.read_metadata(self._folder / name.file)
