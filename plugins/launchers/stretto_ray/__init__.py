@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from stretto import Component, LauncherConfig, Problem, hookimpl
 from stretto.component import PositiveFloat
 from stretto.config import RunConfig
-from stretto.launcher import Role
+from stretto.launcher import ROLES
 
 __all__ = ["RayConfig"]
 
@@ -64,7 +64,7 @@ class RayConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fields
 def check(config: RayConfig, run: RunConfig) -> Iterator[Problem]:
     """Report resources for workers that the run does not have, and settings that Ray does not support."""
     groups = {name: getattr(run.groups, name) for name in run.groups.__struct_fields__}
-    worker_names = (*get_args(Role), "training", *groups)
+    worker_names = (*ROLES, "training", *groups)
     for worker in config.resources:
         if worker not in worker_names:
             yield Problem(

@@ -111,7 +111,8 @@ def _init(config: RayConfig, log: Path | None) -> None:
     try:
         ray: Any = import_module("ray")
         logger = logging.getLogger("ray._private")  # `ray.init` resets the logger `ray`
-        logger.handlers, logger.propagate = [_handler(log)], False
+        handler = logging.FileHandler(log, delay=True) if log else logging.NullHandler()
+        logger.handlers, logger.propagate = [handler], False
         ray.shutdown()
         cluster_options = {"num_cpus": _CPUS, "object_store_memory": _STORE, "include_dashboard": False}
         ray.init(
@@ -125,7 +126,3 @@ def _init(config: RayConfig, log: Path | None) -> None:
         for name in settings:  # no other process gets the login
             del os.environ[name]
         os.environ |= previous_values
-
-
-def _handler(log: Path | None) -> logging.Handler:
-    return logging.FileHandler(log, delay=True) if log else logging.NullHandler()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import get_args
 
 import msgspec
 
 from stretto import Component, LauncherConfig, Problem, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.config import RunConfig
-from stretto.launcher import Role
+from stretto.launcher import ROLES
 
 __all__ = ["SlurmConfig", "SlurmPart"]
 
@@ -81,14 +80,12 @@ class SlurmConfig(LauncherConfig, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def check(config: SlurmConfig, run: RunConfig) -> Iterator[Problem]:
     """Report parts for workers that the run does not have, and `weights: file` on several nodes."""
-    groups = ("training", *run.groups.__struct_fields__)
+    known = (*ROLES, "training", *run.groups.__struct_fields__)
     for name, part in config.parts.items():
         for worker in part.workers:
-            if worker not in (*get_args(Role), *groups):
-                known = ", ".join((*get_args(Role), *groups))
-                yield Problem(
-                    f"launcher.parts.{name}.workers", f"no role or worker group {worker!r}; expected {known}"
-                )
+            if worker not in known:
+                text = f"no role or worker group {worker!r}; expected {', '.join(known)}"
+                yield Problem(f"launcher.parts.{name}.workers", text)
     if run.weights.use == "file" and getattr(run.weights, "folder", None) is None:
         nodes = config.nodes + sum(part.nodes for part in config.parts.values())
         if nodes > 1:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -47,25 +48,18 @@ exit $status"""
 _STARTED = re.compile(r"^stretto: (\S+) on (\S+), step (\d+), pid (\d+)$", re.MULTILINE)
 
 
+@dataclass(eq=False)
 class SlurmHandle:
     """One step, and the `srun` that waits for it."""
 
-    def __init__(
-        self,
-        job: Job,
-        process: anyio.abc.Process,
-        allocation: Allocation,
-        part: int,
-        spot: Spot,
-        log_begin: int,
-    ) -> None:
-        self._job = job
-        self._allocation = allocation
-        self._part = part
-        self._process = process
-        self._spot = spot
-        self._log_begin = log_begin
-        self._step = self._pid = ""
+    _job: Job
+    _process: anyio.abc.Process
+    _allocation: Allocation
+    _part: int
+    _spot: Spot
+    _log_begin: int
+    _step: str = ""
+    _pid: str = ""
 
     @property
     def place(self) -> str:
