@@ -150,13 +150,13 @@ def compose(
             full = run_file.overlay(msgspec.to_builtins(composed.config), secret, plain)
     except RecursionError as error:
         raise run_file.nested_too_deeply(file) from error
-    texts = ((path, text) for path, text in run_file.references(source.raw) if _at(full, path) is not None)
+    references = run_file.references(source.raw)
     return replace(
         composed,
         document=full,
         written=source.written(),
         place=source.place,
-        references=tuple(texts),
+        references=tuple(each for each in references if value_at(full, each[0]) is not None),
         redact=source.redact,
     )
 
@@ -247,7 +247,7 @@ class _Composer:
         return _narrowed(struct, [(_PARTS, _narrowed(ComponentParts, part_fields))])
 
     def _mapping(self, path: str) -> dict[str, Any]:
-        entries = _at(self.data, path) or {}
+        entries = value_at(self.data, path) or {}
         if not isinstance(entries, dict):
             raise self.source.error(path, f"expected a mapping of names, found {entries!r}", entries)
         return cast("dict[str, Any]", entries)
@@ -302,7 +302,7 @@ class _Composer:
     def _section(self, path: str) -> dict[str, Any] | None:
         """Return the mapping at `path`. Add a missing one if its kind has a default, else return None."""
         owner, _, key = path.rpartition(".")
-        parent = _at(self.data, owner)
+        parent = value_at(self.data, owner)
         if not isinstance(parent, dict):
             return None
         parent = cast("dict[str, Any]", parent)
@@ -444,11 +444,11 @@ class _Composer:
             from_key = ""
             if origin := self._reference_at(path):
                 try:
-                    msgspec.convert(_at(data, origin), _annotation_at(struct, origin))
+                    msgspec.convert(value_at(data, origin), _annotation_at(struct, origin))
                     from_key = f", from ${{{origin}}}"
                 except msgspec.ValidationError as cause:  # the fault is at the key of the reference
                     message, path = _message_and_path(cause)[0], origin
-            value, annotation = _at(data, path), _annotation_at(struct, path)
+            value, annotation = value_at(data, path), _annotation_at(struct, path)
             text = _plain_message(message, value, annotation)
             shown = _LOGIN.sub("://<login>@", repr(value))
             value_text = "" if isinstance(value, dict) else f"; found {shown}{from_key}"
@@ -457,7 +457,7 @@ class _Composer:
 
     def _reference_at(self, path: str) -> str:
         """Follow the references from `path`, and return the last key; empty if the value is no `${key}`."""
-        match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(_at(self.source.raw, path)))
+        match = re.fullmatch(r"\$\{([A-Za-z_][\w.]*)\}", str(value_at(self.source.raw, path)))
         return (self._reference_at(match[1]) or match[1]) if match else ""
 
     def _resolve_paths(self, struct: msgspec.Struct, path: str) -> msgspec.Struct:
@@ -692,7 +692,8 @@ def _annotation_at(struct: Any, path: str) -> Any:
     return annotation
 
 
-def _at(data: Any, path: str) -> Any:
+def value_at(data: Any, path: str) -> Any:
+    """Return the value at a dotted key of a document; None if it has none."""
     for part in path.split(".") if path else []:
         if isinstance(data, dict):
             data = cast("dict[str, Any]", data).get(part)

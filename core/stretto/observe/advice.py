@@ -11,11 +11,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from stretto.assembly.compose import value_at
 from stretto.bus.messages.events import Evaluation
 from stretto.engine import MOST_SLOTS, default_canary_bound
 from stretto.kernel.schedule.health import CLEARS, HOLDS, Window, held_out
@@ -105,12 +106,7 @@ class _Knobs:
         self._document = document
 
     def get(self, path: str) -> Any:
-        node: Any = self._document
-        for part in path.split("."):
-            if not isinstance(node, Mapping):
-                return None
-            node = cast("Mapping[str, Any]", node).get(part)
-        return node
+        return value_at(self._document, path)
 
     def number(self, path: str, otherwise: float) -> float:
         value = self.get(path)
@@ -119,7 +115,7 @@ class _Knobs:
     def set(self, path: str, value: Any) -> str:
         """Suggest to set a key, if the run has such a key and another value."""
         parent, _, key = path.rpartition(".")
-        section, now = self.get(parent) if parent else self._document, self.get(path)
+        section, now = self.get(parent), self.get(path)
         if not isinstance(section, Mapping) or key not in section or now == value:
             return ""
         are_numbers = isinstance(now, (int, float)) and isinstance(value, (int, float))

@@ -22,11 +22,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import msgspec
 
 from stretto.algorithm import Encoded
+from stretto.assembly.compose import value_at
 from stretto.assembly.run_file import RunFile, read
 from stretto.cli.start.folders import is_free
 from stretto.dataset import DatasetConfig
@@ -159,9 +160,7 @@ def _figures(run: RunFolder, version: int) -> Iterator[tuple[str, str]]:
 
 def _values(run: RunFolder) -> Iterator[tuple[str, str]]:
     for key in _KEYS:
-        value: Any = run.config
-        for part in key.split("."):
-            value = cast("dict[str, Any]", value).get(part) if isinstance(value, dict) else None
+        value = value_at(run.config, key)
         if value is not None and "$" not in str(value):
             yield f"`{key}`", str(value)
 
