@@ -11,7 +11,6 @@ import typer
 
 from commands import called, stretto
 from stretto.cli import main
-from stretto.cli.output import fail
 from stretto.errors import ConfigError
 from stretto.records.figures import add_row, figure_table, print_table
 
@@ -62,7 +61,7 @@ def test_tables_and_errors_show_text_of_others_as_it_is_and_escape_control_chara
     add_row(table, said, "1")
     print_table(table)
     with pytest.raises(SystemExit):
-        fail(ConfigError(said), 2)
+        main.fail(ConfigError(said), 2)
     printed = capsys.readouterr()
     assert printed.out.count("no [/INST] [b]x :smile: \\x1b]0;x\\x07") == 2
     assert printed.err == "error: no [/INST] [b]x :smile: \\x1b]0;x\\x07\n"

@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -30,10 +30,9 @@ from stretto.cli import sweep
 from stretto.cli.audit import commands as audit
 from stretto.cli.make import commands as make
 from stretto.cli.numerics import commands as numerics
-from stretto.cli.output import fail
 from stretto.cli.show import commands as show
 from stretto.cli.start import commands as start
-from stretto.errors import ConfigError, PluginError, StrettoError
+from stretto.errors import ConfigError, PluginError, StrettoError, printable
 from stretto.machine.proxies import spare_this_machine
 
 _GROUP = "stretto.command"
@@ -102,6 +101,14 @@ def main() -> None:
         fail(error, 2)
     except StrettoError as error:
         fail(error, 1)
+
+
+def fail(error: Exception, status: int) -> NoReturn:
+    """Print an error as lines, and end the command with an exit status."""
+    lines = printable(str(error)).splitlines() or [type(error).__name__]
+    for line in lines:
+        typer.echo(f"error: {line}", err=True)
+    sys.exit(status)
 
 
 def _show_version(requested: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -96,13 +96,14 @@ def duration_text(seconds: float | None) -> str:
     return f"{days} d {hours} h" if days > 1 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def figure_table(*columns: str) -> Table:
-    """Return a table without rows: the first column has names, and the others have figures."""
+def figure_table(*columns: str, justify: Literal["left", "right"] = "right") -> Table:
+    """Return a table without rows: the first column has names, and the others have figures, or other texts
+    with `justify="left"`."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
-        table.add_column(printable(column), overflow="fold", justify="left" if number == 0 else "right")
+        table.add_column(printable(column), overflow="fold", justify=justify if number else "left")
     return table
 
 

@@ -9,9 +9,8 @@ import msgspec
 import typer
 
 from stretto.cli.arguments import Overrides, TrustPlugins, WithOverrides
-from stretto.cli.output import fail
-from stretto.errors import StrettoError, printable
-from stretto.records.figures import print_table
+from stretto.errors import ConfigError, StrettoError, printable
+from stretto.records.figures import add_row, figure_table, print_table
 
 if TYPE_CHECKING:
     from stretto.cli.audit.audit import AuditReport
@@ -39,7 +38,7 @@ def audit(
     try:
         report = audit_run(folder)
     except StrettoError as error:
-        fail(error, 2)
+        raise ConfigError(str(error)) from error  # whatever the reason: the run cannot be audited
     if as_json:
         typer.echo(msgspec.json.encode(report))
     else:
@@ -94,15 +93,11 @@ def replay(
 
 
 def _show_audit(report: AuditReport) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for column in ("check", "result", "checked", "not checked"):
-        table.add_column(column, overflow="fold")
+    table = figure_table("check", "result", "checked", "not checked", justify="left")
     for check in report.checks:
         without_violations = "nothing to check" if check.empty else "ok"
         result = f"{len(check.violations)} violations" if check.violations else without_violations
-        table.add_row(*map(printable, (check.name, result, check.checked, check.unchecked)))
+        add_row(table, check.name, result, check.checked, check.unchecked)
     print_table(table)
     for check in report.checks:
         for violation in check.violations[:_MOST_VIOLATIONS]:
