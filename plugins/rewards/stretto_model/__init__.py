@@ -36,6 +36,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     """Return the scoring function; it scores all answers of a group at once."""
     del context
     import torch
+    from torch.nn.utils.rnn import pad_sequence
     from transformers import AutoModelForTokenClassification
 
     from stretto.models.tokenizer import load_tokenizer
@@ -56,12 +57,10 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
             _encode(prompt, completion, tokenizer)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        longest = max(map(len, texts))
-        ids = torch.zeros(len(texts), longest, dtype=torch.long)  # (S, L), padded on the right
-        for row, text in enumerate(texts):
-            ids[row, : len(text)] = torch.tensor(text)
         lengths = torch.tensor([len(text) for text in texts])
-        mask = torch.arange(longest)[None] < lengths[:, None]
+        tokens = [torch.tensor(text, dtype=torch.long) for text in texts]
+        ids = pad_sequence(tokens, batch_first=True)  # (S, L), padded on the right
+        mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
         scores = model(
             input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False
         ).logits  # (S, L, 1)
