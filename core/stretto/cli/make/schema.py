@@ -102,20 +102,16 @@ def json_schema(plugins: Plugins) -> dict[str, Any]:
 
 
 def _nested(place: str, info: types.Type) -> Iterator[tuple[str, type[msgspec.Struct]]]:
-    match info:
-        case types.Metadata(type=inner):
-            yield from _nested(place, inner)
-        case types.UnionType(types=parts):
-            for part in parts:
-                yield from _nested(place, part)
-        case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
-            yield from _nested(f"{place}[]", item)
-        case types.DictType(value_type=value):
-            yield from _nested(f"{place}.NAME", value)
-        case types.StructType(cls=cls):
-            yield place, cls
-        case _:
-            pass
+    for part in _parts(info):
+        match part:
+            case types.ListType(item_type=item) | types.VarTupleType(item_type=item):
+                yield from _nested(f"{place}[]", item)
+            case types.DictType(value_type=value):
+                yield from _nested(f"{place}.NAME", value)
+            case types.StructType(cls=cls):
+                yield place, cls
+            case _:
+                pass
 
 
 def _usable(plugins: Plugins, kind: Kind) -> Iterator[Component[Any]]:
