@@ -32,6 +32,7 @@ from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
 from stretto.machine import clock
+from stretto.machine.private_file import write_private
 from stretto.observe.advice import Adviser
 from stretto.observe.canary import CanaryRecord
 from stretto.observe.verdict import RunState, verdict
@@ -329,10 +330,9 @@ class Report:
             self._write_summary(summary)
 
     def _write_summary(self, summary: Mapping[str, Any]) -> None:
-        new_file = self._folder / ".summary.json"
+        text = json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n"
         try:
-            new_file.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
-            new_file.rename(self._folder / "summary.json")
+            write_private(self._folder / "summary.json", text.encode())
         except OSError as error:
             log.error("summary not written", error=str(error))
 

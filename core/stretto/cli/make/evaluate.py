@@ -30,6 +30,7 @@ from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError, offer
 from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint, version_in
 from stretto.kernel.fleet.forks import ForkServer
+from stretto.machine.private_file import write_private
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
@@ -244,9 +245,7 @@ def run_evaluation(
         tokens_per_s=summary["tokens"]["generated"] / busy_s if busy_s else 0.0,
     )
     full_summary = {**summary, "result": msgspec.to_builtins(result, str_keys=True)}
-    temporary = folder / ".summary.json"
-    temporary.write_text(json.dumps(full_summary, indent=1) + "\n")
-    temporary.rename(folder / "summary.json")
+    write_private(folder / "summary.json", json.dumps(full_summary, indent=1).encode() + b"\n")
     return result, full_summary
 
 
