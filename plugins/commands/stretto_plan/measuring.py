@@ -153,19 +153,9 @@ def processor_s(lines: Sequence[Mapping[str, Any]], cores: float) -> dict[str, f
 
 def _read(run: Mapping[str, Any], folder: RunFolder, measured: range) -> Measured:
     lines = [line for line in folder.steps if line["step"] in measured]
-    lengths, tokens_per_sampled = lengths_of(kept_answers(folder))
     step_s, staleness, tokens, generate_s, train_s = (
         statistics.mean(line[key] for line in lines)
         for key in ("step_s", "staleness", "tokens", "generate_busy_s", "train_s")
     )
-    return Measured(
-        run=run,
-        step_s=step_s,
-        staleness=staleness,
-        processor_s=processor_s(lines, available_cores()),
-        sampled_tokens=tokens,
-        generate_s=generate_s,
-        train_s=train_s,
-        lengths=lengths,
-        tokens_per_sampled=tokens_per_sampled,
-    )
+    used_s, answers = processor_s(lines, available_cores()), lengths_of(kept_answers(folder))
+    return Measured(run, step_s, staleness, used_s, tokens, generate_s, train_s, *answers)

@@ -104,7 +104,8 @@ def print_groups(store: SampleStore, rows: Iterable[Row], console: Console) -> N
         samples = store.find(SampleFilter(ticket=ticket, purpose=purpose), limit=None)
         group = [row for row in samples if row["attempt"] == attempt]
         first = group[0]
-        console.print(Text(f"ticket {_name(first)}, row {first['row']}, {_fate_of(first)}", style="bold"))
+        name = first["id"] if first["index"] is None else first["id"].rpartition("/")[0]
+        console.print(Text(f"ticket {name}, row {first['row']}, {_fate_of(first)}", style="bold"))
         _print_sections(_common_sections(first), console)
         for start in range(0, len(group), _MOST_COLUMNS):
             console.print(_side_by_side(group[start : start + _MOST_COLUMNS]))
@@ -131,10 +132,6 @@ def _print_sections(sections: Iterable[tuple[str, list[str]]], console: Console)
     for title, body in sections:
         console.print(Text(f"  {title}", style="dim"))
         console.print(Text("\n".join(f"    {line}" for line in body)))
-
-
-def _name(row: Row) -> str:
-    return str(row["id"]) if row["index"] is None else str(row["id"]).rpartition("/")[0]
 
 
 def _fate_of(row: Row) -> str:
