@@ -24,6 +24,7 @@ from stretto.engine import Digest
 from stretto.errors import ConfigError, RunError
 from stretto.records.events.history import RecordedBatch, RunHistory
 from stretto.records.samples.images import SampleImages
+from stretto.records.samples.kept_sample import arrays_in
 from stretto.runs.replay import Attempt, RecordedGroup, StepWeights
 
 _LEAST_WEIGHT = float(np.finfo(np.float32).tiny)
@@ -97,35 +98,17 @@ def _group_of(attempt: Attempt, rows: Sequence[Mapping[str, Any]]) -> RecordedGr
     first = rows[0]
     return RecordedGroup(
         *attempt,
-        row=first["row"],
-        worker=first["worker"],
-        seconds=first["seconds"],
-        generate_s=first["generate_s"],
-        score_s=first["score_s"],
-        trajectories=tuple(
-            WireTrajectory(
-                id=row["id"],
-                tokens=Array.of(row["tokens"], np.int32),
-                loss_mask=Array.of(row["loss_mask"], np.bool_),
-                logprobs=Array.of(row["logprobs"], np.float32),
-                versions=Array.of(row["versions"], np.int32),
-                reward=row["reward"],
-                metrics=msgspec.json.decode(row["metrics"], type=dict[str, float]),
-                finish=row["finish"],
-                engine=row["engine"],
-                sample=row["sample"],
-                images=_images_of(row["images"]),
-                kept_counts=_array_of(row["kept_counts"], np.uint16),
-                kept_ids=_array_of(row["kept_ids"], np.int32),
-            )
-            for row in rows
-        ),
+        **{name: first[name] for name in ("row", "worker", "seconds", "generate_s", "score_s")},
+        trajectories=tuple(map(_trajectory_of, rows)),
         images={},
     )
 
 
-def _array_of(values: Sequence[int] | None, dtype: type[np.generic]) -> Array | None:
-    return None if values is None else Array.of(values, dtype)
+def _trajectory_of(row: Mapping[str, Any]) -> WireTrajectory:
+    values: dict[str, Any] = {name: row[name] for name in ("id", "reward", "finish", "engine", "sample")}
+    values |= {name: Array.of(array) for name, array in arrays_in(row).items()}
+    metrics = msgspec.json.decode(row["metrics"], type=dict[str, float])
+    return WireTrajectory(**values, metrics=metrics, images=_images_of(row["images"]))
 
 
 def _images_of(text: str | None) -> tuple[str | int, ...] | None:

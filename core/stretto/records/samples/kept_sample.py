@@ -57,14 +57,7 @@ class KeptSample:
     @classmethod
     def of_row(cls, row: Mapping[str, Any]) -> KeptSample:
         """Return the sample in a row of `samples` segments."""
-        dtypes = _ARRAYS | _KEPT
-        values: dict[str, Any] = {
-            name: row[name]
-            if name not in dtypes or row[name] is None
-            else np.asarray(row[name], dtypes[name])
-            for name in cls.__dataclass_fields__
-        }
-        return cls(**values)
+        return cls(**{name: row[name] for name in cls.__dataclass_fields__} | arrays_in(row))
 
 
 _ARRAYS: dict[str, Any] = {
@@ -76,6 +69,12 @@ _ARRAYS: dict[str, Any] = {
 _KEPT: dict[str, Any] = {"kept_counts": np.uint16, "kept_ids": np.int32}
 _FACTS = [name for name in KeptSample.__dataclass_fields__ if name not in (*_ARRAYS, *_KEPT, "images")]
 """Fields in the digest of every sample. Older runs have no images, and most runs have no kept tokens."""
+
+
+def arrays_in(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of tokens in a row of `samples` segments as arrays, without those that are None."""
+    dtypes = _ARRAYS | _KEPT
+    return {name: np.asarray(row[name], dtypes[name]) for name in dtypes if row[name] is not None}
 
 
 def kept_samples(record: TicketRecord, trajectories: Sequence[WireTrajectory]) -> list[KeptSample]:
