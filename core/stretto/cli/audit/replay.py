@@ -64,7 +64,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     _accept(recorded, segments, overrides)
     kept = KeptGroups(folder)
     if segments[0].assembly.graph.samples and (missing := kept.missing(batches)):
-        raise _kept_too_little(folder, recording, missing)
+        raise _kept_too_little(folder, recording, batches[0].version, missing)
     out.mkdir(parents=True, exist_ok=True)
     first, last = batches[0].version + 1, batches[-1].version + 1
     report = ReplayReport(run=str(folder), first=first, last=last, overrides=[*overrides], state="begun")
@@ -106,16 +106,19 @@ def _free_folder(run: Path, out: Path | None) -> Path:
     return next(folder for folder in folders if is_free(folder))
 
 
-def _kept_too_little(folder: Path, recording: RunHistory, missing: Sequence[int]) -> ConfigError:
+def _kept_too_little(folder: Path, recording: RunHistory, first: int, missing: Sequence[int]) -> ConfigError:
     keep = read_document(folder / "config.yaml")["samples"]["keep"]
     states = (folder / "checkpoints").glob("step-*/kernel.json")
     versions = sorted(state_of(state.parent).version for state in states)
     later = [version for version in versions if max(missing) < version < len(recording.batches)]
+    reason = "a run that is to be replayed from its beginning needs samples.keep: all, which is the default"
+    if keep == "all":
+        reason = "a kernel that is killed has not written its last ones, which `stretto resume` does"
     hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
+    hint += f"; the steps before are kept: --to {missing[0]}" if missing[0] > first else ""
     return ConfigError(
         f"{folder} has not kept the trajectories of {len(missing)} of the steps, the first of them step "
-        f"{missing[0] + 1} (samples.keep: {keep}); a run that is to be replayed from its beginning needs "
-        f"samples.keep: all, which is the default{hint}"
+        f"{missing[0] + 1} (samples.keep: {keep}); {reason}{hint}"
     )
 
 
