@@ -1,6 +1,6 @@
 """Read mathematical values as they are written in answers, and decide whether two of them are equal.
 
-The outer structure (lists, tuples, intervals, sets, equations) is read and compared here, plain
+The outer structure (lists, tuples, intervals, sets, matrices, equations) is read and compared here, plain
 numbers as exact fractions. Only the remaining expressions go to math-verify and SymPy.
 """
 
@@ -100,7 +100,14 @@ class Items:
         return self.opening not in (",", "|", "{")
 
 
-Value = Quantity | BasedInteger | Assignment | Equation | Items
+@dataclass(frozen=True)
+class Matrix:
+    """Rows of values."""
+
+    rows: tuple[tuple[Value, ...], ...]
+
+
+Value = Quantity | BasedInteger | Assignment | Equation | Items | Matrix
 _INFINITY, _MINUS_INFINITY = Quantity(Expression(r"\infty")), Quantity(Expression(r"-\infty"))
 
 # ------------------------------------------------------------------------------------------ reading
@@ -119,7 +126,6 @@ _REWRITES: tuple[tuple[str, str], ...] = (
     (r"(?<!\\)\\ ", " "),
     (r"(?<!\\)\\[!,;:]|\\(?:displaystyle|limits|left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
     (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
-    (r"\\(begin|end)\{array\}(?:\{[lcr| ]+\})?", r"\\\1{pmatrix}"),
     (r"\\l?eq?(?:slant)?(?![a-zA-Z])|\\le(?:qslant)(?![a-zA-Z])|<=", r"\\le "),
     (r"\\geq?(?:slant)?(?![a-zA-Z])|>=", r"\\ge "),
     (r"\\neq?(?![a-zA-Z])|!=", r"\\ne "),
@@ -144,6 +150,7 @@ _VARIABLE = re.compile(rf"{_NAME}$")
 _LEFT_SIDE = re.compile(rf"{_NAME}(?:\([a-zA-Z](?:, ?[a-zA-Z])*\))?$")
 _RELATIONS = re.compile(r"(\\le |\\ge |<|>)")
 _BUILDER = re.compile(r"\\\{ ?(" + _NAME + r") ?(?:\\mid|\||:) ?(.+)\\\}$")
+_MATRIX = re.compile(r"\\begin\{([pbB]?matrix|array)\}(?:\{[lcr|]+\})?(.*)\\end\{\1\}$", re.DOTALL)
 _BASED_INTEGER = re.compile(r"([0-9A-F]+)_\{?(\d{1,2})\}?$")
 _UNWANTED_WORD = re.compile(r"(?<![\\a-zA-Z{])(?!begin|end|[pbvV]matrix)[a-zA-Z]{3,}")
 
@@ -231,6 +238,13 @@ def _brackets(text: str) -> Value | None:
     if len(parts) == 1:
         return _read(inner)
     return _items(text[0], [_read(part) for part in parts], text[-1])
+
+
+def _matrix(text: str) -> Value | None:
+    if not (match := _MATRIX.match(text)):
+        return None
+    rows = [row for row in _split(match[2], re.compile(r"\\\\")) if row.strip()]
+    return Matrix(tuple(tuple(_read(cell) for cell in _split(row, re.compile("&"))) for row in rows))
 
 
 def _equation(text: str) -> Value | None:
@@ -469,7 +483,7 @@ def _number(text: str) -> Number | None:
 
 # Numbers first, because the thousands separator is a comma.
 _READERS: tuple[Callable[[str], Value | None], ...] = (
-    _digits_with_unit, _list, _union, _membership, _brackets, _equation, _exclusion, _inequality,
+    _digits_with_unit, _matrix, _list, _union, _membership, _brackets, _equation, _exclusion, _inequality,
     _plus_minus, _ratio, _based_integer,
 )  # fmt: skip
 
@@ -490,6 +504,9 @@ def equal(gold: Value, answer: Value) -> bool:
         return equal(gold, answer.value)
     if isinstance(gold, Items) or isinstance(answer, Items):
         return _equal_items(_as_items(gold), _as_items(answer))
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        same_shape = [len(row) for row in gold.rows] == [len(row) for row in answer.rows]
+        return same_shape and all(map(equal, sum(gold.rows, ()), sum(answer.rows, ())))
     if isinstance(gold, BasedInteger) or isinstance(answer, BasedInteger):
         return _equal_based_integers(gold, answer)
     if isinstance(gold, Quantity) and isinstance(answer, Quantity):
@@ -654,7 +671,6 @@ def _parse(latex: str) -> Any:
 
     degrees = r"(\d+(?:\.\d+)?)\^ ?(?:\\circ|\{ ?\\circ ?\})"
     text = re.sub(degrees, r"\\left(\\frac{\1\\pi}{180}\\right)", latex).replace("$", "")
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)  # in the cell of a matrix, say
     results = parse(f"${text}$", [LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=0)
     if not results:
         raise Unreadable(f"not mathematics: {latex[:80]!r}")
