@@ -35,7 +35,7 @@ from nats.aio.client import Client
 from stretto.array import Array
 from stretto.bus import messages
 from stretto.bus.client import connect
-from stretto.bus.messages.base import Message, Refusal
+from stretto.bus.messages.base import KernelMessage, Message, Refusal
 from stretto.bus.messages.membership import Heartbeat
 from stretto.bus.messages.subjects import WORKER_VERBS, Subjects
 from stretto.bus.server import Bootstrap
@@ -47,7 +47,12 @@ _STEPS_AFTER = 5
 _PART = struct.Struct(">B16sII")
 for _module in iter_modules(messages.__path__, f"{messages.__name__}."):
     import_module(_module.name)
-_KINDS = [kind for kind in Message.__subclasses__() if kind is not Refusal]
+_KINDS = [
+    kind
+    for base in (Message, KernelMessage)
+    for kind in base.__subclasses__()
+    if kind not in (Refusal, KernelMessage)
+]
 _VALUES: list[Any] = [
     *(None, True, -1, 0, 1, 2**63 - 1, 1.5, float("nan"), float("inf"), b"", b"\xff" * 9),
     *("", "x", "\x1b[2J[/INST]", "rollout-0\r\nPUB x 0\r\n\r\n", "x" * 9000),

@@ -237,7 +237,7 @@ def _random_tokens(model: PreTrainedModel, number: int, generator: torch.Generat
 
 
 def _hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
-    """Return the input of a model's head, (1, T, H): the output of a new head is 0 everywhere."""
+    """Return the input of a model's head, (1, T, H). Trials compare it: the output of a new head is 0."""
     return model.base_model(**arguments).last_hidden_state
 
 

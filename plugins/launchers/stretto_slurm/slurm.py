@@ -48,7 +48,7 @@ exit $status"""
 _STARTED = re.compile(r"^stretto: (\S+) on (\S+), step (\d+), pid (\d+)$", re.MULTILINE)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SlurmHandle:
     """One step, and the `srun` that waits for it."""
 

@@ -29,7 +29,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, gc=False, tag=lambda
 
 
 class KernelMessage(Message, frozen=True):
-    """Base of the kernel's messages to workers. `WorkerContext.obey` refuses those of a former kernel."""
+    """Base of messages with the lease epoch of a kernel. `WorkerContext.obey` checks that of requests."""
 
     lease_epoch: int
     """Fencing number of the kernel's lease. Workers obey the highest that they have seen."""

@@ -1,4 +1,4 @@
-"""Read what a run has written, for the audit: journal, kept samples, checkpoints, metrics, summary."""
+"""Read what a run has written, for the audit: journal, kept samples, checkpoints, summary."""
 
 from __future__ import annotations
 

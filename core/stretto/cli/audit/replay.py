@@ -112,7 +112,7 @@ def _kept_too_little(folder: Path, recording: RunHistory, first: int, missing: S
     versions = sorted(state_of(state.parent).version for state in states)
     later = [version for version in versions if max(missing) < version < len(recording.batches)]
     reason = "a run that is to be replayed from its beginning needs samples.keep: all, which is the default"
-    if keep == "all":
+    if keep == "all" and max(missing) == len(recording.batches) - 1:
         reason = "a kernel that is killed has not written its last ones, which `stretto resume` does"
     hint = f"; steps after {later[0]} are kept: --from {later[0]}" if later else ""
     hint += f"; the steps before are kept: --to {missing[0]}" if missing[0] > first else ""
