@@ -33,6 +33,10 @@ class _Replica:
 
     def __init__(self, peer: Peer, clock: Callable[[], float]) -> None:
         self.peer = peer
+        self.worker = peer.worker
+        self.exact_version = peer.exact_version
+        self.closed = peer.closed
+        """Whether the worker gets no new call."""
         self.load: EngineFigures | None = None
         self.own_samples = 0
         self.other_samples = 0
@@ -106,7 +110,7 @@ class Router:
             if (
                 peer is None
                 or peer.nonce != replica.peer.nonce
-                or peer.exact_version != replica.peer.exact_version
+                or peer.exact_version != replica.exact_version
             ):
                 del self._replicas[worker]
                 for scope in replica.scopes:
@@ -116,9 +120,9 @@ class Router:
                 self._replicas[worker] = _Replica(peer, self._clock)
                 self._notify()
             replica = self._replicas[worker]
-            if replica.peer.closed and not peer.closed:
+            if replica.closed and not peer.closed:
                 self._notify()
-            replica.peer = peer
+            replica.closed = peer.closed
             replica.update(peer.figures)
 
     def _notify(self) -> None:
@@ -161,7 +165,7 @@ class Router:
             try:
                 yield replica.peer
             except NoAnswer:
-                log.warning("no answer", peer=replica.peer.worker)
+                log.warning("no answer", peer=replica.worker)
                 raise
             finally:
                 replica.scopes.remove(scope)
@@ -177,7 +181,7 @@ class Router:
         replica = self._replicas.get(worker)
         if replica is None or not replica.stuck:
             return False
-        return replica not in self._candidates(replica.peer.exact_version, "")
+        return replica not in self._candidates(replica.exact_version, "")
 
     def _choose(self, affinity: str, min_version: int, exact_version: int | None, avoid: str) -> _Replica:
         candidates = self._candidates(exact_version, avoid)
@@ -189,7 +193,7 @@ class Router:
         home = self._replicas.get(self._homes.get(affinity, ""))
         if home is not None and home in candidates and home.fullness <= 1 + 2 * choice.fullness:
             choice = home
-        self._homes[affinity] = choice.peer.worker
+        self._homes[affinity] = choice.worker
         self._homes.move_to_end(affinity)
         if len(self._homes) > _SESSIONS:
             self._homes.popitem(last=False)
@@ -200,11 +204,11 @@ class Router:
         return [
             replica
             for replica in self._replicas.values()
-            if replica.peer.exact_version == exact_version and not replica.peer.closed
+            if replica.exact_version == exact_version and not replica.closed
         ]
 
     def _candidates(self, exact_version: int | None, avoid: str) -> list[_Replica]:
         """Return the workers for `exact_version`: stuck ones and `avoid` only if no others are left."""
         serving = self._serving(exact_version)
         active = [replica for replica in serving if not replica.stuck]
-        return [replica for replica in active if replica.peer.worker != avoid] or active or serving
+        return [replica for replica in active if replica.worker != avoid] or active or serving
