@@ -97,7 +97,7 @@ class _Account:
 class _Checker:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._folder = folder = run.folder
+        folder = run.folder
         self._journal = read_journal(folder)
         self._history = history = self._journal.history
         self._samples = read_samples(folder)
@@ -237,7 +237,7 @@ class _Checker:
     def _terms_at(self, version: int) -> _Terms:
         number = self._history.values_at(version)
         if number not in self._terms:
-            file = values_file(self._folder, number)
+            file = values_file(self._run.folder, number)
             try:
                 queue = read_document(file)["queue"]
                 self._terms[number] = _Terms(queue["batch_size"], queue["max_staleness"])
@@ -446,8 +446,8 @@ class _Checker:
     def _repetitions(self) -> tuple[int, int]:
         if "kernel" not in self._run.logs():
             return 0, 0
-        with open_log(self._folder, "kernel") as log:
-            events = Counter(_EVENT.findall("".join(whole_lines(log))))
+        with open_log(self._run.folder, "kernel") as log:
+            events = Counter(name for line in whole_lines(log) for name in _EVENT.findall(line))
         return events["step repeated"], events["repetition differs"]
 
     # --------------------------------------------------------------------------- metrics, evaluations
