@@ -260,7 +260,7 @@ def test_a_run_whose_prompts_are_all_too_long_is_refused(run_file: Path) -> None
 def test_odd_values_are_warned_of(run_file: Path) -> None:
     (run_file.parent / "held.jsonl").write_text('{"prompt": "7+1=", "answer": "8"}\n')
     held = f"evaluation={{every: 9, dataset: {{use: jsonl, path: {run_file.parent}/held.jsonl}}}}"
-    engine = ("training.use=torch", "training.lr=1", "training.micro_batch_tokens=16", "inference.use=torch")
+    engine = (*TORCH, "training.lr=1", "training.micro_batch_tokens=16")
     odd = ("queue.batch_size=8", "queue.max_staleness=50", "inference.slots=1", "sampling.max_tokens=32")
     text = found(run_file, held, *engine, *odd, severity="warning")
     assert "the dataset has 4 rows" in text["queue.batch_size"]
@@ -279,7 +279,10 @@ def test_odd_values_are_warned_of(run_file: Path) -> None:
 
 MODEL = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 TRAIN = f"path={MODEL.parent}/train.jsonl"
-TORCH = f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"
+TORCH = (
+    *(f"model={MODEL}", "training.use=torch", "inference.use=torch", "sampling.max_tokens=32"),
+    "training.warmup_steps=0",
+)
 HELD = "evaluation={dataset: {use: jsonl, path: held.jsonl}, sampling: {temperature: 0}}"
 SAME_ROWS = "evaluation.dataset.path=rows.jsonl"
 ANSWER, STOP = "evaluation.sampling.max_tokens", "sampling.stop_token_ids=[3]"
@@ -361,7 +364,7 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
                 *(*TORCH, HELD, "sampling.stop_token_ids=[99999]"),
                 "evaluation.sampling.logit_bias={99999: 5}",
                 *("inference.context_length=100000", "inference.canary.tokens=600"),
-                *("training.warmup_steps=1000", "evaluation.rows=99", "evaluation.samples=8"),
+                *("training.warmup_steps=1000", "evaluation.samples=8"),
                 "variants={a: {}, b: {sampling: {stop_token_ids: [99998]}}}",
             ),
             [
@@ -370,8 +373,7 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
                 "error variants.b.sampling.stop_token_ids: has the token 99998",
                 "error inference.context_length: is 100000, but",
                 "error inference.canary.tokens: is 600, more than",
-                "warning training.warmup_steps: is 1000, but the run has 5",
-                "warning evaluation.rows: is 99, but the dataset has 4 rows",
+                "warning training.warmup_steps: is 1000, so 0 of the run's 5 optimizer steps",
                 "warning evaluation.samples: is 8, but at temperature 0",
             ],
         ),
@@ -402,11 +404,12 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ["error inference.context_length: is at most 4096 by default"],
         ),
         (
-            (*TORCH, HELD, SAME_ROWS, "inference.context_length=64", f"{ANSWER}=64"),
-            [
-                "error evaluation.sampling.max_tokens: is 64, but inference.context_length",
-                "4 of 4 held-out rows are also rows of `dataset`",
-            ],
+            (*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"),
+            ["error evaluation.sampling.max_tokens: is 64, but inference.context_length"],
+        ),
+        (
+            (*TORCH, HELD, SAME_ROWS, "evaluation.rows=99"),
+            ["4 of 4 held-out rows are also rows of `dataset`", "is 99, but the dataset has 4 rows"],
         ),
         ((*TORCH, "training.lora={targets: [q_prj]}"), ["'q_prj' is no linear module of"]),
         (
@@ -499,21 +502,21 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
             ["warning workflow.max_tokens"],
         ),
         (
-            ("dataset.path=array.jsonl", HELD, "evaluation.dataset.path=pretty.jsonl", "model=user.py"),
+            ("dataset.path=array.jsonl", HELD, "evaluation.dataset.path=pretty.jsonl"),
             [
                 "array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array",
                 "an object goes over several lines",
-                "user.py' is a file; expected the folder of a model",
             ],
         ),
         (
-            ("dataset.path=rows.csv", HELD, "evaluation.dataset.path=bom.jsonl", "model=nowhere.yaml"),
+            ("dataset.path=rows.csv", HELD, "evaluation.dataset.path=bom.jsonl"),
             [
                 "it looks like CSV",
                 "byte order mark (BOM)",
-                "error model: no such folder: 'nowhere.yaml'",
             ],
         ),
+        (("model=user.py",), ["user.py' is a file; expected the folder of a model"]),
+        (("model=nowhere.yaml",), ["error model: no such folder: 'nowhere.yaml'"]),
     ],
 )
 def test_a_slip_is_found_before_the_run_starts(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import json
+import shutil
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ ADAPTERS = {
     "qwen2": LoraConfig(rank=4),
     "gemma2": LoraConfig(rank=4, targets=("q_proj", "down_proj")),
 }
+
+
+SIZES = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 64)
+SIZES |= {"num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 class PeakBytes(TorchDispatchMode):
@@ -143,22 +148,49 @@ def test_a_small_model_has_a_bound_without_a_count(
         assert bound == {name: size for name, size in parts.items() if name in bound}
 
 
-def test_a_count_is_asked_for_once(tiny_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a child process, whose answer is that of this process."""
-    here = counted(tiny_models("qwen2"))
+def test_a_config_is_counted_once_and_by_one_child(
+    tiny_models: Models, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever the model is, with or without weights. The child's answers are those of this process."""
+    models = [tiny_models("qwen2"), tmp_path / "same", tmp_path / "no weights", tiny_models("gpt2")]
+    shutil.copytree(models[0], models[1])
+    models[2].mkdir()
+    shutil.copy(models[0] / "config.json", models[2])
+    here = [counted(model) for model in models]
     monkeypatch.undo()
     monkeypatch.setattr(memory, "_SMALL", 0)
-    calls: list[object] = []
-    run: Any = subprocess.run
+    started: list[object] = []
+    answered: list[object] = []
+    start, answer = memory.Popen, memory._answer
+    monkeypatch.setattr(memory, "Popen", lambda *a, **o: started.append(a) or start(*a, **o))
+    monkeypatch.setattr(memory, "_answer", lambda asked: answered.append(asked) or answer(asked))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert [counted(model) for model in models] == here
+    memory.end_counting()
+    assert (len(started), len(answered)) == (1, 2)
+    assert [counted(model) for model in models] == here
+    assert len(started) == 1, "the cache has all answers"
 
-    def noted(*arguments: Any, **options: Any) -> Any:
-        calls.append(arguments)
-        return run(*arguments, **options)
 
-    monkeypatch.setattr(subprocess, "run", noted)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tiny_models("qwen2") / "cache"))
-    assert counted(tiny_models("qwen2")) == counted(tiny_models("qwen2")) == here
-    assert len(calls) == 1
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True, "dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "llama", **SIZES},
+        {"model_type": "qwen3", **SIZES, "use_sliding_window": True, "max_window_layers": 5},
+        {"model_type": "gpt2", "vocab_size": 100, "n_embd": 64, "n_head": 2, "n_layer": 8},
+        {"model_type": "gemma2", **SIZES, "head_dim": 32, "sliding_window": 8},  # layers take turns
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_a_few_equal_layers_tell_what_all_hold(
+    config: dict[str, Any], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    few = counted(tmp_path, **options)
+    monkeypatch.setattr(activations, "_equal_layers", lambda _: torch.nn.ModuleList())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert few == counted(tmp_path, **options)
 
 
 def test_a_model_that_cannot_be_counted_is_said(

@@ -108,6 +108,8 @@ class Assembly:
         )
         self.tools: Sequence[Mapping[str, Any]] = ()
         """JSON schemas of the run's own tools; empty until a check has made the tools."""
+        self.longest_row = 0
+        """Tokens of the longest row that a check has encoded, of a run that samples none."""
 
     @property
     def config(self) -> RunConfig:
@@ -214,7 +216,8 @@ class Assembly:
     def needs(self) -> list[Need]:
         """What each kind of engine needs of the memory of its device, except engines that do not say it."""
         engines = sum(worker.role == "inference" for worker in self.workers)
-        return needs(self.config, self.placement, engines, self.samples_in_flight, self.gpu_bytes)
+        longest = self.longest_row or longest_sample(self.config, sampled=self.graph.samples)
+        return needs(self.config, self.placement, engines, self.samples_in_flight, self.gpu_bytes, longest)
 
     def need_of(self, worker: str) -> Need | None:
         """Return what a worker's engine needs of the memory of its device; None if it has none."""

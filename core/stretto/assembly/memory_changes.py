@@ -59,17 +59,20 @@ def fitting(
     empty if all together do not."""
     harmless = [change for change in found if not change.path.endswith((".lora", ".dtype", ".sleep"))]
     for candidates in (harmless, found):
-        composed, applied = assembly.composed, list[Change]()
+        composed = [assembly.composed]
         for change in candidates:
-            composed = composed.with_value(change.path, change.value)
-            applied.append(change)
-            if fits(_changed(assembly, composed).needs):
-                return applied
+            composed.append(composed[-1].with_value(change.path, change.value))
+        if not fits(_changed(assembly, composed[-1]).needs):  # count no part of changes that do not suffice
+            continue
+        fitting = (n for n, each in enumerate(composed) if n and fits(_changed(assembly, each).needs))
+        return candidates[: next(fitting)]
     return []
 
 
 def _changed(assembly: Assembly, composed: Composed) -> Assembly:
-    return Assembly(composed, folder=assembly.folder, gpu_bytes=assembly.gpu_bytes)
+    changed = Assembly(composed, folder=assembly.folder, gpu_bytes=assembly.gpu_bytes)
+    changed.longest_row = assembly.longest_row
+    return changed
 
 
 def _excess(assembly: Assembly) -> int:

@@ -6,14 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
+from stretto.assembly.dataflow import Graph
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.config import RunConfig
 from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.launcher import Resources
 from stretto.machine.cores import available_memory, gpu_memory
 from stretto.models.files import folder_of_model, parameters_in
+from stretto.models.version_files import SHARED_MEMORY
+from stretto.training.config import ModelTrainingConfig
 
-__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share"]
+__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share", "version_bytes"]
 
 SMALLEST_PASS = 512  # tokens of a micro-batch
 
@@ -44,14 +49,20 @@ class Need(NamedTuple):
 
 
 def needs(
-    config: RunConfig, placement: Placement, engines: int, samples_in_flight: int, gpu_bytes: int | None
+    config: RunConfig,
+    placement: Placement,
+    engines: int,
+    samples_in_flight: int,
+    gpu_bytes: int | None,
+    longest: int,
 ) -> list[Need]:
-    """Return what each kind of engine needs, except engines that do not say it. See `Assembly.needs`."""
+    """Return what each kind of engine needs, except engines that do not say it. See `Assembly.needs`.
+    `longest`: tokens of the longest sequence; 0 if not known."""
     result, parameters = list[Need](), 0
-    longest = longest_sample(config, sampled=placement.graph.samples)
     for group in placement.groups.values():
         held = _held(config, placement, group)
-        if (memory := group.section.memory(held, longest)) is not None:
+        section = _within_batch(config, placement, group.section, longest)
+        if (memory := section.memory(held, longest)) is not None:
             limit = _limit(config, group.section, gpu_bytes)
             if (share := training_share(config, placement, group.section)) > group.section.share:
                 limit = _limit_in_turns(memory, limit, share / group.section.share)
@@ -64,8 +75,36 @@ def needs(
         limit = _limit(config, section, gpu_bytes)
         memory = section.memory(config.model, parameters, samples_in_flight, limit)
         if memory is not None:
+            if not section.gpus and (version := version_bytes(config, placement.graph)):
+                memory = memory._replace(parts={**memory.parts, "version": version})
             result.append(Need("inference", engines, bool(section.gpus), memory, limit))
     return result
+
+
+def version_bytes(config: RunConfig, graph: Graph) -> int:
+    """Return the bytes of a version of the weights in shared memory, which an engine maps at a swap; 0 if
+    none is there, or a small one."""
+    folder, section = folder_of_model(config.model), config.training
+    is_sent = graph.samples and config.weights.use == "file"
+    if not is_sent or folder is None or not isinstance(section, ModelTrainingConfig):
+        return 0
+    if section.lora is not None and section.lora.send == "adapter":
+        return 0
+    if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
+        return 0
+    item_bytes = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
+    return item_bytes * parameters_in(folder)
+
+
+def _within_batch(
+    config: RunConfig, placement: Placement, section: TrainingConfig, longest: int
+) -> TrainingConfig:
+    """Return the section with micro-batches that are no larger than a batch of the longest rows."""
+    tokens = getattr(section, "micro_batch_tokens", None)
+    batch = config.queue.batch_size * placement.graph.source.samples * longest
+    if placement.graph.samples or not isinstance(tokens, int) or not 0 < batch < tokens:
+        return section  # sampled conversations may be longer than the run file says
+    return msgspec.structs.replace(section, micro_batch_tokens=batch)
 
 
 def longest_sample(config: RunConfig, *, sampled: bool) -> int:

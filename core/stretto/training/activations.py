@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -60,15 +60,48 @@ def _count(micro_batch: MicroBatchShape) -> Counted:
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         _make_fake(model, micro_batch)
-    inputs = _inputs(rows, micro_batch)
-    with fake, _Meter(model) as meter:
-        _compute(model, inputs, micro_batch)
     parameters = list(model.parameters())
     # FSDP2 keeps float32 and casts what it gathers.
     weights = sum(4 * weight.numel() if micro_batch.gathered else weight.nbytes for weight in parameters)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     number = sum(parameter.numel() for parameter in parameters)
-    return Counted(weights, number, trained, meter.casts, meter.activations)
+    inputs = _inputs(rows, micro_batch)
+
+    def measure() -> tuple[int, int]:
+        with fake, _Meter(model) as meter:
+            _compute(model, inputs, micro_batch)
+        return meter.casts, meter.activations
+
+    return Counted(weights, number, trained, *_in_all_layers(measure, _equal_layers(model)))
+
+
+def _in_all_layers(measure: Callable[[], tuple[int, int]], layers: nn.ModuleList) -> Iterator[int]:
+    """Measure with all layers. Each layer adds the same bytes, so of many only two and three compute."""
+    more = max(0, len(layers) - 3)
+    del layers[len(layers) - more :]
+    with_last = without = measure()
+    if more:
+        del layers[2:]
+        without = measure()
+    return (size + more * (size - less) for size, less in zip(with_last, without, strict=True))
+
+
+def _equal_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the model's list of layers, if they do not differ; otherwise an empty list."""
+    number = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == number]
+    return lists[0] if len(lists) == 1 and len({*map(_form, lists[0])}) == 1 else nn.ModuleList()
+
+
+def _form(layer: nn.Module) -> str:
+    """Return the modules of a layer with their numbers and names, and the shapes of its weights."""
+    parts = [
+        (type(part), {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)})
+        for part in layer.modules()
+    ]
+    for _, values in parts:
+        values.pop("layer_idx", None)
+    return str((parts, [weight.shape for weight in layer.parameters()]))
 
 
 def _make_fake(model: PreTrainedModel, micro_batch: MicroBatchShape) -> None:
@@ -161,10 +194,11 @@ class _Meter(TorchDispatchMode):
 
 
 def _main() -> None:
-    micro_batches = msgspec.json.decode(sys.stdin.buffer.read(), type=list[MicroBatchShape])
-    with redirect_stdout(sys.stderr):  # a model's code may print
-        counts = [count(micro_batch) for micro_batch in micro_batches]
-    sys.stdout.buffer.write(msgspec.json.encode(counts))
+    for line in sys.stdin.buffer:
+        with redirect_stdout(sys.stderr):  # a model's code may print
+            counts = [count(each) for each in msgspec.json.decode(line, type=list[MicroBatchShape])]
+        sys.stdout.buffer.write(msgspec.json.encode(counts) + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

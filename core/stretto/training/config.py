@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
@@ -302,6 +303,18 @@ def check_training(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Prob
         yield Problem("training.lora", "needs peft: pip install 'stretto[lora]'", "environment")
 
 
+def lr_factor(config: ModelTrainingConfig, step: int) -> float:
+    """Return the factor of the learning rate: warm-up to 1, then constant, or decay until `decay_steps`."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant" or config.decay_steps is None:
+        return 1.0
+    length = max(1, config.decay_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / length)
+    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final_lr_ratio + (1 - config.final_lr_ratio) * shape
+
+
 def _varlen_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
     has = {
         "`dtype: bfloat16`": config.dtype == "bfloat16",
@@ -316,11 +329,11 @@ def _varlen_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Pr
 def _schedule_problems(config: ModelTrainingConfig, run: RunConfig) -> Iterator[Problem]:
     updates_per_step = getattr(run.algorithm, "minibatches", 1) * getattr(run.algorithm, "epochs", 1)
     updates, warmup, decay = run.steps * updates_per_step, config.warmup_steps, config.decay_steps
-    if run.steps and warmup >= updates and warmup > _WARMUP:
+    if updates < 2 * warmup and run.steps:
         yield Problem(
             "training.warmup_steps",
-            f"is {warmup}, but the run has {updates} optimizer steps: the learning rate only reaches "
-            f"{updates / warmup:.2g} of `lr`",
+            f"is {warmup}, so {max(0, updates - warmup)} of the run's {updates} optimizer steps have the "
+            "full learning rate; set a smaller number, or more `steps`",
             "warning",
         )
     unused = {"decay_steps": None, "final_lr_ratio": _FINAL_LR_RATIO} if config.schedule == "constant" else {}

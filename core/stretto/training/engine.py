@@ -44,6 +44,7 @@ from stretto.training.checkpoint import (
     tensor_files,
     write_tensors,
 )
+from stretto.training.config import lr_factor
 from stretto.training.host_state import HostState
 from stretto.training.layout import Layout
 from stretto.training.lora import (
@@ -367,7 +368,7 @@ class HFTraining:
         if loss.lr_scale is not None:
             self._lr_scale = loss.lr_scale(figures, self._lr_scale)
             figures["lr_scale"] = self._lr_scale
-        lr = self._config.lr * _lr_factor(self._config, self._steps) * self._lr_scale
+        lr = self._config.lr * lr_factor(self._config, self._steps) * self._lr_scale
         self._step(lr, skipped=not math.isfinite(norm))
         return {
             **figures,
@@ -579,15 +580,3 @@ def _copy_files(source: str, names: Sequence[str], folder: Path) -> None:
         file = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
         if file is not None:
             shutil.copyfile(file, folder / name)
-
-
-def _lr_factor(config: ModelTrainingConfig, step: int) -> float:
-    """Return the factor of the learning rate: warm-up to 1, then constant, or decay until `decay_steps`."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    if config.schedule == "constant" or config.decay_steps is None:
-        return 1.0
-    length = max(1, config.decay_steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / length)
-    shape = 1 - progress if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return config.final_lr_ratio + (1 - config.final_lr_ratio) * shape

@@ -10,18 +10,22 @@ import hashlib
 import importlib.metadata
 import math
 import re
+import select
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from subprocess import PIPE, Popen
+from tempfile import TemporaryFile
+from typing import IO
 
 import msgspec
 
 from stretto.component import Head
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
-from stretto.user_code.child_process import last_line, run_child
 
-__all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
+__all__ = ["Counted", "MicroBatchShape", "counted", "end_counting", "is_lossless"]
 
 _SMALL = 2**29
 """Bytes of activations up to which they are bounded from shapes, not counted in a child process."""
@@ -33,6 +37,7 @@ _CHUNKS = 5
 _CHUNK_BYTES = 2**26
 _OUTER = re.compile("embed|wte|wpe|lm_head")  # in names of tensors of the embeddings and the head
 _COUNT_S = 180.0
+_NOTICE_S = 2.0  # a longer count is announced
 
 
 class MicroBatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,24 +126,58 @@ def _from_cache(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
 
 
 def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
-    command = (sys.executable, "-m", "stretto.training.activations")
-    question = msgspec.json.encode(micro_batches)
     try:
-        child = run_child(command, question, _COUNT_S)
+        return _answer(micro_batches)
     except TimeoutError:
         fault = f"counting took longer than {_COUNT_S:.0f} s"
-    except OSError as error:  # no memory for a process
+    except OSError as error:  # no memory for a process, or a process that ended
         fault = str(error)
-    else:
-        if not child.returncode:
-            return msgspec.json.decode(child.stdout, type=list[Counted])
-        fault = f"counting ended with status {child.returncode}: {last_line(child)}"
+    end_counting()
     return [Counted(fault=fault)] * len(micro_batches)
 
 
+@cache
+def _child() -> tuple[Popen[bytes], IO[bytes]]:
+    """Return a process that answers questions until its input ends, and the file of its errors."""
+    errors = TemporaryFile()  # noqa: SIM115 - `end_counting` closes it
+    command = (sys.executable, "-m", "stretto.training.activations")
+    return Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors), errors
+
+
+def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
+    """Raise TimeoutError, or OSError with the last words of a child that ended."""
+    child, errors = _child()
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write(msgspec.json.encode(micro_batches) + b"\n")
+    child.stdin.flush()
+    if not select.select([child.stdout], [], [], _NOTICE_S)[0]:
+        models = ", ".join({each.model: None for each in micro_batches})
+        print(f"note: counting activations of {models}", file=sys.stderr, flush=True)
+        if not select.select([child.stdout], [], [], _COUNT_S)[0]:
+            raise TimeoutError
+    if line := child.stdout.readline():
+        return msgspec.json.decode(line, type=list[Counted])
+    errors.seek(0)
+    last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
+    raise OSError(f"counting ended with status {child.wait()}: {last}")
+
+
+def end_counting() -> None:
+    """End the child process that counts, if there is one. The next question starts another."""
+    if _child.cache_info().currsize:
+        child, errors = _child()
+        child.kill()
+        child.communicate()
+        errors.close()
+        _child.cache_clear()
+
+
 def _cache_file(micro_batch: MicroBatchShape) -> Path:
+    """Return the file for a micro-batch of any model with the same config, wherever the model is."""
     versions = [_version(name) for name in ("stretto", "torch", "transformers", "peft")]
-    question = msgspec.json.encode((micro_batch, known_config(micro_batch.model), versions))
+    unnamed = msgspec.structs.replace(micro_batch, model="")
+    question = msgspec.json.encode((unnamed, known_config(micro_batch.model), versions))
     return cache_folder("memory") / f"{hashlib.sha256(question).hexdigest()}.json"
 
 

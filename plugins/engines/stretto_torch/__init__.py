@@ -6,12 +6,13 @@ Importing this module imports neither torch nor transformers; the factory does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
 from stretto.engine import FEW_SLOTS, InferenceConfig, Memory, slots_for
 from stretto.hooks import hookimpl
-from stretto.models.files import cache_bytes, modelling_imports, positions_of
+from stretto.models.files import cache_bytes, modelling_imports, positions_of, text_config
 from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training
 
@@ -87,10 +88,39 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
         else:
             cache = int(self.cache_gb * 2**30)
         settings = f"{slots} slots x {context} tokens, cache at most {cache / 2**30:.2g} GiB"
-        return Memory({"weights": parameters * _ITEM[self.dtype], "cache": cache}, settings)
+        item, text = _ITEM[self.dtype], text_config(model)
+        is_packed = item == 4 and not self.gpus and text.get("model_type") in FAMILIES
+        is_packed &= self.linear == "onednn" or (self.linear == "auto" and is_amd())
+        states = 5 * text["hidden_size"] + 3 * text.get("intermediate_size", 4 * text["hidden_size"])
+        parts = {
+            "weights": item * parameters,
+            "packed": item * parameters if is_packed else 0,  # copies for oneDNN (`linear.py`)
+            # A layer's states in a prefill; the logits of a step and what `sampling.draw` makes of them; or
+            # transformers' own copy of the weights at the start, when a CPU's cache takes no memory yet.
+            "passes": max(
+                item * min(PREFILL_TOKENS, slots * context) * states,
+                _DRAWN * 4 * slots * text.get("vocab_size", 0),
+                item * parameters - (0 if self.gpus else cache),
+            ),
+            "cache": cache,
+        }
+        return Memory({name: size for name, size in parts.items() if size}, settings)
 
 
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""Architectures that the hand-written decoder runs."""
+PREFILL_TOKENS = 8192
+"""Tokens in one prefill; bounds its memory."""
+_DRAWN = 5  # float32 tensors of slots x vocabulary: logits, scaled, logprobs, probabilities, their sums
 _ITEM = {"float32": 4, "bfloat16": 2}  # bytes of one number
+
+
+def is_amd() -> bool:
+    """Return whether this machine has a processor of AMD."""
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def slots_within(

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto_torch import FAMILIES
 from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_prefixes, over_prompts
 from stretto_torch.decoder import logprobs_of
 from stretto_torch.images import PromptImages
@@ -27,7 +28,6 @@ from stretto_torch.norm import Norm
 from stretto_torch.shapes import TokenSpan, padded_prompt, padded_rows
 from stretto_torch.swap import Target, Targets, tied_names
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotary variants whose frequencies follow from the config alone. Others change with the length.
 _ROPES = ("default", "linear", "llama3", "yarn")
 # Number of tokens whose logits are in memory at once when a text is scored; bounds their memory.
@@ -233,8 +233,8 @@ class _DecoderWeights:
 def check_suitable(model: Any) -> None:
     """Raise `UnsuitableError` if the config shows that this decoder cannot run the model."""
     config = model.config
-    if config.model_type not in _FAMILIES:
-        raise UnsuitableError(f"its architecture is not one of {', '.join(_FAMILIES)}")
+    if config.model_type not in FAMILIES:
+        raise UnsuitableError(f"its architecture is not one of {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
         raise UnsuitableError(f"its activation is {config.hidden_act!r}, not 'silu'")
     has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ())

@@ -8,12 +8,13 @@ the weight in another order (a packed copy), which must be made again after each
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from stretto_torch import is_amd
 
 # Number of elements of a weight from which oneDNN is faster at 8 rows, with its slower call (on Zen 5).
 # The choice must not depend on the number of rows: another kernel for other rows would give other bits.
@@ -69,11 +70,4 @@ def prefers_onednn(
     if choice != "auto":
         return choice == "onednn"
     available = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    return available and _is_amd()
-
-
-def _is_amd() -> bool:
-    try:
-        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
+    return available and is_amd()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from stretto.array import KeptTokens
 from stretto.engine import Finish
+from stretto_torch import PREFILL_TOKENS
 from stretto_torch.decoder import Decoder
 from stretto_torch.kv import Block, Move
 from stretto_torch.prefixes import Prefixes
@@ -26,8 +27,6 @@ from stretto_torch.shapes import Shapes, padded_prompt
 from stretto_torch.size_classes import SizeClasses
 from stretto_torch.slot_sample import SlotSample
 
-# Tokens in one prefill; bounds its memory.
-_PREFILL_TOKENS = 8192
 # A sample gets a slot only if all samples then have room for this many more tokens, or one might leave soon.
 _HEADROOM = 64
 
@@ -365,7 +364,7 @@ class Slots:
         longest = padding = 0
         for i in sorted(indices, key=lengths.__getitem__, reverse=True):
             padding += longest - lengths[i]
-            full = bool(batches) and (len(batches[-1]) + 1) * longest > _PREFILL_TOKENS
+            full = bool(batches) and (len(batches[-1]) + 1) * longest > PREFILL_TOKENS
             if not batches or full or padding > self._decoder.cheap_padding:
                 batches.append([])
                 longest, padding = lengths[i], 0

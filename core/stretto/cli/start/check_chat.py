@@ -74,7 +74,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
-    counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], str](), 0
+    counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, str]](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     answers = _answer_columns(assembly) if path == "dataset" else ()
     for index in drawn_rows(len(dataset), _MAX_S):
@@ -86,11 +86,13 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
         found += [("answers", *each) for each in _odd_answers(row, answers, tokenizer)]
         for kind, what, detail in found:
             counts[kind, what] += 1
-            examples.setdefault((kind, what), f"row {index + 1}{detail and f': {detail}'}")
+            examples[kind, what] = min(examples.get((kind, what), (index, detail)), (index, detail))
     for (kind, what), count in counts.items():
         level = "error" if what == _OUTSIDE or (what == _EMPTY and count == len(dataset)) else "warning"
-        text = f"{count:,} of {num_read:,} {kind} {what} ({examples[kind, what]})"
-        yield Problem(path, text, level)
+        index, detail = examples[kind, what]
+        example = f"row {index + 1}{detail and f': {detail}'}"
+        advice = f"; {_CURES[what]}" if what in _CURES else ""
+        yield Problem(path, f"{count:,} of {num_read:,} {kind} {what} ({example}){advice}", level)
 
 
 def _answer_columns(assembly: Assembly) -> Sequence[str]:
@@ -158,6 +160,8 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
 _composed = partial(unicodedata.normalize, "NFC")
 _LOST = "have characters that the tokenizer drops or does not know"
 _EMPTY = "have no token, and are left out"
+_HIDDEN = "have tools that the chat template does not show"
+_CURES = {_HIDDEN: "describe them in `system_prompt` of the dataset, in the format of `tool_parser`"}
 _OUTSIDE = "have tokens outside of the model's vocabulary: its tokenizer is that of another model"
 
 
@@ -167,6 +171,14 @@ def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[st
     if tools and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     return with_own_turns(prompt, tokenizer), both_tools(tools_of(row), tools)
+
+
+def _described(prompt: Any) -> str:
+    """Return the text of a prompt's system messages."""
+    messages = [] if isinstance(prompt, str) else prompt
+    return "".join(
+        text for each in messages if each["role"] == "system" for text in _texts_of(each.get("content"))
+    )
 
 
 def _oddities(
@@ -193,8 +205,9 @@ def _oddities(
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
     if lost := _lost(text, tokenizer.decode(ids, special=True)):
         yield _LOST, repr(lost)
-    if hidden := hidden_tools(tools, text, without_tools):
-        yield "have tools that the chat template does not show", ", ".join(hidden)
+    described = _described(prompt)
+    if hidden := [name for name in hidden_tools(tools, text, without_tools) if name not in described]:
+        yield _HIDDEN, ", ".join(hidden)
     if isinstance(prompt, str):
         if token := tokenizer.special_in(prompt):
             yield (
@@ -246,6 +259,9 @@ def _tokenizer_of(assembly: Assembly) -> Tokenizer | None:
     model = assembly.config.model
     if model is None or is_vision_language(known_config(model)):
         return None
-    folder = Path(model)
-    is_here = (folder / "tokenizer.json").exists() or any(folder.glob("*.safetensors"))
-    return assembly.tokenizer if is_here else None
+    return assembly.tokenizer if has_tokenizer(model) else None
+
+
+def has_tokenizer(model: str) -> bool:
+    """Return whether a folder has a model's tokenizer, or weights, beside which one is expected."""
+    return Path(model, "tokenizer.json").exists() or any(Path(model).glob("*.safetensors"))

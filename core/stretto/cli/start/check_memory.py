@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.memory_changes import changes, fitting
-from stretto.assembly.run_memory import Need, on_host
+from stretto.assembly.run_memory import Need, on_host, version_bytes
 from stretto.component import Problem
 from stretto.machine.cores import available_memory
-from stretto.models.files import folder_of_model, parameters_in
 from stretto.models.version_files import SHARED_MEMORY
-from stretto.training.config import ModelTrainingConfig
 
 _GIB = 2**30
 _MUCH = 0.8
@@ -34,7 +32,7 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
     if assembly.config.launcher.use != "local":
         return
     yield f"           host: {on_host(known) / _GIB:.1f} GiB of {available_memory() / _GIB:.1f}"
-    if version := _version_bytes(assembly):
+    if version := version_bytes(assembly.config, assembly.graph):
         free = shutil.disk_usage(SHARED_MEMORY).free
         yield f"           {SHARED_MEMORY}: {_VERSIONS * version / _GIB:.2g} GiB of {free / _GIB:.1f} free"
 
@@ -95,7 +93,7 @@ def _advice(
 
 
 def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
-    if version := _version_bytes(assembly):
+    if version := version_bytes(assembly.config, assembly.graph):
         size, free = _VERSIONS * version, shutil.disk_usage(SHARED_MEMORY).free
         if size > free:
             yield Problem(
@@ -104,16 +102,3 @@ def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:
                 f"{free / _GIB:.1f} free: enlarge it (a container's --shm-size), or set weights.folder",
                 "environment",
             )
-
-
-def _version_bytes(assembly: Assembly) -> int:
-    """Return the bytes of a version of the weights in shared memory; 0 if none is there, or a small one."""
-    config, folder = assembly.config, folder_of_model(assembly.config.model)
-    section = config.training
-    is_sent = assembly.graph.samples and config.weights.use == "file"
-    if not is_sent or folder is None or not isinstance(section, ModelTrainingConfig) or section.lora:
-        return 0
-    if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
-        return 0
-    item_bytes = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
-    return item_bytes * parameters_in(folder)

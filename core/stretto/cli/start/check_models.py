@@ -36,7 +36,8 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             yield from token_problems(config)
         trained = isinstance(placement.lead.section, ModelTrainingConfig)
         if trained and Path(config.model, "config.json").is_file() and not _has_weights(Path(config.model)):
-            yield Problem("model", f"{config.model!r} has no weights: expected *.safetensors in the folder")
+            text = f"{config.model!r} has no weights: expected *.safetensors in the folder"
+            yield Problem("model", text, "error" if assembly.gpu_bytes is None else "environment")
         if trained and graph.samples and config.steps and not inference.needs_model:
             yield _warning(
                 "inference.use",

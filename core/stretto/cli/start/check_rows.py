@@ -15,7 +15,7 @@ import msgspec
 
 from stretto.algorithm import Encode
 from stretto.assembly.assembly import Assembly
-from stretto.cli.start.check_chat import chat_problems
+from stretto.cli.start.check_chat import chat_problems, has_tokenizer
 from stretto.cli.start.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
 from stretto.config import RunConfig
@@ -228,7 +228,7 @@ def _encoding_problems(
     assembly: Assembly, encode: Encode, path: str, rows: ReadRows, dataset: Dataset
 ) -> Iterator[Problem]:
     model = assembly.config.model
-    if model is not None and not Path(model).is_dir():
+    if model is not None and not has_tokenizer(model):
         return
     tokenizer, positions, vocabulary = assembly.tokenizer, positions_of(model), vocabulary_of(model)
 
@@ -238,7 +238,8 @@ def _encoding_problems(
             for sample in range(assembly.graph.source.samples):
                 encoded = encode(row, sample, tokenizer)
                 check_ids(encoded, row, vocabulary)
-                cut_to_fit(encoded, assembly.config.dataset, positions)
+                tokens, _ = cut_to_fit(encoded, assembly.config.dataset, positions)
+                assembly.longest_row = max(assembly.longest_row, len(tokens))
         except ConfigError as error:
             return str(error)
         return ""

@@ -38,6 +38,7 @@ from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
 from stretto.records.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
+from stretto.training.memory import end_counting
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.plain_data import encode_row
 from stretto.user_code.sandbox import sandbox_problems
@@ -70,8 +71,11 @@ def problems(
     """Return everything that is wrong with the run, errors first. No trial makes the engines of a `starting`
     run, because its workers make them. Only a run that is not `resumed` needs an empty folder and, if
     `memory_limit`, enough memory."""
-    faults = [*_problems(assembly, starting, memory_limit and not resumed)]
-    faults += [] if resumed else _folder_problems(assembly)
+    faults = [] if resumed else [*_folder_problems(assembly)]
+    try:
+        faults += _problems(assembly, starting, memory_limit and not resumed)
+    finally:
+        end_counting()
     # Drop repeated problems: a variant repeats those of inherited sections, an engine those of each model.
     faults = list(dict.fromkeys(faults))
     return sorted(faults, key=lambda problem: problem.severity == "warning")
@@ -85,19 +89,26 @@ def faults_and_warnings(
     faults: list[str] = []
     warnings: list[str] = []
     for problem in problems(assembly, starting=starting, resumed=resumed, memory_limit=memory_limit):
-        fatal = problem.severity == "error" or (problem.severity == "environment" and starting)
         text = f"{composed.place(problem.path)}: {composed.redact(problem.message)}"
-        (faults if fatal else warnings).append(text)
+        is_fatal = _is_fatal(problem, starting)
+        text += "; a run cannot start here" if problem.severity == "environment" and not is_fatal else ""
+        (faults if is_fatal else warnings).append(text)
     return faults, warnings
+
+
+def _is_fatal(problem: Problem, starting: bool) -> bool:
+    return problem.severity == "error" or (problem.severity == "environment" and starting)
 
 
 def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
     placement_problems = _plugin_problems(assembly, "algorithm", _placement_problems(assembly))
     section_problems = _section_problems(assembly, is_placed=not placement_problems)
-    yield from (*section_problems, *placement_problems)
-    if placement_problems:
-        return
+    found = [*section_problems, *placement_problems]
+    found += [] if placement_problems else _key_problems(assembly)
+    yield from found
+    if any(_is_fatal(problem, starting) for problem in found):
+        return  # trials take long, and so do rows
     failed_sections = _failed_sections(section_problems)
     with ThreadPoolExecutor() as trials:  # most trials run in a process of their own
         tools = trials.submit(list, _tool_trial_problems(assembly, failed_sections))
@@ -112,21 +123,26 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
         if config.steps:
             yield from leaked_rows(read)
         rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
-        yield from _plugin_problems(assembly, "model", model_problems(assembly))
-        yield from _batch_problems(assembly)
-        if assembly.graph.samples and config.steps:
-            yield from _sampling_problems(config)
-        yield from _sleep_problems(assembly)
-        yield from _measure_problems(assembly)
-        yield from _value_problems(config)
-        yield from _odd_values(config)
-        yield from _thread_problems(assembly)
-        yield from _gpu_problems(assembly)
         yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
         yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
         for trial in (server, rewards, rows, made, tools):
             yield from trial.result()
     yield from _variant_problems(assembly, read)
+
+
+def _key_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Yield what the values of keys show, without a trial and without rows."""
+    yield from _plugin_problems(assembly, "model", model_problems(assembly))
+    yield from _batch_problems(assembly)
+    if assembly.graph.samples and assembly.config.steps:
+        yield from _sampling_problems(assembly.config)
+    yield from _sleep_problems(assembly)
+    yield from _measure_problems(assembly)
+    yield from _value_problems(assembly.config)
+    yield from _odd_values(assembly.config)
+    yield from _thread_problems(assembly)
+    yield from _gpu_problems(assembly)
+    yield from _variant_problems(assembly, None)
 
 
 def _folder_problems(assembly: Assembly) -> Iterator[Problem]:
@@ -485,7 +501,8 @@ def _sampling_problems(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Iterator[Problem]:
+def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows] | None) -> Iterator[Problem]:
+    """Check the variants. `read`: the rows for trials; None: without trials."""
     config, variants = assembly.config, variants_of(assembly.config)
     if not variants:
         return
@@ -530,7 +547,9 @@ def _variant_problems(assembly: Assembly, read: Mapping[str, ReadRows]) -> Itera
             yield replace(problem, path=f"variants.{name}.{problem.path}") if is_own else problem
 
 
-def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRows]) -> Iterator[Problem]:
+def _problems_of_variant(
+    run: Assembly, own: Set[str], read: Mapping[str, ReadRows] | None
+) -> Iterator[Problem]:
     """Check a variant as a run, but only what depends on the variant's own sections."""
     section_problems = _section_problems(run)
     failed_sections = _failed_sections(section_problems)
@@ -538,6 +557,8 @@ def _problems_of_variant(run: Assembly, own: Set[str], read: Mapping[str, ReadRo
     yield from _sampling_problems(run.config)
     if run.config.model is not None:
         yield from token_problems(run.config)
+    if read is None:
+        return
     if "workflow" in own:
         yield from _component_trial_problems(run, ["workflow"], failed_sections)
         yield from _tool_trial_problems(run, failed_sections)

@@ -17,7 +17,9 @@ from stretto.errors import EngineError
 from stretto.launcher import Resources
 from stretto.models.files import folder_of_model, parameters_in
 from stretto.serving.config import ServerEngineConfig, interpreter_of
-from stretto.training.config import ModelTrainingConfig
+from stretto.training.config import ModelTrainingConfig, lr_factor
+
+_SHOWN = 6  # evaluated versions
 
 
 def describe(assembly: Assembly) -> str:
@@ -54,29 +56,48 @@ def describe(assembly: Assembly) -> str:
             lines.append(
                 f"           fewer while the divergence is above {config.queue.max_divergence:g} nats"
             )
-    lines += _variant_lines(config)
+    lines += [*_rate_lines(config, placement), *_variant_lines(config)]
     for path in ("dataset", "evaluation.dataset"):
         if path in composed.components:
             dataset: Dataset = composed.make(path, assembly.trial_context)
             name = composed.components[path].name
             lines.append(f"{'rows' if path == 'dataset' else 'held out':10} {len(dataset)} ({name})")
-    every = (
-        f", every {config.evaluation.every} versions" if config.evaluation and config.evaluation.every else ""
-    )
     if config.evaluates_loss and config.steps:
-        lines.append(f"{'':10} loss after step 1 and {config.steps}{every}")
+        lines.append(f"{'':10} loss after {_numbers('step', 1, config)}")
     if config.evaluates_answers:
-        final = f" and {config.steps}" if config.steps else ""
         takes_turns = (
-            final and graph.samples and config.inference.replicas == 1 and not assembly.has_evaluator
+            config.steps and graph.samples and config.inference.replicas == 1 and not assembly.has_evaluator
         )
         meanwhile = "; training waits meanwhile" if takes_turns else ""
-        lines.append(f"evaluation version 0{final}{every}{meanwhile}")
+        lines.append(f"evaluation {_numbers('version', 0, config)}{meanwhile}")
     every = f"every {config.checkpoint.every} steps and " if config.checkpoint.every else ""
     lines.append(f"checkpoint {every}at the end, the newest {config.checkpoint.keep} kept")
     lines += _copy_lines(config, placement)
     lines.append(f"writes to  {assembly.folder}")
     return "\n".join(lines)
+
+
+def _numbers(what: str, first: int, config: RunConfig) -> str:
+    """Return the steps or versions that are evaluated, as text."""
+    every = config.evaluation.every if config.evaluation else 0
+    numbers = sorted({first, *(range(every, config.steps, every) if every else ()), config.steps})
+    texts = [str(number) for number in numbers]
+    if len(texts) > _SHOWN:
+        texts[_SHOWN - 2 : -1] = ["…"]
+    return f"{what}{'s' if len(texts) > 1 else ''} {', '.join(texts)}"
+
+
+def _rate_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
+    """Yield the learning rates of the policy at the first, the tenth and the last step."""
+    section, settings = placement.lead.section, config.models.get(placement.graph.lead)
+    if not isinstance(section, ModelTrainingConfig) or not config.steps:
+        return
+    lr = (settings and settings.lr) or section.lr
+    calls = [call for call in placement.graph.step_calls if call.model == placement.graph.lead]
+    updates = sum(call.minibatches * call.epochs for call in calls)  # of a step
+    rates = {step: lr * lr_factor(section, (step - 1) * updates) for step in (1, min(10, config.steps))}
+    rates[config.steps] = lr * lr_factor(section, config.steps * updates - 1)
+    yield f"lr         {', '.join(f'{rate:.2g} at step {step}' for step, rate in rates.items())}"
 
 
 def _server_lines(config: RunConfig) -> Iterator[str]:
