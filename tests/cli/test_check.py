@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import socket
@@ -21,8 +22,9 @@ from stretto.assembly.contracts import expect_contract
 from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer, free_port
-from stretto.cli.start import row_check
+from stretto.cli.start import checks, row_check
 from stretto.cli.start.checks import problems
+from stretto.cli.start.describe import describe
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
@@ -527,6 +529,79 @@ def test_a_slip_is_found_before_the_run_starts(
     found_problems = all_found(run_file, *overrides)
     for message in messages:
         assert any(message in problem for problem in found_problems), (message, found_problems)
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("steps=0", "steps"),
+        ("sampling.temperature=0", "sampling.temperature"),
+        ("model=nowhere.yaml", "model"),
+        ("variants={a: {}, b: {sampling: {temperature: 2}}}", "variants.b.sampling.temperature"),
+    ],
+)
+def test_a_mistake_in_a_key_is_told_before_any_trial(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, override: str, path: str
+) -> None:
+    for name in ("ThreadPoolExecutor", "dataset_problems", "memory_problems"):
+        monkeypatch.setattr(checks, name, None)
+    assert found(run_file, override).keys() == {path}
+
+
+@pytest.mark.parametrize(
+    ("override", "path"),
+    [
+        ("inference=vllm", "inference.python"),
+        ("inference=sglang", "inference.python"),
+        ("training.lora={}", "training.lora"),
+    ],
+)
+def test_what_another_machine_may_have_is_a_warning_that_says_so(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, override: str, path: str
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(run_file.parent))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    assembly = Assembly(compose(run_file, [*TORCH, override, f"out={run_file.parent}/out"]))
+    _, warnings = checks.faults_and_warnings(assembly, starting=False)
+    faults, _ = checks.faults_and_warnings(assembly, starting=True)
+    [warning] = [each for each in warnings if each.endswith("; a run cannot start here") and path in each]
+    assert warning.removesuffix("; a run cannot start here") in faults
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rates", "full", "evaluated"),
+    [
+        (("steps=20",), "1.8e-05 at step 1, 0.00018 at step 10, 0.0002 at step 20", "", "0, 10, 20"),
+        (
+            ("steps=19",),
+            "1.8e-05 at step 1, 0.00018 at step 10, 0.0002 at step 19",
+            "so 9 of the",
+            "0, 10, 19",
+        ),
+        (("steps=6",), "1.8e-05 at step 1, 0.00011 at step 6", "so 0 of the run's 6", "0, 6"),
+        (("steps=5", "training.warmup_steps=0"), "0.0002 at step 1, 0.0002 at step 5", "", "0, 5"),
+        (
+            ("steps=80", "algorithm={use: ppo, epochs: 2}", "models.critic.path=${model}"),
+            "1.8e-05 at step 1, 0.0002 at step 10, 0.0002 at step 80",
+            "",
+            "0, 10, 20, 30, …, 80",
+        ),
+        (("steps=0",), "", "", "0"),
+    ],
+)
+def test_check_says_the_rates_of_a_run_and_the_versions_that_it_evaluates(
+    run_file: Path, overrides: tuple[str, ...], rates: str, full: str, evaluated: str
+) -> None:
+    (run_file.parent / "held.jsonl").write_text('{"prompt": "7+1=", "answer": "8"}\n')
+    held = f"evaluation={{every: 10, dataset: {{use: jsonl, path: {run_file.parent}/held.jsonl}}}}"
+    training = (*TORCH[:-1], "training.lr=2e-4", held, f"out={run_file.parent}/out", *overrides)
+    assembly = Assembly(compose(run_file, training))
+    text = describe(assembly)
+    assert (f"\nlr         {rates}\n" in text) == bool(rates)
+    assert f"\nevaluation version{'s' if ',' in evaluated else ''} {evaluated}" in text
+    warned = [each.message for each in problems(assembly) if each.path == "training.warmup_steps"]
+    assert [full in each for each in warned] == ([True] if full else [])
 
 
 @pytest.mark.parametrize(

@@ -106,9 +106,14 @@ def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> Non
     write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")
     call = {"type": "function", "function": {"name": "add", "arguments": {}}}
     called_before = [ASK, {"role": "assistant", "content": "", "tool_calls": [call]}, ASK]
-    said = checked(tmp_path, called_before, tools=[{"type": "function", "function": {"name": "look_up"}}])
-    assert "have tools that the chat template does not show (row 1: look_up)" in said
+    tools = [{"type": "function", "function": {"name": "look_up"}}]
+    said = checked(tmp_path, *[called_before] * 30, tools=tools)
+    cure = "describe them in `system_prompt` of the dataset, in the format of `tool_parser`"
+    assert f"have tools that the chat template does not show (row 1: look_up); {cure}\n" in said
     assert "have tool calls that the chat template does not show (row 1: message 2" in said
+    for system in ([{"role": "system", "content": "Tools: look_up"}], []):
+        more = () if system else ("dataset.system_prompt='Write look_up()'",)
+        assert "have tools" not in checked(tmp_path, [*system, ASK], tools=tools, more=more)
 
 
 @pytest.mark.parametrize(

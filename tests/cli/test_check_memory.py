@@ -11,11 +11,12 @@ from typing import Any
 import psutil
 import pytest
 
+import stretto_torch
 from commands import called
 from stretto.assembly import memory_changes
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
-from stretto.cli.start import check_memory
+from stretto.cli.start import check_memory, checks
 from stretto.cli.start.check_memory import memory_lines, memory_problems
 from stretto.errors import ConfigError
 
@@ -40,10 +41,12 @@ def problems(*overrides: str, limited: bool = True) -> dict[str, tuple[str, str]
 
 def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, 16)
+    monkeypatch.setattr(stretto_torch, "is_amd", lambda: False)
     cache = 5.5 * GIB
     table = [*memory_lines(assembled(f"inference.cache_gb={cache / GIB}", "inference.slots=40"))]
     head, training, inference, *rest = (line.split() for line in table)
-    parts = ["weights", "gradients", "optimizer", "activations", "cache", "libraries"]
+    parts = ["weights", "gradients", "optimizer", "activations", "passes", "cache"]
+    parts += ["version", "libraries"]
     assert head == ["memory", "GiB", *parts, "sum", "of"]
     assert training == [
         "training",
@@ -54,18 +57,89 @@ def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> 
         "0.00",
         "0.00",
         "0.21",
-        "0.00",
+        *["0.00"] * 3,
         "0.25",
         "0.46",
         "16.0",
     ]
-    assert inference == ["inference", "1", "x", "host", *["0.00"] * 4, "5.50", "0.25", "5.75", "16.0"]
+    sizes = ["0.02", "5.50", "0.00", "0.25", "5.77"]
+    assert inference == ["inference", "1", "x", "host", *["0.00"] * 4, *sizes, "16.0"]
     assert [" ".join(line) for line in rest[:3]] == [
         "training: micro-batches of 4096 tokens",
         "inference: 40 slots x 96 tokens, cache at most 5.5 GiB",
         "host: 6.2 GiB of 16.0",
     ]
     assert "\nmemory     GiB       weights " in called("check", QUICKSTART / "run.yaml").stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ((), {"weights": 4, "packed": 4, "version": 4}),
+        (("inference.linear=torch",), {"weights": 4, "version": 4}),
+        (("inference.dtype=bfloat16", "training.publish_dtype=bfloat16"), {"weights": 2, "version": 2}),
+        (("training.lora={}",), {"weights": 4, "packed": 4}),
+        (("training.lora.send=merged",), {"weights": 4, "packed": 4, "version": 4}),
+        (("inference.gpus=1",), {"weights": 4}),
+    ],
+)
+def test_copies_of_the_weights_are_counted(
+    overrides: tuple[str, ...], parts: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On AMD, oneDNN gets packed ones; an engine maps the version that it swaps in."""
+    monkeypatch.setattr(stretto_torch, "is_amd", lambda: True)
+    composed = compose(QUICKSTART / "run.yaml", overrides)
+    [found] = [need for need in Assembly(composed, gpu_bytes=GIB).needs if need.section == "inference"]
+    copies = {name: size for name, size in found.memory.parts.items() if name not in ("cache", "passes")}
+    assert copies == {name: bytes_each * PARAMETERS for name, bytes_each in parts.items()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        (("algorithm=sft", "dataset.path=HERE/rows.jsonl", "queue.batch_size=3"), 3 * 12),
+        (("algorithm=dpo", "dataset.path=HERE/rows.jsonl", "queue.batch_size=3"), 3 * 2 * 12),
+        (("algorithm=sft", "dataset.path=HERE/rows.jsonl", "training.micro_batch_tokens=16"), 16),
+        ((), 4096),
+    ],
+)
+def test_a_micro_batch_is_no_larger_than_a_batch_of_the_longest_rows(
+    overrides: tuple[str, ...], tokens: int, tmp_path: Path
+) -> None:
+    row = {"prompt": "1+1=", "completion": "1234567", "chosen": "1234567", "rejected": "2"}
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps(row | {"prompt": "1+1="[n:]}) + "\n" for n in range(3))
+    )
+    here = (each.replace("HERE", str(tmp_path)) for each in overrides)
+    rows_only = ("evaluation=null", "reward=null") if overrides else ()
+    assembly = assembled(f"out={tmp_path}/out", *rows_only, *here)
+    assert not [each for each in checks.problems(assembly, starting=False) if each.severity == "error"]
+    assert assembly.needs[0].memory.settings == f"micro-batches of {tokens} tokens"
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("algorithm=sft", "reward=null", "algorithm.completion_column=answer")]
+)
+def test_a_model_without_weights_is_counted_for_other_gpus(
+    overrides: tuple[str, ...], tmp_path: Path
+) -> None:
+    shutil.copy(QUICKSTART / "model" / "config.json", tmp_path)
+    bare = (
+        f"model={tmp_path}",
+        "evaluation=null",
+        "training.gpus=1",
+        "inference.gpus=1",
+        f"out={tmp_path}/out",
+    )
+    of_others = Assembly(compose(QUICKSTART / "run.yaml", (*bare, *overrides)), gpu_bytes=40 * GIB)
+    warned = {each.message: each.severity for each in checks.problems(of_others, starting=False)}
+    assert "error" not in warned.values()
+    assert warned[f"{str(tmp_path)!r} has no weights: expected *.safetensors in the folder"] == "environment"
+    assert [need.memory.parts["weights"] for need in of_others.needs] == [4 * PARAMETERS] * len(
+        of_others.needs
+    )
+    here = checks.problems(Assembly(compose(QUICKSTART / "run.yaml", (*bare, *overrides))), starting=False)
+    assert "error" in [each.severity for each in here if "has no weights" in each.message]
 
 
 def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
