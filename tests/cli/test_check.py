@@ -561,7 +561,7 @@ def test_what_another_machine_may_have_is_a_warning_that_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(run_file.parent))
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else find(name))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda *name: None if name == ("peft",) else find(*name))  # pyright: ignore
     assembly = Assembly(compose(run_file, [*TORCH, override, f"out={run_file.parent}/out"]))
     _, warnings = checks.faults_and_warnings(assembly, starting=False)
     faults, _ = checks.faults_and_warnings(assembly, starting=True)

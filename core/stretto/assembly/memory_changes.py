@@ -64,8 +64,8 @@ def fitting(
             composed.append(composed[-1].with_value(change.path, change.value))
         if not fits(_changed(assembly, composed[-1]).needs):  # count no part of changes that do not suffice
             continue
-        fitting = (n for n, each in enumerate(composed) if n and fits(_changed(assembly, each).needs))
-        return candidates[: next(fitting)]
+        numbers = (n for n, each in enumerate(composed) if n and fits(_changed(assembly, each).needs))
+        return [*candidates[: next(numbers)]]
     return []
 
 

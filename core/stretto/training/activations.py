@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -72,18 +72,16 @@ def _count(micro_batch: MicroBatchShape) -> Counted:
             _compute(model, inputs, micro_batch)
         return meter.casts, meter.activations
 
-    return Counted(weights, number, trained, *_in_all_layers(measure, _equal_layers(model)))
-
-
-def _in_all_layers(measure: Callable[[], tuple[int, int]], layers: nn.ModuleList) -> Iterator[int]:
-    """Measure with all layers. Each layer adds the same bytes, so of many only two and three compute."""
-    more = max(0, len(layers) - 3)
+    layers = _equal_layers(model)
+    more = max(0, len(layers) - 3)  # each adds the same bytes, so two and three layers tell those of all
     del layers[len(layers) - more :]
-    with_last = without = measure()
+    casts, activations = measure()
     if more:
         del layers[2:]
-        without = measure()
-    return (size + more * (size - less) for size, less in zip(with_last, without, strict=True))
+        less_casts, less_activations = measure()
+        casts += more * (casts - less_casts)
+        activations += more * (activations - less_activations)
+    return Counted(weights, number, trained, casts, activations)
 
 
 def _equal_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -95,13 +93,13 @@ def _equal_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 def _form(layer: nn.Module) -> str:
     """Return the modules of a layer with their numbers and names, and the shapes of its weights."""
-    parts = [
-        (type(part), {k: v for k, v in vars(part).items() if isinstance(v, int | float | str)})
+    values = [
+        (type(part), name, value)
         for part in layer.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str) and name != "layer_idx"
     ]
-    for _, values in parts:
-        values.pop("layer_idx", None)
-    return str((parts, [weight.shape for weight in layer.parameters()]))
+    return str((values, [weight.shape for weight in layer.parameters()]))
 
 
 def _make_fake(model: PreTrainedModel, micro_batch: MicroBatchShape) -> None:

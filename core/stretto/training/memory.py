@@ -11,11 +11,11 @@ import importlib.metadata
 import math
 import re
 import select
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from subprocess import PIPE, Popen
 from tempfile import TemporaryFile
 from typing import IO
 
@@ -137,11 +137,12 @@ def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
 
 
 @cache
-def _child() -> tuple[Popen[bytes], IO[bytes]]:
+def _child() -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Return a process that answers questions until its input ends, and the file of its errors."""
     errors = TemporaryFile()  # noqa: SIM115 - `end_counting` closes it
     command = (sys.executable, "-m", "stretto.training.activations")
-    return Popen(command, stdin=PIPE, stdout=PIPE, stderr=errors), errors
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors), errors
 
 
 def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
