@@ -32,6 +32,7 @@ def assembled(*overrides: str) -> Assembly:
 
 def machine(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=int(gib * GIB)))
+    monkeypatch.setattr(stretto_torch, "is_amd", lambda: False)
 
 
 def problems(*overrides: str, limited: bool = True) -> dict[str, tuple[str, str]]:
@@ -41,12 +42,11 @@ def problems(*overrides: str, limited: bool = True) -> dict[str, tuple[str, str]
 
 def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, 16)
-    monkeypatch.setattr(stretto_torch, "is_amd", lambda: False)
     cache = 5.5 * GIB
     table = [*memory_lines(assembled(f"inference.cache_gb={cache / GIB}", "inference.slots=40"))]
     head, training, inference, *rest = (line.split() for line in table)
-    parts = ["weights", "gradients", "optimizer", "activations", "passes", "cache"]
-    parts += ["version", "libraries"]
+    parts = ["weights", "gradients", "optimizer", "activations", "fragments"]
+    parts += ["passes", "cache", "version", "libraries"]
     assert head == ["memory", "GiB", *parts, "sum", "of"]
     assert training == [
         "training",
@@ -57,13 +57,14 @@ def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> 
         "0.00",
         "0.00",
         "0.21",
+        "0.03",
         *["0.00"] * 3,
         "0.25",
-        "0.46",
+        "0.49",
         "16.0",
     ]
     sizes = ["0.02", "5.50", "0.00", "0.25", "5.77"]
-    assert inference == ["inference", "1", "x", "host", *["0.00"] * 4, *sizes, "16.0"]
+    assert inference == ["inference", "1", "x", "host", *["0.00"] * 5, *sizes, "16.0"]
     assert [" ".join(line) for line in rest[:3]] == [
         "training: micro-batches of 4096 tokens",
         "inference: 40 slots x 96 tokens, cache at most 5.5 GiB",
@@ -149,7 +150,7 @@ def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: py
     severity, message = problems("inference.cache_gb=60")["model"]
     assert severity == "error"
     assert message == (
-        "its engines need 60.7 GiB of memory, and this machine has 16.0; inference.cache_gb=15.0 frees 45 "
+        "its engines need 60.8 GiB of memory, and this machine has 16.0; inference.cache_gb=15.0 frees 45 "
         "GiB; it fits with inference.cache_gb=15.0; `--no-memory-limit` starts it anyway"
     )
     assert problems("inference.cache_gb=60", limited=False)["model"][0] == "warning"

@@ -80,7 +80,8 @@ def counted(model: Path, *, trainable: bool = True, **options: Any) -> Memory:
     found = config.memory([HeldModel(str(model), "policy", trainable)], LENGTH)
     assert found is not None
     assert "not known" not in found.settings, found.settings
-    return found
+    assert ("fragments" in found.parts) == (not config.gpus)
+    return found._replace(parts={name: size for name, size in found.parts.items() if name != "fragments"})
 
 
 def bytes_of_step(engine: HFTraining) -> dict[str, int]:

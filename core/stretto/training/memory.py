@@ -14,6 +14,7 @@ import select
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -150,8 +151,9 @@ def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     child, errors = _child()
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(msgspec.json.encode(micro_batches) + b"\n")
-    child.stdin.flush()
+    with suppress(BrokenPipeError):  # then the child has ended, as its empty answer says
+        child.stdin.write(msgspec.json.encode(micro_batches) + b"\n")
+        child.stdin.flush()
     if not select.select([child.stdout], [], [], _NOTICE_S)[0]:
         models = ", ".join({each.model: None for each in micro_batches})
         print(f"note: counting activations of {models}", file=sys.stderr, flush=True)

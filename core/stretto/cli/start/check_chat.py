@@ -173,14 +173,6 @@ def _shown(row: dict[str, Any], tokenizer: Tokenizer, tools: Sequence[Mapping[st
     return with_own_turns(prompt, tokenizer), both_tools(tools_of(row), tools)
 
 
-def _described(prompt: Any) -> str:
-    """Return the text of a prompt's system messages."""
-    messages = [] if isinstance(prompt, str) else prompt
-    return "".join(
-        text for each in messages if each["role"] == "system" for text in _texts_of(each.get("content"))
-    )
-
-
 def _oddities(
     row: dict[str, Any], tokenizer: Tokenizer, size: int | None, of_run: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, str]]:
@@ -205,7 +197,8 @@ def _oddities(
         yield _OUTSIDE, f"token {int(ids.max())}, vocabulary {size}"
     if lost := _lost(text, tokenizer.decode(ids, special=True)):
         yield _LOST, repr(lost)
-    described = _described(prompt)
+    first = {} if isinstance(prompt, str) or prompt[0]["role"] != "system" else prompt[0]
+    described = "".join(_texts_of(first.get("content")))
     if hidden := [name for name in hidden_tools(tools, text, without_tools) if name not in described]:
         yield _HIDDEN, ", ".join(hidden)
     if isinstance(prompt, str):
