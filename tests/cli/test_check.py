@@ -24,12 +24,14 @@ from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer, free_port
 from stretto.cli.start import checks, row_check
 from stretto.cli.start.checks import problems
+from stretto.cli.start.commands import check
 from stretto.cli.start.describe import describe
 from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
 from stretto.errors import BusError, ConfigError, ContractError, PluginError, RewardError
 from stretto.tracker import Tracker
+from stretto.training import config as training_config
 from stretto.user_code.scoring import score_group
 from worlds import in_both_worlds, in_simulation
 
@@ -534,7 +536,7 @@ def test_a_slip_is_found_before_the_run_starts(
 @pytest.mark.parametrize(
     ("override", "path"),
     [
-        ("steps=0", "steps"),
+        ("sampling.logit_bias={99999: 5}", "sampling.logit_bias"),
         ("sampling.temperature=0", "sampling.temperature"),
         ("model=nowhere.yaml", "model"),
         ("variants={a: {}, b: {sampling: {temperature: 2}}}", "variants.b.sampling.temperature"),
@@ -543,9 +545,12 @@ def test_a_slip_is_found_before_the_run_starts(
 def test_a_mistake_in_a_key_is_told_before_any_trial(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, override: str, path: str
 ) -> None:
+    monkeypatch.setattr(training_config, "counted", None)
     for name in ("ThreadPoolExecutor", "dataset_problems", "memory_problems"):
         monkeypatch.setattr(checks, name, None)
-    assert found(run_file, override).keys() == {path}
+    held = f"evaluation={{dataset: {{use: jsonl, path: {run_file.parent}/rows.jsonl}}}}"
+    with pytest.raises(ConfigError, match=f"^[^\n]*{re.escape(path)}[^\n]*$"):
+        check(run_file, [*TORCH, held, override])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> 
     assert [" ".join(line) for line in rest[:3]] == [
         "training: micro-batches of 4096 tokens",
         "inference: 40 slots x 96 tokens, cache at most 5.5 GiB",
-        "host: 6.2 GiB of 16.0",
+        "host: 6.3 GiB of 16.0",
     ]
     assert "\nmemory     GiB       weights " in called("check", QUICKSTART / "run.yaml").stdout
 

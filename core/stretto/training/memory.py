@@ -26,7 +26,7 @@ from stretto.component import Head
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
 
-__all__ = ["Counted", "MicroBatchShape", "counted", "end_counting", "is_lossless"]
+__all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 
 _SMALL = 2**29
 """Bytes of activations up to which they are bounded from shapes, not counted in a child process."""
@@ -155,8 +155,7 @@ def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
         child.stdin.write(msgspec.json.encode(micro_batches) + b"\n")
         child.stdin.flush()
     if not select.select([child.stdout], [], [], _NOTICE_S)[0]:
-        models = ", ".join({each.model: None for each in micro_batches})
-        print(f"note: counting activations of {models}", file=sys.stderr, flush=True)
+        _say(", ".join({each.model: None for each in micro_batches}))
         if not select.select([child.stdout], [], [], _COUNT_S)[0]:
             raise TimeoutError
     if line := child.stdout.readline():
@@ -164,6 +163,11 @@ def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     errors.seek(0)
     last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
     raise OSError(f"counting ended with status {child.wait()}: {last}")
+
+
+@cache
+def _say(models: str) -> None:
+    print(f"note: counting activations of {models}", file=sys.stderr, flush=True)
 
 
 def end_counting() -> None:

@@ -22,18 +22,16 @@ def accepted(
     assembly: Assembly,
     *,
     starting: bool,
-    resumed: bool = False,
-    memory_limit: bool = True,
     show: Callable[[str, str], None] = print_notice,
+    **options: bool,
 ) -> Assembly:
-    """Show warnings, and return the run if it has no errors. `starting`: this machine's faults are errors."""
+    """Show warnings, and return the run if it has no errors. `starting`: this machine's faults are errors.
+    `options`: those of `problems`."""
     from stretto.cli.start.checks import faults_and_warnings  # slow; a fork server imports meanwhile
 
     for notice in assembly.composed.notices:
         show("note", notice)
-    faults, warnings = faults_and_warnings(
-        assembly, starting=starting, resumed=resumed, memory_limit=memory_limit
-    )
+    faults, warnings = faults_and_warnings(assembly, starting=starting, **options)
     for warning in warnings:
         show("warning", warning)
     if faults:

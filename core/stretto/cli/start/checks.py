@@ -66,14 +66,19 @@ _FAR_STALENESS = 16
 
 
 def problems(
-    assembly: Assembly, *, starting: bool = True, resumed: bool = False, memory_limit: bool = True
+    assembly: Assembly,
+    *,
+    starting: bool = True,
+    resumed: bool = False,
+    memory_limit: bool = True,
+    trials: bool = True,
 ) -> list[Problem]:
     """Return everything that is wrong with the run, errors first. No trial makes the engines of a `starting`
     run, because its workers make them. Only a run that is not `resumed` needs an empty folder and, if
-    `memory_limit`, enough memory."""
+    `memory_limit`, enough memory. `trials`: look not only at the keys."""
     faults = [] if resumed else [*_folder_problems(assembly)]
     try:
-        faults += _problems(assembly, starting, memory_limit and not resumed)
+        faults += _problems(assembly, starting, memory_limit and not resumed, trials)
     finally:
         end_counting()
     # Drop repeated problems: a variant repeats those of inherited sections, an engine those of each model.
@@ -82,13 +87,14 @@ def problems(
 
 
 def faults_and_warnings(
-    assembly: Assembly, *, starting: bool, resumed: bool = False, memory_limit: bool = True
+    assembly: Assembly, *, starting: bool, **options: bool
 ) -> tuple[list[str], list[str]]:
-    """Return the texts of faults and of warnings. This machine's faults refuse only a `starting` run."""
+    """Return the texts of faults and of warnings. This machine's faults refuse only a `starting` run.
+    `options`: those of `problems`."""
     composed = assembly.composed
     faults: list[str] = []
     warnings: list[str] = []
-    for problem in problems(assembly, starting=starting, resumed=resumed, memory_limit=memory_limit):
+    for problem in problems(assembly, starting=starting, **options):
         text = f"{composed.place(problem.path)}: {composed.redact(problem.message)}"
         is_fatal = _is_fatal(problem, starting)
         text += "; a run cannot start here" if problem.severity == "environment" and not is_fatal else ""
@@ -100,21 +106,21 @@ def _is_fatal(problem: Problem, starting: bool) -> bool:
     return problem.severity == "error" or (problem.severity == "environment" and starting)
 
 
-def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterator[Problem]:
+def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bool) -> Iterator[Problem]:
     config, components = assembly.config, assembly.composed.components
     placement_problems = _plugin_problems(assembly, "algorithm", _placement_problems(assembly))
     section_problems = _section_problems(assembly, is_placed=not placement_problems)
     found = [*section_problems, *placement_problems]
     found += [] if placement_problems else _key_problems(assembly)
     yield from found
-    if any(_is_fatal(problem, starting) for problem in found):
+    if not trials or any(_is_fatal(problem, starting) for problem in found):
         return  # trials take long, and so do rows
     failed_sections = _failed_sections(section_problems)
-    with ThreadPoolExecutor() as trials:  # most trials run in a process of their own
-        tools = trials.submit(list, _tool_trial_problems(assembly, failed_sections))
-        server = trials.submit(list, bus_problems(config.bus))
-        made = trials.submit(list, _trial_problems(assembly, starting, failed_sections))
-        rows = trials.submit(list, _row_problems(assembly, failed_sections))
+    with ThreadPoolExecutor() as pool:  # most trials run in a process of their own
+        tools = pool.submit(list, _tool_trial_problems(assembly, failed_sections))
+        server = pool.submit(list, bus_problems(config.bus))
+        made = pool.submit(list, _trial_problems(assembly, starting, failed_sections))
+        rows = pool.submit(list, _row_problems(assembly, failed_sections))
         read: dict[str, ReadRows] = {}
         wait([tools])  # the prompts that are checked below show the tools
         for path in ("dataset", "evaluation.dataset"):
@@ -122,7 +128,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool) -> Iterato
                 yield from _plugin_problems(assembly, path, dataset_problems(assembly, path, read))
         if config.steps:
             yield from leaked_rows(read)
-        rewards = trials.submit(list, _reward_problems(assembly, read, failed_sections))
+        rewards = pool.submit(list, _reward_problems(assembly, read, failed_sections))
         yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
         yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
         for trial in (server, rewards, rows, made, tools):

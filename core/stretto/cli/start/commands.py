@@ -181,7 +181,10 @@ def check(
     from stretto.cli.start.describe import describe
 
     gpu_bytes = None if gpu_memory is None else int(gpu_memory * 2**30)
-    assembly = Assembly(compose(file, overrides or ()), gpu_bytes=gpu_bytes)
+    composed = compose(file, overrides or ())
+    draft = Assembly(composed, folder="", gpu_bytes=gpu_bytes)  # nothing is counted to decide its values
+    accepted(draft, starting=False, resumed=True, trials=False, show=lambda level, text: None)
+    assembly = Assembly(composed, gpu_bytes=gpu_bytes)
     accepted(assembly, starting=False, memory_limit=not no_memory_limit)
     if mermaid:
         typer.echo(assembly.graph.mermaid())
