@@ -14,9 +14,7 @@ from stretto.config import RunConfig
 from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.launcher import Resources
 from stretto.machine.cores import available_memory, gpu_memory
-from stretto.models.files import folder_of_model, parameters_in
-from stretto.models.version_files import SHARED_MEMORY
-from stretto.training.config import ModelTrainingConfig
+from stretto.models.files import SHARED_MEMORY, folder_of_model, parameters_in
 
 __all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share", "version_bytes"]
 
@@ -86,14 +84,13 @@ def version_bytes(config: RunConfig, graph: Graph) -> int:
     none is there, or a small one."""
     folder, section = folder_of_model(config.model), config.training
     is_sent = graph.samples and config.weights.use == "file"
-    if not is_sent or folder is None or not isinstance(section, ModelTrainingConfig):
-        return 0
-    if section.lora is not None and section.lora.send == "adapter":
+    dtype: str | None = getattr(section, "publish_dtype", None) or getattr(section, "dtype", None)
+    sends_adapter = getattr(getattr(section, "lora", None), "send", "") == "adapter"
+    if not is_sent or folder is None or dtype is None or sends_adapter:
         return 0
     if getattr(config.weights, "folder", None) is not None or not SHARED_MEMORY.is_dir():
         return 0
-    item_bytes = 2 if (section.publish_dtype or section.dtype) == "bfloat16" else 4
-    return item_bytes * parameters_in(folder)
+    return (2 if dtype == "bfloat16" else 4) * parameters_in(folder)
 
 
 def _within_batch(

@@ -29,6 +29,8 @@ __all__ = [
     "writes_date",
 ]
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
+
 
 def known_config(model: str | None) -> Mapping[str, Any]:
     """Return a model's `config.json` if it is on this machine or in the hub's cache; otherwise empty."""

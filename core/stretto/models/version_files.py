@@ -31,6 +31,7 @@ import numpy as np
 from stretto.errors import WeightsError
 from stretto.models.deltas import FileBytes, apply_delta
 from stretto.models.digest import bytes_hash, differing_names, digest_of, hashes_of
+from stretto.models.files import SHARED_MEMORY
 from stretto.models.safetensors import Place, layout_of, places, save_tensors, write_header
 from stretto.weights import WeightsNote
 
@@ -59,7 +60,6 @@ __all__ = [
     "stored_version",
 ]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are private and named after the run
 _MOST_LINKS = 16  # whole files are written again after this number of deltas
 _FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 
