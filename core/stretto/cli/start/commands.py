@@ -178,12 +178,14 @@ def check(
     from stretto.assembly.assembly import Assembly
     from stretto.assembly.compose import compose
     from stretto.cli.start.acceptance import accepted
+    from stretto.cli.start.checks import faults_and_warnings
     from stretto.cli.start.describe import describe
 
     gpu_bytes = None if gpu_memory is None else int(gpu_memory * 2**30)
     composed = compose(file, overrides or ())
     draft = Assembly(composed, folder="", gpu_bytes=gpu_bytes)  # nothing is counted to decide its values
-    accepted(draft, starting=False, resumed=True, trials=False, show=lambda level, text: None)
+    if faults_and_warnings(draft, starting=False, resumed=True, trials=False)[0]:
+        accepted(draft, starting=False, resumed=True, trials=False)
     assembly = Assembly(composed, gpu_bytes=gpu_bytes)
     accepted(assembly, starting=False, memory_limit=not no_memory_limit)
     if mermaid:
