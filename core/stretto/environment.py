@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import msgspec
 
 from stretto.component import Importable, PositiveFloat
-from stretto.reward import is_number
+from stretto.reward import number_of
 from stretto.tools import ToolsConfig
 from stretto.workflow import WorkflowConfig
 
@@ -114,19 +114,12 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
     if isinstance(returned, Mapping) and "role" not in returned:
         fields = dict(cast("Mapping[str, Any]", returned))
         feedback, reward = fields.pop("feedback", None), fields.pop("reward", None)
-        images = tuple(fields.pop("images", ()))
-        numbers = fields if reward is None else {**fields, "reward": reward}
-        for name, number in numbers.items():
-            if not isinstance(number, (int, float)) or not is_number(number):
-                raise ValueError(
-                    f"the environment returned {number!r} for {name!r}; expected a finite number"
-                )
-        metrics = {name: float(number) for name, number in fields.items()}
+        images, place = tuple(fields.pop("images", ())), "in the environment's feedback"
         return Feedback(
             messages=_turns(feedback),
             images=images,
-            reward=None if reward is None else float(reward),
-            metrics=metrics,
+            reward=None if reward is None else number_of(reward, f"'reward' {place}"),
+            metrics={name: number_of(number, f"{name!r} {place}") for name, number in fields.items()},
             state=state,
         )
     return Feedback(messages=_turns(returned), state=state)

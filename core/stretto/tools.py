@@ -23,6 +23,7 @@ import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.dataset import OwnTurn
+from stretto.reward import plain_number, reasoning_end
 from stretto.workflow import WorkflowConfig
 
 if TYPE_CHECKING:
@@ -180,10 +181,18 @@ def text_of(result: Any, most: int) -> str:
     Raises:
         TypeError: if the result is not plain data.
     """
-    text = result if isinstance(result, str) else msgspec.json.encode(result).decode()
+    text = result if isinstance(result, str) else _JSON.encode(result).decode()
     if len(text) <= most:
         return text
     return f"{text[:most]}\n[cut after {most} of {len(text)} characters]"
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else plain_number(value, "a value of the result")
+
+
+_JSON = msgspec.json.Encoder(enc_hook=_plain, decimal_format="number")
+"""Encodes also numbers and arrays of NumPy and torch."""
 
 
 # ------------------------------------------------------------------------------------------- calls
@@ -199,13 +208,8 @@ def parse_calls(text: str, parser: ParserName, opened: str = "") -> list[ToolCal
         text: text of the answer, including special tokens.
         opened: start of the answer in the prompt (`stretto.models.chat_form.ChatForm.opened`).
     """
-    text = opened + text
-    for opening in {"<think>", *re.findall(r"^<[^/>]+>|^\[[^/\]]+\]", opened)}:
-        closing = f"{opening[0]}/{opening[1:]}"
-        if opening in text and closing not in text:
-            return []  # the reasoning never ended
-        text = text.rpartition(closing)[2]
-    return PARSERS[parser](text)
+    end = reasoning_end(text, opened)
+    return [] if end is None else PARSERS[parser](text[end:])
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:

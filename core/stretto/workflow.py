@@ -17,6 +17,7 @@ import numpy as np
 
 from stretto.array import KeptTokens
 from stretto.component import NonNegativeInt, PositiveFloat
+from stretto.reward import reasoning_end
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -102,6 +103,10 @@ class Answer:
     """Id of the inference worker that sampled the last token."""
     kept: KeptTokens | None = None
     """The tokens from which each token was drawn, in training with top_p, top_k or min_p; None otherwise."""
+    opened: str = ""
+    """The start of the answer that its prompt contains, such as `<think>`."""
+    reasoning_end: int | None = 0
+    """Index in `text` behind the reasoning: 0 without reasoning, None if the reasoning never ended."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +173,17 @@ def texts_and_columns(
     answers: Sequence[Answer | str], columns: Mapping[str, Sequence[Any]]
 ) -> tuple[list[str], dict[str, Sequence[Any]]]:
     """Return the texts that a reward scores, and the columns that it gets besides the columns of the row:
-    `columns`, and `completion_tokens` if all answers are `Answer`s."""
+    `columns`, `prompt_opened`, `reasoning_end`, and `completion_tokens` if all answers are `Answer`s."""
     texts = [answer if isinstance(answer, str) else answer.text for answer in answers]
     sampled = [answer for answer in answers if not isinstance(answer, str)]
+    opened = columns.get("prompt_opened") or [getattr(answer, "opened", "") for answer in answers]
+    ends = [
+        reasoning_end(answer, start) if isinstance(answer, str) else answer.reasoning_end
+        for answer, start in zip(answers, opened, strict=True)
+    ]
     lengths = {"completion_tokens": [len(answer.tokens) for answer in sampled]}
-    return texts, {**(lengths if len(sampled) == len(answers) else {}), **columns}
+    found = {"prompt_opened": opened, "reasoning_end": ends}
+    return texts, {**found, **(lengths if len(sampled) == len(answers) else {}), **columns}
 
 
 class Images(Protocol):
@@ -317,7 +328,7 @@ class Session(Protocol):
         Args:
             columns: additional columns that the reward receives by name, with one value (plain data) for each
                 answer. If all answers are `Answer`s, `completion_tokens` is one of them: their lengths in
-                tokens.
+                tokens. With a text that continues its prompt, give `prompt_opened`, as `Answer.opened`.
 
         Raises:
             RewardError: if the reward raised, took too long, or gave no number for all answers.

@@ -447,6 +447,7 @@ async def test_a_command_is_an_agent(
     assert answers == ['beside  m\n{"prompt":"1+1=","answer":"2"}'] * 2
     assert columns == {
         "exit_status": [0, 0],
+        "prompt_opened": ["", ""],
         "messages": [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "thin"}]] * 2,
     }
 

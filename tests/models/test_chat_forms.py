@@ -237,6 +237,17 @@ def test_a_reward_for_the_format_reads_what_the_prompt_opened(name: str, models:
 
 
 @pytest.mark.parametrize("name", FORMS)
+async def test_a_reward_gets_the_end_of_the_reasoning(name: str, models: Models) -> None:
+    form, tokenizer = FORMS[name], models(name)
+    for text, end in ((said(form, "ok"), len(said(form, ""))), ("because", None if form.think else 0)):
+        session = Scripted(tokenizer, text, tools=[add])
+        prompt = Prompt({"prompt": "2+2?"}, np.zeros(1, np.int32))  # a text, which becomes a chat
+        await ToolUse(ToolUseConfig(use="tool_use"), CONTEXT).run(prompt, session)
+        columns = session.scored[0].columns
+        assert (columns["prompt_opened"], columns["reasoning_end"]) == ([form.opened], [end])
+
+
+@pytest.mark.parametrize("name", FORMS)
 async def test_an_agent_sees_no_end_of_a_turn(name: str, models: Models) -> None:
     form, tokenizer = FORMS[name], models(name)
     answers = [said(form, text) for text in ("ok one", "ok two", "ok")]

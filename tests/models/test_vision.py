@@ -333,7 +333,7 @@ def test_a_run_samples_from_images(start: Start, vision_models: Models, rows: Pa
     """Logprobs of engine and trainer agree, and each image goes to the engine once."""
     (tmp_path / "reward.py").write_text(
         "def score(prompt, completion, **columns):\n"
-        "    no_images = {'answer', 'target', 'completion_tokens', 'prompt_opened'}\n"
+        "    no_images = {'answer', 'target', 'completion_tokens', 'prompt_opened', 'reasoning_end'}\n"
         "    assert columns.keys() == no_images, columns\n"
         "    return len(completion) % 3\n"
     )

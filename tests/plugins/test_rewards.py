@@ -26,7 +26,7 @@ def test_exact_compares_texts() -> None:
     with pytest.raises(ValueError, match="no column 'answer'; its columns: gold"):
         exact("", "x", gold="x")
     for value in (None, ["8 17"], {"text": "8 17"}):
-        with pytest.raises(ValueError, match=r"the column 'answer' is .*; `exact` compares a text"):
+        with pytest.raises(ValueError, match=r"the column 'answer' is .*; expected a text or a number"):
             exact("", "8 17", answer=value)
 
 

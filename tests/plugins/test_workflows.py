@@ -136,8 +136,8 @@ async def test_the_limit_ends_a_conversation_and_is_named_where_nothing_fits() -
     [
         (3, "expected text, a chat message"),
         ([{"content": "x"}], "expected text, a chat message"),
-        ({"reward": float("nan")}, "the environment returned nan for 'reward'"),
-        ({"feedback": "x", "done": "yes"}, "the environment returned 'yes' for 'done'"),
+        ({"reward": float("nan")}, "'reward' in the environment's feedback is nan"),
+        ({"feedback": "x", "done": "yes"}, "'done' in the environment's feedback is 'yes'"),
     ],
 )
 def test_an_environment_is_told_what_it_may_return(returned: Any, fault: str) -> None:

@@ -20,6 +20,7 @@ from stretto.kernel.schedule.outcomes import without_details
 from stretto.kernel.schedule.variants import Account, VariantAccount, figures_of, metric_figures
 from stretto.kernel.setup import RunSetup
 from stretto.machine.cores import CoreMeter
+from stretto.reward import plain_number
 from stretto.user_code.faults import FaultKind
 from stretto.weights import WeightsNote
 
@@ -86,7 +87,7 @@ class StepMeter:
             waits=tuple((cause, round(seconds, 4)) for cause, seconds in waits),
             tokens=tokens,
             of_batch=of_batch,
-            statistics={name: _figure(value) for name, value in statistics.items()},
+            statistics={name: _figure(plain_number(value, name)) for name, value in statistics.items()},
             of_engines=self._of_engines(start) if self._sampled else {},
             engines=len(self._fleet.of("inference")),
             generate_busy_s=generate_busy_s,

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from stretto.dataset import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, any_of, form_of, sections_of
+from stretto.models.chat_form import ChatForm, any_of, form_of, opened_in, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
+from stretto.reward import reasoning_end
 from stretto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "ByteTokenizer",
     "ModelTokenizer",
     "answer_text",
+    "answer_texts",
     "apply_chat_template",
     "body_of",
     "characters_of",
@@ -46,6 +48,8 @@ _SHORT = 2**14
 """Number of characters that tokenise in about 20 ms. Longer texts are tokenised in a thread."""
 _NEAR = 256
 """Number of characters before a text in which a special token may change the text's first token."""
+_TAG_TOKENS = 64
+"""Tokens at the end of a prompt in which a tag that opens the answer is looked for."""
 _LEAST = 2**20
 _MOST = 2**22
 """Bounds, with `_LEAST`, of `Tokenizer.most_characters` where only the model limits the text. Tokenising
@@ -206,6 +210,20 @@ def answer_text(
     if len(body) < len(answer) and full.endswith(form.tail):
         text = text.removesuffix(form.tail if special else form.plain_tail)
     return text
+
+
+def answer_texts(
+    prompt: NDArray[np.int32], answer: NDArray[np.int32], finish: Finish, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """Return `text`, `opened` and `reasoning_end` of an answer. The arguments are those of `answer_text`."""
+    text, whole = (answer_text(prompt, answer, finish, tokenizer, special=each) for each in (False, True))
+    last = prompt[-max(_TAG_TOKENS, len(tokenizer.form.header.encode())) :]
+    opened = opened_in(tokenizer.decode(last, special=True), tokenizer.form)
+    end = reasoning_end(whole, opened)
+    rest = whole[end:]
+    while end and (token := tokenizer.special_in(rest)):  # `text` has no special tokens
+        rest = rest.replace(token, "")
+    return {"text": text, "opened": opened, "reasoning_end": end and max(0, len(text) - len(rest))}
 
 
 async def work_on_text(work: Callable[[], T], characters: int) -> T:

@@ -366,7 +366,7 @@ class HFTraining:
         norm = self._layout.clip(trained, self._config.clip_norm)
         figures = dict(loss.summarise(passes.statistics.together(self._layout)))
         if loss.lr_scale is not None:
-            self._lr_scale = loss.lr_scale(figures, self._lr_scale)
+            self._lr_scale = float(loss.lr_scale(figures, self._lr_scale))
             figures["lr_scale"] = self._lr_scale
         lr = self._config.lr * lr_factor(self._config, self._steps) * self._lr_scale
         self._step(lr, skipped=not math.isfinite(norm))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from stretto.errors import RewardError
-from stretto.reward import RewardValue, is_number
+from stretto.reward import RewardValue, number_of
 
 __all__ = [
     "accepted",
@@ -222,16 +221,6 @@ def _number(value: RewardValue, of: str) -> tuple[float, dict[str, float]] | Non
 
 def _float(value: Any, what: str, of: str) -> float:
     try:
-        if isinstance(value, str | bytes):
-            raise TypeError("text is no number, even if it looks like one")
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(
-            f"{what} of {of} is {str(value)[:80]!r}, a {type(value).__name__}; expected a number"
-        ) from error
-    except OverflowError:
-        number = math.inf
-    if not is_number(number):
-        why = "beyond the range of float32, the dtype of trainers" if number == number else "not a number"
-        raise RewardError(f"{what} of {of} is {value!r:.80}, {why}")
-    return number
+        return number_of(value, f"{what} of {of}")
+    except ValueError as error:
+        raise RewardError(str(error)) from error

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto import Component, Context, Problem, RewardConfig, hookimpl
+from stretto import Component, Context, Problem, hookimpl
 from stretto.component import Importable, NonNegativeFloat, PositiveFloat, PositiveInt
-from stretto.reward import text_of
+from stretto.reward import ResultRewardConfig, text_of
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -25,7 +25,7 @@ _COMMON = (
 )  # fmt: skip
 
 
-class CodeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CodeConfig(ResultRewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `code`."""
 
     timeout_s: PositiveFloat = 300.0
@@ -89,7 +89,10 @@ def make(config: CodeConfig, context: Context) -> Callable[..., list[dict[str, f
             name = f" of row {row['id']!r}" if "id" in row else ""
             raise ValueError(f"{fault}{name}")
         texts = [*map(text_of, completions)]
-        return marker.mark(texts, read_suite(row[config.column], row))
+        each = ({name: values[index] for name, values in columns.items()} for index in range(len(texts)))
+        starts = map(config.start_of_result, texts, each)
+        answers = ["" if start is None else text[start:] for text, start in zip(texts, starts, strict=True)]
+        return marker.mark(answers, read_suite(row[config.column], row))
 
     return code
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from stretto import Component, Context, RewardConfig, hookimpl
+from stretto import Component, Context, hookimpl
+from stretto.reward import ResultRewardConfig, expected_texts, fault_of_expected
 
 __all__ = ["ExactConfig"]
 
 
-class ExactConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ExactConfig(ResultRewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `exact`."""
 
     column: str = "answer"
@@ -22,31 +23,19 @@ def make(config: ExactConfig, context: Context) -> Callable[..., dict[str, float
     del context
 
     def exact(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
-        if fault := check_row(config, columns):
-            raise ValueError(fault)
-        right = float(completion.strip() in _expected(columns[config.column]))
+        expected, start = expected_texts(columns, config.column), config.start_of_result(completion, columns)
+        right = float(start is not None and completion[start:].strip() in expected)
         return {"reward": right, "accuracy": right}
 
     return exact
 
 
-def check_row(config: ExactConfig, row: Mapping[str, Any]) -> str:
-    """Return why a row cannot be scored; empty if it can be."""
-    if config.column not in row:
-        return f"no column {config.column!r}; its columns: {', '.join(row)}"
-    value = row[config.column]
-    if value is None or isinstance(value, list | dict | tuple):
-        return f"the column {config.column!r} is {value!r:.60}; `exact` compares a text or a number"
-    return ""
-
-
-def _expected(value: Any) -> set[str]:
-    is_whole = isinstance(value, float) and value.is_integer()
-    return {str(value).strip(), *([str(int(value))] if is_whole else [])}
-
-
 @hookimpl
 def stretto_reward() -> Iterator[Component[ExactConfig]]:
     yield Component(
-        "exact", make, ExactConfig, "1 if the answer equals the row's expected text", check_row=check_row
+        "exact",
+        make,
+        ExactConfig,
+        "1 if the answer equals the row's expected text",
+        check_row=lambda config, row: fault_of_expected(row, config.column),
     )

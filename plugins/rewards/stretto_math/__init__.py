@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
-from stretto import Component, Context, RewardConfig, hookimpl
+from stretto import Component, Context, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
+from stretto.reward import ResultRewardConfig, expected_texts, fault_of_expected
 
 __all__ = ["MathConfig"]
 
 
-class MathConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MathConfig(ResultRewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `math`."""
 
     answer_cpu_s: PositiveFloat | None = 1.0
@@ -49,13 +50,15 @@ def make(config: MathConfig, context: Context) -> Callable[..., dict[str, float]
     gold_of = lru_cache(16)(read_gold)
 
     def math(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
-        expected = str(columns[config.column])
+        expected = expected_texts(columns, config.column)[0]
         try:
             gold = gold_of(expected)
         except ValueError as error:
             row = f" of row {columns['id']!r}" if "id" in columns else ""
             raise ValueError(f"{_fault(config, expected, error)}{row}") from error
-        right = float(is_right(gold, columns.get("prompt_opened", "") + completion))
+        start = config.start_of_result(completion, columns)
+        answer = completion[start:] if start else columns.get("prompt_opened", "") + completion
+        right = float(start is not None and is_right(gold, answer))
         return {"reward": right, "accuracy": right}
 
     return math
@@ -65,12 +68,13 @@ def check_row(config: MathConfig, row: Mapping[str, Any]) -> str:
     """Return why the expected answer of a row cannot be read; empty if it can be read."""
     from stretto_math.statements import read_gold
 
-    if config.column not in row:
-        return f"no column {config.column!r}; its columns: {', '.join(row)}"
+    if fault := fault_of_expected(row, config.column):
+        return fault
+    [expected, *_] = expected_texts(row, config.column)
     try:
-        read_gold(str(row[config.column]))
+        read_gold(expected)
     except ValueError as error:
-        return _fault(config, str(row[config.column]), error)
+        return _fault(config, expected, error)
     return ""
 
 

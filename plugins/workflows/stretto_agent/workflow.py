@@ -64,8 +64,10 @@ class AgentWorkflow:
         runs = await session.members(lambda number: self._run(prompt, session, number))
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in runs]
         texts = [result.output or chat[-1]["content"] for (_, result), chat in zip(runs, chats, strict=True)]
+        opened = ["" if result.output or not each.last else each.last.opened for each, result in runs]
         statuses = [result.status for _, result in runs]
-        scores = await session.score(prompt, texts, columns={"messages": chats, "exit_status": statuses})
+        columns = {"messages": chats, "exit_status": statuses, "prompt_opened": opened}
+        scores = await session.score(prompt, texts, columns=columns)
         return [
             trajectory
             for (recorder, _), score in zip(runs, scores, strict=True)

@@ -56,7 +56,9 @@ class VerifiersWorkflow:
         chats = [recorder.last.chat if recorder.last else [] for recorder, _ in episodes]
         verdicts = [verdict for _, verdict in episodes]
         texts = [str(messages[-1]["content"]) for messages in chats]
-        scores = await session.score(prompt, texts, columns={"verdict": verdicts, "messages": chats})
+        opened = [recorder.last.opened if recorder.last else "" for recorder, _ in episodes]
+        columns = {"verdict": verdicts, "messages": chats, "prompt_opened": opened}
+        scores = await session.score(prompt, texts, columns=columns)
         return [
             trajectory
             for (recorder, _), score in zip(episodes, scores, strict=True)

@@ -352,6 +352,7 @@ def _scoring_tasks(
                 msgspec.msgpack.encode(
                     {
                         "prompt_opened": [""] * count if has_answers else [],
+                        "reasoning_end": [0] * count if has_answers else [],
                         **{name: [1] * count if has_answers else [] for name in columns},
                     }
                 ),

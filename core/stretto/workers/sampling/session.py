@@ -21,10 +21,9 @@ from stretto.engine import GenerateRequest, Sampling, sample_seed
 from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
 from stretto.machine import clock
-from stretto.models.chat_form import opened_in
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import both_tools, tools_of
-from stretto.models.tokenizer import answer_text
+from stretto.models.tokenizer import answer_texts
 from stretto.tokenizer import Tokenizer
 from stretto.tools import ToolAnswer
 from stretto.user_code.faults import SampleFault
@@ -108,8 +107,6 @@ class RolloutSession:
         )
         self.images: TicketImages | None = None
         self.row_tools: Sequence[Mapping[str, Any]] = ()
-        self._opened = ""
-        """The beginning of an answer that the row's prompt already contains, such as a tag."""
         self._turns: Counter[str] = Counter()
         self._conversations: Counter[int | None] = Counter()
         """Number of conversations of each sample of `members`; at None, of those outside of `members`."""
@@ -127,7 +124,6 @@ class RolloutSession:
     def see(self, row: Row) -> None:
         """Read the ticket's row. Called before the workflow begins."""
         self.row_tools = tools_of(row)
-        self._opened = opened_in(row["prompt"], self.tokenizer.form)
 
     @property
     def sampling(self) -> Sampling:
@@ -189,9 +185,9 @@ class RolloutSession:
                 logprobs=sample.logprobs(),
                 versions=sample.versions(),
                 finish=sample.finish,
-                text=answer_text(prompt_ids, sample.tokens(), sample.finish, self.tokenizer),
                 engine=sample.engine,
                 kept=sample.kept() if wants_kept else None,
+                **answer_texts(prompt_ids, sample.tokens(), sample.finish, self.tokenizer),
             )
             for sample in samples
         ]
@@ -251,8 +247,7 @@ class RolloutSession:
         columns: Mapping[str, Sequence[Any]] | None = None,
     ) -> list[Score]:
         """Let the verifiers score answers to the prompt's row."""
-        opened = {"prompt_opened": [self._opened] * len(answers)}
-        texts, all_columns = texts_and_columns(answers, {**opened, **(columns or {})})
+        texts, all_columns = texts_and_columns(answers, columns or {})
         row = self._row(prompt)
 
         async def score_some(indices: list[int]) -> list[Score | SampleFault]:

@@ -10,7 +10,7 @@ from stretto.array import Array
 from stretto.bus.messages.tickets import Member, Ticket, TrajectoryBundle, WireTrajectory, bundles_of
 from stretto.bus.store import Store
 from stretto.errors import EngineError, RewardError
-from stretto.reward import is_number
+from stretto.reward import is_number, plain_number
 from stretto.workflow import Score, Trajectory, sample_numbers
 
 StoredBundle = tuple[int, Sequence[WireTrajectory]]
@@ -28,8 +28,8 @@ def wire_trajectories(
             loss_mask=Array.of(each.loss_mask, np.bool_),
             logprobs=Array.of(each.logprobs, np.float32),
             versions=Array.of(each.versions, np.int32),
-            reward=each.score.reward,
-            metrics=dict(each.score.metrics),
+            reward=plain_number(each.score.reward, "the reward"),
+            metrics={k: plain_number(v, f"the metric {k!r}") for k, v in each.score.metrics.items()},
             finish=each.finish,
             engine=each.engine,
             sample=sample,

@@ -33,6 +33,7 @@ from stretto.bus.server import free_port
 from stretto.engine import MeasuringEngine, TrainingEngine
 from stretto.errors import ConfigError, EngineError, Refused, together
 from stretto.machine import clock
+from stretto.reward import plain_number
 from stretto.training.config import ModelTrainingConfig
 from stretto.weights import Publisher, WeightsNote
 from stretto.workers.context import ComputeThread, WorkerContext
@@ -317,7 +318,8 @@ class TrainerWorker:
             write = await self._thread.run(self._engines[name].save, path, most_bytes)
             writes += [write] if write else []
         if self._leads and self._rank == 0 and isinstance(self._algorithm, Stateful):
-            Path(folder, _STATE).write_text(json.dumps(dict(self._algorithm.state())))
+            state = {name: plain_number(value, name) for name, value in self._algorithm.state().items()}
+            Path(folder, _STATE).write_text(json.dumps(state))
         if self._publication is not None:
             await self._publication.copy(message.needed, folder)
         return writes
@@ -357,7 +359,8 @@ class TrainerWorker:
             statistics |= await self._run_call(call, self._held_out)
         seconds = clock.now() - start
         self._busy_s += seconds
-        return messages.CallDone(statistics, seconds)
+        numbers = {key: plain_number(value, f"the statistic {key!r}") for key, value in statistics.items()}
+        return messages.CallDone(numbers, seconds)
 
     async def _end_step(self, message: messages.EndStep) -> messages.StepEnded:
         async with self._ending:
