@@ -388,6 +388,13 @@ def test_output_is_compared_by_lines_and_words() -> None:
         ("```py\n```\n", ""),
         ("```py\n```x\n``` \nb", "```x\n"),
         ("```a```\n```py\na\n```", "a\n"),
+        ("1. It adds:\n   ```python\n   if a:\n       b\n   ```\n2. Done.", "if a:\n    b\n"),
+        ("- x\n  > ~~~Py title=a\n  > b\n  > ~~~", "b\n"),
+        ("<answer>\n```python\na\n```\n</answer>", "a\n"),
+        ("````md\n```python\na\n```\n````\n```python\nb\n```", "b\n"),
+        ("> ```python\n> a\n\nb", ""),  # only the quote ends
+        ("1. x\n   ```py\n   a\n\nb\n", ""),
+        ("x = ~~~5", "x = ~~~5"),
     ],
 )
 def test_the_program_is_the_last_block_of_python(answer: str, program: str) -> None:
@@ -402,7 +409,9 @@ def test_a_long_word_costs_little_time(word: str) -> None:
     assert time.process_time() - before < 1
 
 
-@pytest.mark.parametrize("line", ["```x", "```", "`````", "``` py"])
+@pytest.mark.parametrize(
+    "line", ["```x", "```", "`````", "``` py", "> " * 18 + "```", "- " * 30 + "```", ">" * 999 + "```"]
+)
 def test_many_fences_cost_little_time(line: str) -> None:
     before = time.process_time()
     assert "\n" not in program_of(f"{line}\n" * (200_000 // len(line)))

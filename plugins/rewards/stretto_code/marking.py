@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import repeat
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 from stretto.program_runner import Execution, ProgramLimits, ProgramRunner
 from stretto_code import CodeConfig
@@ -14,6 +17,10 @@ from stretto_code.comparing import same_text, same_value
 from stretto_code.suites import Case
 
 _PYTHON = ("python", "python3", "py")
+# Answers are no HTML: a fence right below `<answer>` counts. Deep nesting costs time, and holds no program.
+_MARKDOWN = MarkdownIt("commonmark", {"maxNesting": 12}).disable(
+    ["inline", "html_block", "lheading", "reference"]
+)
 _CALLER = """
 import json, os, sys, types
 
@@ -45,23 +52,21 @@ with os.fdopen(result, "w") as file:
 def program_of(completion: str) -> str:
     """Return the last fenced block of Python in an answer, else its last fenced block without a language.
     Without fences the whole answer is the program. Empty if there is no program."""
-    if "```" not in completion:
+    fences = [token for token in _MARKDOWN.parse(f"{completion}\n") if token.type == "fence"]
+    if not fences and "```" not in completion:
         return completion.strip()
-    blocks = list(_blocks(completion))
+    blocks = [
+        ((token.info.split() or [""])[0].lower(), token.content) for token in fences if _is_closed(token)
+    ]
     python = [text for language, text in blocks if language in _PYTHON]
     bare = [text for language, text in blocks if not language]
     return (python or bare or [""])[-1]
 
 
-def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    lines = text.split("\n")
-    start = 0  # the line after an opening fence; 0 outside of blocks
-    for number, line in enumerate(lines, 1):
-        if not start:
-            start = number if line.startswith("```") and "`" not in line[3:] else 0
-        elif line.rstrip() == "```":
-            yield lines[start - 1][3:].strip().lower(), "\n".join([*lines[start : number - 1], ""])
-            start = 0
+def _is_closed(fence: Token) -> bool:
+    """Return whether a block has a closing fence. CommonMark also ends it with the text, list or quote."""
+    first, end = fence.map or (0, 0)
+    return end - first == fence.content.count("\n") + 2
 
 
 class Marker:
