@@ -117,6 +117,8 @@ def is_right(gold: Gold, completion: str) -> bool:
     """Return whether the last result that a completion states is the expected one."""
     completion = plain_notation(completion)
     for statement in _statements(completion):
+        if _NOT.search(completion[max(0, statement.start - 40) : statement.start].rstrip(" $*(\\")):
+            continue
         verdict = _verdict(gold, statement)
         if verdict is not None:
             if isinstance(gold, Choices | Words) or not _is_retracted(statement, completion):
@@ -274,9 +276,8 @@ _TAIL_LETTER = re.compile(
     r"(?!\)? (?:fails?|(?:is|was) (?:not|wrong|incorrect|false|too))\b)",
     re.MULTILINE,
 )
-_NOT_THIS = re.compile(
-    r"(?:\b(?:not|rather than|instead of)|n't)\s*$|(?:\bnot|n't) (?:think|believe|say)\b[^.]*$", re.IGNORECASE
-)
+_NOT = re.compile(r"(?:\b(?:not|rather than|instead of)|n't)\s*$", re.IGNORECASE)
+_NOT_THIS = re.compile(rf"{_NOT.pattern}|(?:\bnot|n't) (?:think|believe|say)\b[^.]*$", re.IGNORECASE)
 _YES_OR_NO = re.compile(
     r"(?:^|[.!?:\n]|\b(?:so|thus|hence|therefore),?)\s*\**(yes|no|true|false)\b", re.IGNORECASE
 )
