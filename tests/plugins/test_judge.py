@@ -144,6 +144,8 @@ def test_the_same_request_is_made_once_also_by_a_later_process(server: JudgeServ
     assert len(server.requests) == 2
     scores(server, tmp_path, "four", temperature=0.5)
     assert len(server.requests) == 3
+    file.write_text(json.dumps({"request": {}, "text": "Score: 1"}))  # as kept before, perhaps of a cut reply
+    assert scores(server, tmp_path, "four")[0][0] == 0.5
 
 
 def test_passing_errors_and_replies_without_a_score_are_tried_again(
@@ -177,6 +179,50 @@ def test_without_a_score_the_ticket_fails_unless_the_user_gives_one(
         scores(server, tmp_path, "four", attempts=2)
     [(reward, metrics)] = scores(server, tmp_path, "four", attempts=2, unscored=-0.5)
     assert (reward, metrics["unscored"]) == (-0.5, 1.0)
+
+
+def completion(content: Any, finish_reason: str | None = "stop", **message: Any) -> Answer:
+    reply = {"message": {"content": content, **message}, "finish_reason": finish_reason}
+    return 200, {"choices": [reply]}, {}
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        completion("It is good. A score: 2 would be too harsh; the steps", "length"),
+        completion("Score: 2 would be", "MAX_TOKENS"),
+        completion("Score: 2", "model_length"),
+        completion("<think>A draft. Score: 2", None),
+        completion("<think>Score: 2</think> So <think>Score: 3"),
+        completion("<think>Score: 2</think>"),
+        completion(None, reasoning_content="Score: 2"),
+        completion([{"type": "thinking", "thinking": "Score: 2"}]),
+    ],
+)
+def test_a_reply_that_is_not_complete_has_no_score(
+    reply: Answer, server: JudgeServer, tmp_path: Path
+) -> None:
+    server.replies = lambda text, number: reply
+    with pytest.raises(RewardError, match=r"in 2 attempts; .* reward\.max_tokens 512"):
+        scores(server, tmp_path, "four", attempts=2)
+    assert (len(server.requests), (tmp_path / "judge").exists()) == (2, False)
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<think>Score: 2</think> Good. Score: 8. A perfect score 10 needs units.", 8),
+        ("Score: 7 (A perfect score 10 needs units)", 7),
+        ("score (0-10): 7", 7),
+        ("**Score (of 10)** = **6.5**", 6.5),
+        ("So:\n**Score** 4/10.\n", 4),
+        ([{"type": "text", "text": "Score: 3"}], 3),
+    ],
+)
+def test_the_score_is_read(reply: Any, score: float, server: JudgeServer, tmp_path: Path) -> None:
+    server.replies = lambda text, number: completion(reply)
+    assert [scores(server, tmp_path, "four")[0][1]["score"] for _ in range(2)] == [score] * 2
+    assert len(server.requests) == 1
 
 
 def test_a_refusal_is_not_tried_again_and_does_not_show_the_key(

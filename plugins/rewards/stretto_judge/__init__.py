@@ -52,7 +52,7 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     columns under their names."""
     system: str | None = None
     """System message; null for none."""
-    pattern: str = r"(?i)score[\s:=*]{0,6}(-?\d+(?:\.\d+)?)"
+    pattern: str = r"(?im)score(?: ?\([^()\n]*\))?(?:[\s*]*[:=][\s*]*|[\s*]+(?=[\d./-]+\W*$))(-?\d+\.?\d*)"
     """Regular expression with one group, the score. The last match in the reply counts."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score, which become the rewards 0 and 1. A score outside this range is not valid."""
@@ -63,13 +63,13 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature of the judge."""
     max_tokens: PositiveInt = 512
-    """Maximum length of a reply, in tokens."""
+    """Maximum length of a reply, in tokens, reasoning included. A reply that is cut has no score."""
     request_s: PositiveFloat = 60.0
     """Seconds to wait for a reply."""
     attempts: PositiveInt = 5
     """Maximum number of requests for one answer. They are repeated after an error of the network or the
-    server, a refusal because of the rate, or a reply without a valid score. Pauses grow from 1 to 30 s; a
-    `Retry-After` of the server takes precedence."""
+    server, a refusal because of the rate, or a reply that is cut or has no valid score. Pauses grow from 1 to
+    30 s; a `Retry-After` of the server takes precedence."""
     concurrency: PositiveInt = 8
     """Number of requests that each scoring process makes at once. A run has `verifier.processes` ×
     `verifier.children` scoring processes."""

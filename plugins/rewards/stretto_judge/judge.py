@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from stretto import Context
 from stretto.errors import RewardError, printable
 from stretto.machine.proxies import proxy_of
-from stretto.reward import text_of
+from stretto.reward import reasoning_end, text_of
 from stretto_judge import JudgeConfig
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # pauses double, so that a busy server gets ever less
@@ -30,14 +30,21 @@ _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or model)"}
 """Status -> usual cause of this refusal."""
+_CUT = {"length", "max_length", "max_tokens", "max_output_tokens", "model_length", "content_filter"}
+"""Servers of several makers give one of these as `finish_reason` of a reply that has not ended."""
 _MOST_BYTES = 2**20  # of a reply
 _MOST_SHOWN = 300  # characters of a reply in a message
 
 _templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
 
 
+class _JudgeMessage(msgspec.Struct):
+    content: str | list[dict[str, Any]] | None = None
+
+
 class _JudgeChoice(msgspec.Struct):
-    message: dict[str, Any]
+    message: _JudgeMessage
+    finish_reason: str | None = None
 
 
 class _JudgeReply(msgspec.Struct):
@@ -49,10 +56,12 @@ class _KeptReply(msgspec.Struct):
 
     request: dict[str, Any]
     text: str
+    complete: bool
+    """True. Files of earlier versions, which do not say whether the reply was cut, are not read."""
 
 
 class _PassingError(Exception):
-    """A request failed and may succeed later, after `pause_s` seconds if the server asks for a pause."""
+    """A request failed and may succeed later, after `pause_s` seconds if that is known."""
 
     def __init__(self, reason: str, pause_s: float | None = None) -> None:
         super().__init__(reason)
@@ -112,10 +121,10 @@ class Judge:
             try:
                 text = await self._ask(client, request)
             except _PassingError as error:
-                reason, pause_s = str(error), error.pause_s or pause_s
+                reason, pause_s = str(error), pause_s if error.pause_s is None else error.pause_s
             else:
                 if (score := self._read(text)) is not None:
-                    self._cache.put(name, _KeptReply(request, text))
+                    self._cache.put(name, _KeptReply(request, text, complete=True))
                     return self._reward(score, cached=False)
                 reason, pause_s = f"no valid score in the reply {printable(text[-_MOST_SHOWN:])!r}", 0.0
             if attempt < self._config.attempts - 1:
@@ -159,7 +168,7 @@ class Judge:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise _PassingError(f"{url}: {str(error) or type(error).__name__}") from error
         if status == 200:
-            return _text_of_reply(body)
+            return self._text_of_reply(body)
         reason = f"{url} answered with status {status}{_CAUSES.get(status, '')}: {self._shown(body)}"
         if status in _PASSING:
             raise _PassingError(reason, min(float(after), _MOST_PAUSE_S) if after.isdecimal() else None)
@@ -170,8 +179,22 @@ class Judge:
         text = body.decode(errors="replace")
         return printable((text.replace(self._key, "***") if self._key else text)[:_MOST_SHOWN])
 
+    def _text_of_reply(self, body: bytes) -> str:
+        """Return the text of the judge's reply. Raises `_PassingError` if it is cut, or only reasoning."""
+        try:
+            choice = msgspec.json.decode(body, type=_JudgeReply).choices[0]
+        except (msgspec.DecodeError, LookupError) as error:
+            raise _PassingError(f"the reply is no chat completion: {printable(str(error))}") from error
+        text, reason = _content({"content": choice.message.content}), choice.finish_reason or ""
+        end = reasoning_end(text)
+        if end is None or not text[end:].strip() or reason.lower() in _CUT:
+            limit, last = self._config.max_tokens, printable(text[-_MOST_SHOWN:])
+            fault = f"finish_reason {reason!r}, reward.max_tokens {limit}"
+            raise _PassingError(f"the reply was cut, or is only reasoning ({fault}): {last!r}", 0.0)
+        return text
+
     def _read(self, text: str) -> float | None:
-        matches = self._pattern.findall(text)
+        matches = self._pattern.findall(text[reasoning_end(text) :])
         low, high = self._config.scale
         try:
             score = float(matches[-1])
@@ -237,14 +260,6 @@ async def _beginning(response: aiohttp.ClientResponse) -> bytes:
         if len(body) >= _MOST_BYTES:
             break
     return bytes(body[:_MOST_BYTES])
-
-
-def _text_of_reply(body: bytes) -> str:
-    try:
-        text = msgspec.json.decode(body, type=_JudgeReply).choices[0].message["content"]
-    except (msgspec.DecodeError, LookupError) as error:
-        raise _PassingError(f"the reply is no chat completion: {printable(str(error))}") from error
-    return text if isinstance(text, str) else ""
 
 
 def _prompt_text(prompt: str | Sequence[Mapping[str, Any]]) -> str:
