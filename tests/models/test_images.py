@@ -9,13 +9,23 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import psutil
 import pytest
 from PIL import Image
 
 from fixture_types import Models, Start
 from stretto.errors import ConfigError
-from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, images_of, names_in, with_names
+from stretto.models.images import (
+    MAX_FILE_BYTES,
+    ImageError,
+    decode,
+    files_of,
+    images_of,
+    names_in,
+    with_names,
+)
 from vision_models import picture
 
 
@@ -25,15 +35,18 @@ def saved(image: Image.Image, format: str = "PNG", **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def huge(width: int = 20_000, height: int = 20_000) -> bytes:
-    """A whole PNG of one bit a pixel, 50 kB in all."""
-
+def png(width: int, height: int, bits: int, kind: int, data: bytes, **chunks: bytes) -> bytes:
     def chunk(name: bytes, data: bytes) -> bytes:
         return len(data).to_bytes(4) + name + data + zlib.crc32(name + data).to_bytes(4)
 
-    head = width.to_bytes(4) + height.to_bytes(4) + bytes([1, 0, 0, 0, 0])
-    rows = zlib.compress(bytes((width // 8 + 1) * height), 9)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+    parts = {"IHDR": width.to_bytes(4) + height.to_bytes(4) + bytes([bits, kind, 0, 0, 0]), **chunks}
+    parts |= {"IDAT": zlib.compress(data, 9), "IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(name.encode(), data) for name, data in parts.items())
+
+
+def huge(width: int = 20_000, height: int = 20_000) -> bytes:
+    """A whole PNG of one bit a pixel, 50 kB in all."""
+    return png(width, height, 1, 0, bytes((width // 8 + 1) * height))
 
 
 FRAMES = [picture(seed) for seed in (1, 2)]
@@ -68,6 +81,47 @@ def test_other_images_are_read(format: str, mode: str) -> None:
     if (format, mode) in {("JPEG", "P"), ("JPEG", "RGBA")}:
         pytest.skip("there is no such file")
     assert decode(saved(picture(0).convert(mode), format)).mode == "RGB"
+
+
+CLEAR = Image.new("RGBA", (2, 1))
+"""A transparent pixel, whose colour is black, and a dark grey one."""
+CLEAR.putpixel((1, 0), (68, 68, 68, 255))
+PALETTED = Image.new("P", (2, 1))
+PALETTED.putpalette([0, 0, 0, 0, 68, 68, 68, 255], "RGBA")
+PALETTED.putpixel((1, 0), 1)
+RGB_BEFORE, GREY_BEFORE = bytes([0, 1, 2, 3, 68, 68, 68]), bytes([0, 1, 68])
+TRANSPARENT: dict[str, Any] = {
+    "rgba": saved(CLEAR),
+    "la": saved(CLEAR.convert("LA")),
+    "webp": saved(CLEAR, "WEBP", lossless=True),
+    "gif": saved(CLEAR, "GIF"),
+    "palette": saved(PALETTED),
+    "palette of 1 bit": png(2, 1, 1, 3, bytes([0, 64]), PLTE=bytes([9, 9, 9, 68, 68, 68]), tRNS=b"\0"),
+    "rgb": png(2, 1, 8, 2, RGB_BEFORE, tRNS=bytes([0, 1, 0, 2, 0, 3])),
+    "rgb of 16 bits": png(2, 1, 16, 2, b"\0" + bytes(range(6)) + b"\x44" * 6, tRNS=bytes(range(6))),
+    "grey": png(2, 1, 8, 0, GREY_BEFORE, tRNS=bytes([0, 1])),
+    "grey of 1 bit": png(2, 1, 1, 0, bytes([0, 64]), tRNS=bytes(2)),
+    "grey of 4 bits": png(2, 1, 4, 0, bytes([0, 0x34]), tRNS=bytes([0, 3])),
+    **{f"decoded {mode}": CLEAR.convert(mode) for mode in ("RGBA", "LA", "RGBa")},
+    "decoded PA": CLEAR.convert("P").convert("PA"),
+    "decoded palette": PALETTED,
+    "decoded tRNS": Image.open(io.BytesIO(png(2, 1, 8, 0, GREY_BEFORE, tRNS=bytes([0, 1])))),
+    "array": datasets.Image().encode_example(np.asarray(CLEAR)),
+}
+
+
+@pytest.mark.parametrize("kind", TRANSPARENT)
+def test_what_is_transparent_lies_on_white(kind: str) -> None:
+    image = TRANSPARENT[kind]
+    image = {"bytes": image, "path": None} if isinstance(image, bytes) else image
+    [of_row], [of_feedback] = images_of({"image": image}), files_of([image])
+    second = bytes([255] * 3 if kind == "grey of 1 bit" else [68] * 3)
+    for pixels in (of_row.pixels, decode(of_row.file), decode(of_feedback)):
+        assert (pixels.mode, pixels.tobytes()) == ("RGB", bytes([255] * 3) + second)
+
+
+def test_half_of_a_colour_is_mixed_with_white() -> None:
+    assert decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 51)))).tobytes() == bytes([255, 204, 204])
 
 
 def test_a_picture_is_turned_as_its_camera_says() -> None:

@@ -2,7 +2,8 @@
 
 A row has its images in the column `images`, a list, or in `image`, a single one: a path, `{"bytes": ...,
 "path": ...}` (the `datasets` library's form before decoding), or a decoded Pillow image. An image that could
-be read in several ways is refused: one with several frames, or with colours other than grey and RGB.
+be read in several ways is refused: one with several frames, or with colours other than grey and RGB. A
+transparent image lies on white.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MAX_PIXELS = 2**25
 """Largest number of pixels of an image: 96 MiB once it is decoded."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA")
-"""Pillow's names of the colour modes that convert to RGB in only one way."""
+"""Pillow's names of the colour modes that convert to RGB in only one way, on white."""
 
 
 class ImageError(ConfigError):
@@ -114,8 +115,9 @@ def names_in(row: Any) -> list[Any]:
 
 
 def decode(data: bytes) -> Image:
-    """Return the image of a file, in RGB and rotated according to its EXIF data. The size is checked before
-    decoding. Raise ImageError if it cannot be read in one way, is too large, or Pillow is not installed."""
+    """Return the image of a file, in RGB, on white, and rotated according to its EXIF data. The size is
+    checked before decoding. Raise ImageError if it cannot be read in one way, is too large, or Pillow is not
+    installed."""
     module, ops = _pillow()
     try:
         with module.open(io.BytesIO(data), formats=_FORMATS) as image:
@@ -126,12 +128,30 @@ def decode(data: bytes) -> Image:
                 raise ImageError(f"it has {image.n_frames} frames; expected one")
             if image.mode not in _MODES:
                 raise ImageError(f"its colours are {image.mode}; expected grey or RGB, so convert it")
-            return ops.exif_transpose(image).convert("RGB")
+            if image.format == "PNG" and "transparency" in image.info:
+                image.info["transparency"] = _as_eight_bits(image.info["transparency"], image.mode, data[24])
+            return _on_white(ops.exif_transpose(image))
     except ImageError:
         raise
     # Pillow raises many kinds of errors when it reads damaged files.
     except Exception as error:
         raise ImageError(str(error) or type(error).__name__) from error
+
+
+def _on_white(image: Any) -> Image:
+    """Return an image in RGB. What is transparent in it shows white."""
+    module, _ = _pillow()
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    return module.alpha_composite(module.new("RGBA", image.size, "white"), image).convert("RGB")
+
+
+def _as_eight_bits(colour: Any, mode: str, bits: int) -> Any:
+    """Return a PNG's transparent colour as Pillow reads the pixels, in 8 bits. Pillow does not convert it."""
+    if mode == "RGB":
+        return tuple(value >> bits - 8 for value in colour)
+    return colour * {2: 85, 4: 17}.get(bits, 1) if mode == "L" else colour
 
 
 def _pillow() -> tuple[Any, Any]:
@@ -163,7 +183,7 @@ def file_of(value: Any) -> bytes:
     module, ops = _pillow()
     if isinstance(value, module.Image):
         file = io.BytesIO()
-        ops.exif_transpose(value).convert("RGB").save(file, "PNG")
+        _on_white(ops.exif_transpose(value)).save(file, "PNG")
         return file.getvalue()
     if isinstance(value, Mapping):  # the form of `datasets`; it has bytes, or only a path
         mapping = cast("Mapping[str, Any]", value)
