@@ -7,7 +7,7 @@ tokenizer's chat template to messages once. `id` is optional. The reward receive
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
@@ -22,7 +22,9 @@ __all__ = [
     "Message",
     "OwnTurn",
     "Row",
+    "SourcedDataset",
     "TicketEnd",
+    "first_of",
 ]
 
 Row = dict[str, Any]
@@ -79,6 +81,24 @@ class Dataset(Protocol):
     def fingerprint(self) -> str:
         """A text that changes whenever a row changes. Workers compare their text with the kernel's."""
         ...
+
+
+@runtime_checkable
+class SourcedDataset(Dataset, Protocol):
+    """A dataset that knows the places of its rows. `stretto check` warns of held-out rows that the run also
+    trains."""
+
+    @property
+    def sources(self) -> Sequence[tuple[str, range]]:
+        """The rows in order: (name of a source, such as a file; indices of rows in it)."""
+        ...
+
+
+def first_of(sources: Iterable[tuple[str, range]], rows: int | None) -> Iterator[tuple[str, range]]:
+    """Yield the `sources` of the first rows; of all, if `rows` is None."""
+    for source, indices in sources:
+        yield source, indices[:rows]
+        rows = None if rows is None else rows - len(indices[:rows])
 
 
 class TicketEnd(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from commands import stretto
@@ -23,6 +24,7 @@ from stretto.bus import probe
 from stretto.bus.probe import faults_of_bus
 from stretto.bus.server import NatsServer, free_port
 from stretto.cli.start import checks, row_check
+from stretto.cli.start.check_rows import dataset_problems, leaked_rows
 from stretto.cli.start.checks import problems
 from stretto.cli.start.commands import check
 from stretto.cli.start.describe import describe
@@ -89,6 +91,87 @@ def test_a_reward_is_tried_on_held_out_rows_too(run_file: Path) -> None:
     message = found(run_file, held)["reward"]
     assert "the first row of `evaluation.dataset`" in message
     assert "no column 'answer'; its columns: solution" in message
+
+
+@pytest.mark.parametrize(
+    ("lines", "overrides", "key", "fault"),
+    [
+        ('[{"prompt": "1+1=", "answer": "2"}]', (), "dataset", "rows.jsonl:1: not a JSON object in UTF-8"),
+        ('{"question": "1+1="}', (), "dataset.prompt_column", "rows.jsonl:1: no column 'prompt'"),
+        (
+            '{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}',
+            (),
+            "dataset",
+            "1 of 2 rows have no valid prompt",
+        ),
+        (
+            '{"prompt": "1+1=", "answer": "2"}',
+            ("dataset={use: mix, parts: {a: {use: jsonl, path: rows.jsonl, prompt_column: q}}}",),
+            "dataset.parts.a.prompt_column",
+            "part 'a': .*: no column 'q'",
+        ),
+    ],
+)
+def test_a_mistake_in_the_dataset_is_one_message(
+    run_file: Path, lines: str, overrides: tuple[str, ...], key: str, fault: str
+) -> None:
+    (run_file.parent / "rows.jsonl").write_text(lines + "\n")
+    composed = compose(run_file, [*overrides, "queue.batch_size=1", f"out={run_file.parent}/out"])
+    told = [
+        each for each in problems(Assembly(composed)) if "prompt" in each.message or "row" in each.message
+    ]
+    assert [each.path for each in told] == [key]
+    assert re.search(fault, told[0].message)
+    assert "ConfigError" not in told[0].message
+
+
+def test_the_key_that_an_override_keeps_is_told_with_its_line(run_file: Path) -> None:
+    document = json.loads(run_file.read_text())
+    document["dataset"]["prompt_column"] = "question"
+    run_file.write_text(text := json.dumps(document, indent=1))
+    (run_file.parent / "other.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    done = stretto("check", str(run_file), "dataset={use: jsonl, path: other.jsonl, chat: true}")
+    line = 1 + text[: text.index("prompt_column")].count("\n")
+    assert f"error: {run_file}:{line}: dataset.prompt_column: " in done.stderr
+    assert "other.jsonl:1: no column 'question'" in done.stderr
+    assert done.stderr.count("no column") == 1
+
+
+HF, JSONL = "{{use: hf, path: d.parquet, split: '{}'}}", "{use: jsonl, path: d.jsonl}"
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "rows", "told"),
+    [
+        (HF.format("train[:90%]"), HF.format("train[1790:]"), None, "rows 1,791 to 1,800 of .*d.parquet are"),
+        (HF.format("train[:90%]"), HF.format("train[90%:]"), None, ""),
+        (HF.format("train[:10]+train[60:]"), HF.format("train[5:60]"), None, "rows 6 to 10 of"),
+        (HF.format("train[5:]"), HF.format("train"), 5, ""),
+        ("{use: hf, path: d.jsonl, limit: 1000}", JSONL, None, "rows 1 to 1,000 of .*d.jsonl are held"),
+        (
+            f"{{use: mix, parts: {{a: {HF.format('train[:5]')}, b: {HF.format('train[8:]')}}}}}",
+            f"{{use: mix, parts: {{c: {HF.format('train[4:9]')}}}}}",
+            None,
+            "rows 5 to 5 of .* rows 9 to 9 of",
+        ),
+    ],
+)
+def test_rows_that_are_trained_and_held_out_are_told(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, train: str, held_out: str, rows: int | None, told: str
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    monkeypatch.setattr("stretto.cli.start.check_rows._MAX_LEAK", 1.0)  # nothing is told by contents
+    table = datasets.Dataset.from_list([{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(2000)])
+    table.to_parquet("d.parquet")
+    table.to_json("d.jsonl")
+    evaluation = f"evaluation={{dataset: {held_out}, rows: {json.dumps(rows)}}}"
+    assembly = Assembly(compose(run_file, [f"dataset={train}", evaluation]))
+    read: dict[str, Any] = {}
+    for path in ("dataset", "evaluation.dataset"):
+        assert not [each for each in dataset_problems(assembly, path, read) if each.severity == "error"]
+    found = [*leaked_rows(read)]
+    assert bool(found) == bool(told)
+    assert re.search(told, " ".join(each.message for each in found))
 
 
 def test_columns_that_the_workflow_adds_are_not_missing(run_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import subprocess
 import sys
 from pathlib import Path
@@ -30,10 +31,70 @@ def saved(tmp_path: Path) -> Path:
     datasets.DatasetDict({"train": table, "test": table.select([3, 4])}).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
     table.to_parquet(tmp_path / "files" / "train-00000.parquet")
+    datasets.Dataset.from_list(ROWS, split=datasets.NamedSplit("train[:50%]")).save_to_disk(tmp_path / "part")
+    datasets.Dataset.from_list(ROWS, split=datasets.NamedSplit("test")).save_to_disk(tmp_path / "test")
+    table.to_parquet(tmp_path / "d.parquet")
+    table.to_csv(tmp_path / "D.CSV")
+    table.to_json(tmp_path / "d [1]*.jsonl")
+    table.to_json(tmp_path / "d.json", lines=False)
+    (tmp_path / "d.arrow").write_bytes(next((tmp_path / "disk").glob("*.arrow")).read_bytes())
+    (tmp_path / "d.csv.gz").write_bytes(gzip.compress((tmp_path / "D.CSV").read_bytes()))
+    (tmp_path / "bom.csv").write_bytes(b"\xef\xbb\xbf" + (tmp_path / "D.CSV").read_bytes())
+    (tmp_path / "cut.jsonl").write_text('{"question": 1}\n{"question": ')
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "d.txt").write_text("x")
     return tmp_path
 
 
-@pytest.mark.parametrize("folder", ["disk", "files", "splits"])
+FILES = ["d.parquet", "D.CSV", "d [1]*.jsonl", "d.json", "d.arrow", "d.csv.gz", "bom.csv"]
+SPLITS = {
+    "train": range(20),
+    "all": range(20),
+    "train[:10]": range(10),
+    "train[90%:]": range(18, 20),
+    "train[-3:]": range(17, 20),
+    "train[:50%]+train[60%:]": [*range(10), *range(12, 20)],
+    "train[:90%](closest)": range(18),
+}
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_part_of_a_split_is_the_same_part_of_everything(saved: Path, split: str) -> None:
+    for place in ("disk", "part", "files", *FILES, *(() if split == "all" else ("splits",))):
+        dataset = opened(saved / place, split=split)
+        assert [dataset[index]["n"] for index in range(len(dataset))] == [*SPLITS[split]], place
+        assert [index for _, rows in dataset.sources for index in rows] == [*SPLITS[split]]
+    assert [index for _, rows in opened(saved / "disk", split=split, limit=9).sources for index in rows] == [
+        *SPLITS[split][:9]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "key", "fault"),
+    [
+        ("disk", {"split": "validation"}, "split", "no split 'validation'; it has train, and parts such as"),
+        ("test", {}, "split", "no split 'train'; it has test"),
+        ("splits", {"split": "dev[:5]"}, "split", "no split 'dev.:5.'; it has train, test"),
+        ("disk", {"split": "train[:1.5%]"}, "split", "no split 'train"),
+        ("d.parquet", {"split": "test"}, "split", "no split 'test'; it has train"),
+        ("files", {"split": "train[:5]", "streaming": True, "limit": 5}, "split", "it has train$"),
+        ("disk", {"name": "main"}, "name", "has no name; leave it out"),
+        ("d.parquet", {"revision": "v1"}, "revision", "has no revision; leave it out"),
+        ("d.txt", {}, "path", r"ends in '.txt'; expected .csv, .json, .jsonl, .csv.gz"),
+        ("none.csv", {}, "path", "none.csv' does not exist"),
+        ("empty.jsonl", {}, "path", "is empty"),
+        ("cut.jsonl", {}, "path", "cut.jsonl': .*JSON parse error"),
+    ],
+)
+def test_what_a_source_does_not_have_is_refused(
+    saved: Path, place: str, options: dict[str, Any], key: str, fault: str
+) -> None:
+    with pytest.raises(ConfigError, match=fault) as error:
+        opened(saved / place, **options)
+    assert error.value.path == key
+
+
+@pytest.mark.parametrize("folder", ["disk", "files", "splits", "d.parquet"])
 def test_rows_come_from_whatever_the_library_reads(saved: Path, folder: str) -> None:
     dataset = opened(saved / folder)
     assert len(dataset) == 20

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from stretto import Context
 from stretto.errors import ConfigError
 from stretto.user_code.plain_data import decode_row, encode_row
+from stretto_hf import HFConfig, HFDataset
 from stretto_jsonl import JsonLines, JsonLinesConfig
 
 CONTEXT = Context(run="r", name="n", seed=1)
@@ -91,3 +93,45 @@ def test_rewards_get_the_values_of_a_row(tmp_path: Path) -> None:
     values = {"day": day, "noon": noon, "price": Decimal("1.50"), "for": timedelta(5), "raw": b"\xff"}
     assert decode_row(encode_row(values)) == values
     assert type(decode_row(encode_row(values))["price"]) is Decimal
+
+
+DATASETS = [(JsonLines, JsonLinesConfig), (HFDataset, HFConfig)]
+HUMAN, GPT = {"from": "human", "value": "1+1?", "weight": 0}, {"from": "gpt", "value": "2"}
+MESSAGES = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize("column", ["conversations", "messages"])
+@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize(
+    ("before", "prompt"),
+    [
+        ([], []),
+        ([{"from": "system", "value": "s"}], [{"role": "system", "content": "s"}]),
+        ([HUMAN, GPT], MESSAGES),
+    ],
+)
+def test_shared_chats_are_refused_with_the_line_that_converts_them(
+    tmp_path: Path, dataset: Any, column: str, before: list[Any], prompt: list[Any]
+) -> None:
+    row: dict[str, Any] = {"id": "r", column: [*before, HUMAN, GPT]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    make, config = dataset
+    keys = {} if column == "conversations" else {"prompt_column": column}
+    with pytest.raises(ConfigError, match=r"rows.jsonl.*in ShareGPT's form, `from` and `value`") as error:
+        make(config(use="x", path=str(tmp_path / "rows.jsonl"), **keys), CONTEXT)[0]
+    exec(str(error.value).partition("converts a row: ")[2], {"row": row})
+    assert prompts(tmp_path, row) == {
+        "id": "r",
+        "prompt": [*prompt, MESSAGES[0]],
+        "completion": [MESSAGES[1]],
+    }
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_lines_end_at_line_feeds_only(tmp_path: Path, dataset: Any) -> None:
+    rows = [{"prompt": f"{n}\u2028a\u2029b\x85c", "n": n} for n in range(3)]
+    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "rows.jsonl").write_text("\r\n".join(lines), newline="")
+    make, config = dataset
+    found = make(config(use="x", path=str(tmp_path / "rows.jsonl")), CONTEXT)
+    assert [found[index] for index in range(len(found))] == rows

@@ -44,8 +44,11 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
         prompt is missing, a column in the template has neither text nor a number, or the prompt has a system
         message beside `system_prompt`."""
         if self.prompt_template is None:
+            column = self.prompt_column if self.prompt_column in row else "conversations"
+            if _is_sharegpt(row.get(column)):
+                raise ConfigError(_SHAREGPT.format(column=column), path="prompt_column")
             if self.prompt_column not in row:
-                raise ConfigError(_no_column(self.prompt_column, row))
+                raise ConfigError(_no_column(self.prompt_column, row), path="prompt_column")
             rest = {name: value for name, value in row.items() if name != self.prompt_column}
             return {**rest, "prompt": self._as_chat(row[self.prompt_column])}
         parts = [
@@ -61,8 +64,24 @@ class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fie
             return prompt
         turns = cast("list[Any]", prompt)
         if any(isinstance(turn, dict) and cast("Row", turn).get("role") == "system" for turn in turns):
-            raise ConfigError("the prompt has a system message of its own; leave system_prompt out")
+            text = "the prompt has a system message of its own; leave system_prompt out"
+            raise ConfigError(text, path="system_prompt")
         return [{"role": "system", "content": self.system_prompt}, *turns]
+
+
+_SHAREGPT = (
+    "column {column!r}: a conversation in ShareGPT's form, `from` and `value`; expected messages. This line "
+    "of Python converts a row: turns = [{{'role': {{'human': 'user', 'gpt': 'assistant'}}.get(turn['from'], "
+    "turn['from']), 'content': turn['value']}} for turn in row.pop({column!r})]; "
+    "row |= {{'prompt': turns[:-1], 'completion': turns[-1:]}}"
+)
+
+
+def _is_sharegpt(turns: Any) -> bool:
+    return isinstance(turns, list) and any(
+        isinstance(turn, Mapping) and {"from", "value"} <= cast("Row", turn).keys()
+        for turn in cast("list[Any]", turns)
+    )
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:

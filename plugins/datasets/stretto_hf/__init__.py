@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -10,23 +12,29 @@ from typing import Any, cast
 
 from stretto import Component, Context, hookimpl
 from stretto.component import PositiveInt
-from stretto.dataset import Row
+from stretto.dataset import Row, first_of
 from stretto.errors import ConfigError
 from stretto.models.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
+
+_READERS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
+_READERS |= {f"{ending}.gz": reader for ending, reader in _READERS.items()}
+_READERS |= {".parquet": "parquet", ".arrow": "arrow"}
+"""Ending of a file -> the library's reader."""
 
 
 class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `hf`."""
 
     path: str
-    """A dataset of the hub (`openai/gsm8k`), a folder that `save_to_disk` wrote, or a folder of data
-    files."""
+    """A dataset of the hub (`openai/gsm8k`), a folder that `save_to_disk` wrote, a folder of data files, or
+    one file: `.parquet`, `.arrow`, `.csv`, `.json`, `.jsonl`, the last three also with `.gz`."""
     name: str | None = None
     """Configuration name, for datasets that have several (`main`)."""
     split: str = "train"
-    """Split, or a part of one in the library's notation: `train[:90%]`."""
+    """Split, or a part of one in the library's notation: `train[:90%]`. A single file is `train`, and so is a
+    saved `Dataset` that has no split of its own."""
     revision: str | None = None
     """Commit or tag of the hub's repository. Set it so that the rows never change."""
     streaming: bool = False
@@ -44,15 +52,24 @@ class HFDataset:
     """Rows of one split. The library memory-maps the rows, but streamed rows are in memory."""
 
     def __init__(self, config: HFConfig, context: Context) -> None:
+        import datasets
+
         del context
         self._config = config
-        split = _load_split(config)
-        if config.streaming:
+        splits = _load_splits(config)
+        if isinstance(splits, datasets.IterableDatasetDict):
+            if config.split not in splits:
+                raise _no_split(config, splits)
             # Keep images as the bytes of their files: pixels would need many times more memory.
-            self._rows: Any = list(islice(cast("Iterable[Row]", split.decode(False)), config.limit))
+            stream = splits[config.split].decode(False)
+            self._rows: Any = list(islice(cast("Iterable[Row]", stream), config.limit))
+            parts = [(config.split, range(len(self._rows)))]
         else:
-            rows = split.select(range(min(config.limit, len(split)))) if config.limit else split
-            self._rows = _Undecoded(rows) if _has_images(rows.features) else rows
+            parts = [*first_of(_parts_of(splits, config), config.limit)]
+            table = datasets.concatenate_datasets([splits[split].select(rows) for split, rows in parts])
+            self._rows = _Undecoded(table) if _has_images(table.features) else table
+        self.sources = [(_source_of(config, split), rows) for split, rows in parts]
+        """See `stretto.dataset.SourcedDataset`."""
         if len(self._rows):
             self[0]  # all rows have the same columns, so this raises now if the prompt needs a missing one
         self.fingerprint = _digest(self._rows)
@@ -65,7 +82,8 @@ class HFDataset:
         try:
             return self._config.with_prompt(dict(self._rows[index]))
         except ConfigError as error:
-            raise ConfigError(f"row {index} of {self._config.path!r}: {error}") from error
+            text = f"row {index} of {self._config.path!r}: {error}"
+            raise ConfigError(text, path=error.path) from error
 
 
 class _Undecoded:
@@ -94,31 +112,78 @@ def _has_images(feature: Any) -> bool:
     return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", []))
 
 
-def _load_split(config: HFConfig) -> Any:
+def _load_splits(config: HFConfig) -> Mapping[str, Any]:
+    """Return the splits by name: tables, or streams."""
     import datasets
-    from datasets.exceptions import DatasetNotFoundError
+    from datasets.exceptions import DatasetGenerationError, DatasetsError
 
     datasets.disable_progress_bars()  # logs are files
-    folder = Path(config.path)
+    path = Path(config.path)
+    is_saved = any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json"))
+    reader = "" if path.is_dir() else _reader_of(path)
+    for key, is_read in {"name": not is_saved and not reader, "revision": not path.exists()}.items():
+        if getattr(config, key) is not None and not is_read:
+            raise ConfigError(f"{config.path!r} is on this machine and has no {key}; leave it out", path=key)
+    options: dict[str, Any] = {"name": config.name, "revision": config.revision}
+    if reader:
+        options = {"data_files": glob.escape(config.path)}
     try:
-        if (folder / "dataset_info.json").exists():
-            return datasets.load_from_disk(config.path)
-        if (folder / "dataset_dict.json").exists():
-            splits = cast("Mapping[str, Any]", datasets.load_from_disk(config.path))
-            if config.split not in splits:
-                raise ConfigError(
-                    f"{config.path!r} has no split {config.split!r}; it has {', '.join(splits)}"
-                )
-            return splits[config.split]
-        return datasets.load_dataset(
-            config.path,
-            config.name,
-            split=config.split,
-            revision=config.revision,
-            streaming=config.streaming,
-        )
-    except (DatasetNotFoundError, ValueError, OSError) as error:
-        raise ConfigError(f"cannot load the dataset {config.path!r}: {error}") from error
+        if is_saved:
+            return _named(datasets.load_from_disk(config.path))
+        return datasets.load_dataset(reader or config.path, **options, streaming=config.streaming)
+    except (DatasetsError, ValueError, OSError) as error:
+        # The text of this error does not say what is wrong.
+        reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
+        raise ConfigError(f"cannot load the dataset {config.path!r}: {reason}", path="path") from error
+
+
+def _reader_of(path: Path) -> str:
+    """Return the library's reader for a file, by its ending; empty if the path is no file's."""
+    ending = "".join(path.suffixes[-2 if path.suffix == ".gz" else -1 :]).lower()
+    if ending not in _READERS:
+        if path.is_file():
+            expected = ", ".join(_READERS)
+            raise ConfigError(f"the file {str(path)!r} ends in {ending!r}; expected {expected}", path="path")
+        return ""
+    if not path.is_file() or not path.stat().st_size:
+        fault = "is empty" if path.is_file() else "does not exist"
+        raise ConfigError(f"the file {str(path)!r} {fault}", path="path")
+    return _READERS[ending]
+
+
+def _named(saved: Any) -> Mapping[str, Any]:
+    """Return saved data as splits by name. A `Dataset` that was made as `train[:50%]` is called `train`."""
+    if isinstance(saved, Mapping):
+        return cast("Mapping[str, Any]", saved)
+    return {re.split(r"[^\w.]", str(saved.split or "train"))[0]: saved}
+
+
+def _parts_of(splits: Mapping[str, Any], config: HFConfig) -> list[tuple[str, range]]:
+    """Return (split, indices of its rows) for each part that `split` names."""
+    import datasets
+
+    sizes = {name: len(table) for name, table in splits.items()}
+    spec = "+".join(sizes) if config.split == "all" else config.split
+    if spec in sizes:
+        return [(spec, range(sizes[spec]))]
+    try:
+        parts = datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
+    except ValueError as error:
+        raise _no_split(config, splits) from error
+    return [(part.splitname, range(part.from_, part.to)) for part in parts]
+
+
+def _no_split(config: HFConfig, splits: Iterable[str]) -> ConfigError:
+    text = f"{config.path!r} has no split {config.split!r}; it has {', '.join(splits)}"
+    return ConfigError(text + ("" if config.streaming else ", and parts such as train[:90%]"), path="split")
+
+
+def _source_of(config: HFConfig, split: str) -> str:
+    path = Path(config.path)
+    if path.is_file():
+        return str(path.resolve())
+    place = str(path.resolve()) if path.exists() else config.path
+    return " ".join(filter(None, (place, config.name, config.revision, f"({split})")))
 
 
 def _digest(rows: Iterable[Any]) -> str:

@@ -71,6 +71,8 @@ class JsonLines:
             start += len(line)
         self.fingerprint = hasher.hexdigest()
         """SHA-256 of the file when it was opened, without the images that it names."""
+        self.sources = [(str(self._path.resolve()), range(len(self._lines)))]
+        """See `stretto.dataset.SourcedDataset`."""
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # the file could not be opened
@@ -87,7 +89,7 @@ class JsonLines:
         try:
             row = self._config.with_prompt(row)
         except ConfigError as error:
-            raise ConfigError(f"{self._path}:{line_number}: {error}") from error
+            raise ConfigError(f"{self._path}:{line_number}: {error}", path=error.path) from error
         for column in IMAGE_COLUMNS:
             if column in row:
                 row[column] = self._resolve_images(row[column])

@@ -14,7 +14,7 @@ import msgspec
 from stretto import Component, Context, DatasetConfig, Problem, hookimpl
 from stretto.component import ComponentParts, NonNegativeFloat, NonNegativeInt
 from stretto.config import RunConfig
-from stretto.dataset import CurriculumDataset, Dataset, Row
+from stretto.dataset import CurriculumDataset, Dataset, Row, SourcedDataset
 from stretto.errors import ConfigError, offer
 from stretto_mix.curriculum import UNSEEN, MixCurriculum, Pool, weight_at
 
@@ -128,6 +128,11 @@ class Mix:
         self._starts = [0, *accumulate(len(part) for part in parts.values())]
         digests = [(name, part.fingerprint) for name, part in parts.items()]
         self.fingerprint = hashlib.sha256(msgspec.json.encode(digests)).hexdigest()
+        self.sources: list[tuple[str, range]] = []
+        """See `stretto.dataset.SourcedDataset`."""
+        for part in parts.values():
+            own = part.sources if isinstance(part, SourcedDataset) else [(part.fingerprint, range(len(part)))]
+            self.sources += own
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -137,7 +142,8 @@ class Mix:
         try:
             return self._parts[part_name][part_index]
         except ConfigError as error:
-            raise ConfigError(f"part {part_name!r}: {error}") from error
+            text, key = f"part {part_name!r}: {error}", f"parts.{part_name}.{error.path}"
+            raise ConfigError(text, path=key if error.path else "") from error
 
     def source_of(self, index: int) -> str:
         """Return the name of the part that a row comes from."""

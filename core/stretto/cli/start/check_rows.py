@@ -19,7 +19,7 @@ from stretto.cli.start.check_chat import chat_problems, has_tokenizer
 from stretto.cli.start.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
 from stretto.config import RunConfig
-from stretto.dataset import Dataset, Row
+from stretto.dataset import Dataset, Row, SourcedDataset, first_of
 from stretto.errors import ConfigError
 from stretto.kernel.setup import curriculum_of
 from stretto.models.files import known_config, positions_of, vocabulary_of
@@ -63,6 +63,8 @@ class ReadRows:
     """Index of a row without a valid prompt -> its fault."""
     contents: set[bytes] = field(default_factory=set[bytes])
     """The rows without their ids, encoded."""
+    sources: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
+    """Places of the rows that the run uses; empty if the dataset does not know them."""
 
     def other_forms(self) -> list[RowForm]:
         """Return at most `_MAX_FORMS` forms that differ from the first row's form."""
@@ -92,6 +94,9 @@ def dataset_problems(assembly: Assembly, path: str, read: dict[str, ReadRows]) -
         yield Problem(path, f"the first row's prompt: {fault}")
         return
     read[path] = rows = _read_rows(dataset)
+    if isinstance(dataset, SourcedDataset):
+        used = config.evaluation.rows if path != "dataset" and config.evaluation else None
+        rows.sources = [*first_of(dataset.sources, used)]
     if rows.faults:
         examples = RowFaults.of(rows.rows, rows.read, rows.faults).count_and_examples
         yield _warning(
@@ -281,7 +286,7 @@ def _read_rows(dataset: Dataset) -> ReadRows:
 
 
 def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
-    """Warn if many held-out rows are also training rows."""
+    """Warn if many held-out rows are equal to training rows, or if some are the same rows."""
     if len(read) < 2:
         return
     train, held_out = read["dataset"], read["evaluation.dataset"]
@@ -294,6 +299,16 @@ def leaked_rows(read: Mapping[str, ReadRows]) -> Iterator[Problem]:
             f"not show what the policy learns for new rows (checked: {of_held_out}, and of `dataset` "
             f"{of_train}); remove them from one of the two",
         )
+        return
+    for source, rows in held_out.sources:
+        for other, trained in train.sources:
+            both = range(max(rows.start, trained.start), min(rows.stop, trained.stop))
+            if source == other and both:
+                yield _warning(
+                    "evaluation.dataset",
+                    f"rows {both.start + 1:,} to {both.stop:,} of {source} are held out and trained: their "
+                    "score does not show what the policy learns for new rows; leave them out of one dataset",
+                )
 
 
 def _form_of(row: Mapping[str, Any]) -> Set[tuple[str, type]]:

@@ -120,7 +120,6 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bo
         tools = pool.submit(list, _tool_trial_problems(assembly, failed_sections))
         server = pool.submit(list, bus_problems(config.bus))
         made = pool.submit(list, _trial_problems(assembly, starting, failed_sections))
-        rows = pool.submit(list, _row_problems(assembly, failed_sections))
         read: dict[str, ReadRows] = {}
         wait([tools])  # the prompts that are checked below show the tools
         for path in ("dataset", "evaluation.dataset"):
@@ -129,6 +128,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bo
         if config.steps:
             yield from leaked_rows(read)
         rewards = pool.submit(list, _reward_problems(assembly, read, failed_sections))
+        rows = pool.submit(list, _row_problems(assembly, read, failed_sections))
         yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
         yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
         for trial in (server, rewards, rows, made, tools):
@@ -178,11 +178,14 @@ def _placement_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _plugin_problems(assembly: Assembly, path: str, problems: Iterator[Problem]) -> list[Problem]:
-    """Return the problems that a plugin's code reports, or its failure as a problem."""
+    """Return the problems that a plugin's code reports, or its failure as a problem. The error of a dataset
+    may name a key of its section."""
     try:
         return list(problems)
     except StrettoError as error:
-        return [Problem(path, str(error))]
+        key: str = getattr(error, "path", "") if path.endswith("dataset") else ""
+        is_own = key and hasattr(assembly.composed.section(path), key.partition(".")[0])
+        return [Problem(f"{path}.{key}" if is_own else path, str(error))]
     except Exception as error:  # noqa: BLE001 - a plugin may raise anything; the problem reports it
         components = assembly.composed.components
         return [Problem(path, assembly.composed.blame(error, path if path in components else ""))]
@@ -404,13 +407,16 @@ def _tool_trial_problems(assembly: Assembly, failed_sections: Set[str]) -> Itera
 
 
 def _row_problems(
-    assembly: Assembly, failed_sections: Set[str], sections: Iterable[str] = ("reward", "workflow")
+    assembly: Assembly,
+    read: Mapping[str, ReadRows],
+    failed_sections: Set[str],
+    sections: Iterable[str] = ("reward", "workflow"),
 ) -> Iterator[Problem]:
     datasets = ["dataset"] if assembly.graph.samples else []  # other runs have no answers to score
     datasets += ["evaluation.dataset"] if assembly.config.evaluates_answers else []
     for section in sections:
         if section not in failed_sections and row_checks(assembly.composed, section):
-            for path in datasets:
+            for path in filter(read.__contains__, datasets):
                 yield from _row_problems_of(assembly, section, path)
 
 
@@ -571,7 +577,7 @@ def _problems_of_variant(
         yield from _tool_trial_problems(run, failed_sections)
     if not own.isdisjoint({"workflow", "reward"}):
         yield from _reward_problems(run, read, failed_sections)
-    yield from _row_problems(run, failed_sections, own & {"reward", "workflow"})
+    yield from _row_problems(run, read, failed_sections, own & {"reward", "workflow"})
 
 
 def _measure_problems(assembly: Assembly) -> Iterator[Problem]:

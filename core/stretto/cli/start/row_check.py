@@ -105,10 +105,14 @@ def _faults(document: Mapping[str, Any], path: str, section: str, context: Conte
     rows = len(dataset)
     read, faults = 0, dict[int, str]()
     for index in drawn_rows(rows, _MAX_S):
-        columns = {name: value for name, value in dataset[index].items() if name != "prompt"}
+        read += 1
+        try:
+            row = dataset[index]
+        except ConfigError:  # the row has no prompt, which is told elsewhere
+            continue
+        columns = {name: value for name, value in row.items() if name != "prompt"}
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
             faults[index] = fault
-        read += 1
     return RowFaults.of(rows, read, faults)
 
 
