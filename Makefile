@@ -119,6 +119,7 @@ lint: $(VENV)/installed
 	$(BIN)/python .ci/lint_imports.py
 	$(BIN)/python .ci/lint_sizes.py
 	$(BIN)/python .ci/lint_patience.py
+	$(BIN)/python .ci/lint_json_lines.py
 	$(BIN)/deptry core plugins/* examples/quickstart
 	$(BIN)/codespell
 

@@ -65,7 +65,7 @@ def accuracy_of(summary: dict[str, Any], out: Path) -> tuple[float, float]:
     """Return the accuracy before and after."""
     if summary["evaluation"]:
         return summary["evaluation"][0]["accuracy"], summary["evaluation"][-1]["accuracy"]
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
     steps = [line["accuracy"] for line in lines if "accuracy" in line]
     return steps[0], sum(steps[-10:]) / 10
 

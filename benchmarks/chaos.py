@@ -261,7 +261,7 @@ class AttackedRun:
             return 0
         with file.open("rb") as stream:
             stream.seek(max(0, file.stat().st_size - 20_000))
-            lines = stream.read().splitlines(keepends=True)
+            lines = stream.readlines()
         steps = [line for line in lines if line.startswith(b'{"step"') and line.endswith(b"\n")]
         return max((json.loads(line)["step"] for line in steps), default=0)
 

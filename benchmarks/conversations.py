@@ -79,7 +79,7 @@ def tokens_per_s(folder: Path, out: Path, *overrides: str) -> float:
     if done.returncode:
         raise SystemExit(done.stderr[-2000:])
     (span,) = RunFolder(out).history.evaluations
-    answers = [json.loads(line) for line in next(out.glob("answers/*.jsonl")).read_text().splitlines()]
+    answers = [json.loads(line) for line in next(out.glob("answers/*.jsonl")).read_bytes().splitlines()]
     return sum(answer["tokens"] for answer in answers) / (span.ended - span.began)
 
 

@@ -383,7 +383,7 @@ def whole_run(setting: Setting) -> Figures:
     """The medians of a run's steps, but for its first two."""
     run, gpu = setting.folder / "run", gpu_for("auto")
     summary_of(run_file(setting), run, "weights={use: collective, backend: auto}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_bytes().splitlines()]
     steps = [line for line in lines if "ledger" in line][2:]
     return {
         "backend": choose_backend("auto", gpu, gpu),
@@ -443,14 +443,14 @@ def in_process(name: str, arguments: argparse.Namespace, folder: Path, deadline_
         child = psutil.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
             if child.wait(deadline_s):
-                fault = (log.read_text().splitlines() or ["it ended without a word"])[-1]
+                fault = log.read_text().strip().rpartition("\n")[2] or "it ended without a word"
         except psutil.TimeoutExpired:
             fault = f"killed at its deadline of {deadline_s:.3g} s"
             for process in [child, *child.children(recursive=True)]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             child.wait()
-    lines = file.read_text().splitlines() if file.exists() else ()
+    lines = file.read_bytes().splitlines() if file.exists() else ()
     rows = {name: row for line in lines for name, row in json.loads(line).items()}
     return {"seconds": round(perf_counter() - began, 1), **({"failed": fault} if fault else {}), "rows": rows}
 

@@ -137,9 +137,9 @@ def measure(folder: Path, kind: str, out: Path, steps: int) -> dict[str, float]:
     file = folder / f"{kind}.yaml"
     file.write_text(SECTIONS.format(model=folder / "model", folder=folder, kind=kind))
     summary = summary_of(file, out, f"steps={steps}")
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
     lines = [line for line in lines if "ledger" in line][min(WARM, steps - 2) :]
-    log = (out / "logs" / "inference-0.jsonl").read_text().splitlines()
+    log = (out / "logs" / "inference-0.jsonl").read_bytes().splitlines()
     came = [event for event in map(json.loads, log) if event["event"] == "images came"]
     sizes = [each.stat().st_size for each in folder.glob(f"*.{kind}")] or [0]
     return {

@@ -184,7 +184,7 @@ def measured(folder: Path, keep: str) -> tuple[float, float]:
     )
     after = os.times()
     processor_s = after.children_user + after.children_system - before.children_user - before.children_system
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
     steady = [line for line in lines if "ledger" in line][2:]
     speed = sum(line["step_tokens_per_s"] * line["step_s"] for line in steady) / sum(
         line["step_s"] for line in steady

@@ -122,7 +122,7 @@ class Runner:
         self.quick = quick
         self._known: dict[str, Result] = {}
         if RESULTS.exists() and not quick:
-            for line in RESULTS.read_text().splitlines():
+            for line in RESULTS.read_bytes().splitlines():
                 run, record = json.loads(line)
                 self._known[run] = Result(**record)
 
@@ -166,7 +166,7 @@ class Runner:
 
 def _result_of(out: Path) -> Result:
     summary = json.loads((out / "summary.json").read_text())
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_bytes().splitlines()]
     steps = [line for line in lines if "train_s" in line]
     rewards = [step["reward"] for step in steps]
     means = [statistics.fmean(rewards[i : i + WINDOW]) for i in range(max(1, len(rewards) - WINDOW + 1))]

@@ -213,11 +213,11 @@ def figures_of(task: Task, measured: Measured) -> dict[str, Any]:
 
 def ordered_rows(task: Task, seed: int) -> Path:
     """Write the training rows in the order of a seed, and return the file."""
-    lines = (task.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    lines = (task.folder / "train.jsonl").read_bytes().splitlines(keepends=True)
     random.Random(f"order {seed}").shuffle(lines)
     file = WORK / f"{task.folder.name}-{seed}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(lines))
+    file.write_bytes(b"".join(lines))
     return file
 
 

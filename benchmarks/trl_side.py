@@ -77,7 +77,7 @@ def main() -> None:
         processing_class=AutoTokenizer.from_pretrained(settings.model),
         reward_funcs=exact,
         train_dataset=Dataset.from_list(
-            [json.loads(line) for line in Path(settings.rows).read_text().splitlines()]
+            [json.loads(line) for line in Path(settings.rows).read_bytes().splitlines()]
         ),
         callbacks=[times],
         args=config_of(settings),

@@ -86,7 +86,7 @@ async def train(steps: int, batch_size: int, out: Path | None) -> None:
     """Take `steps` optimizer steps, on the answers to `batch_size` prompts each. Save the model in `out`, an
     empty folder."""
     torch.set_num_threads(1)  # for a model as small as this, more are slower
-    rows = [json.loads(line) for line in (QUICKSTART / "train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (QUICKSTART / "train.jsonl").read_bytes().splitlines()]
     order = row_order(len(rows))
     context = Context(run="loop", name="loop", seed=SEED, model=str(QUICKSTART / "model"))
     tokenizer = load_tokenizer(context.model)

@@ -25,7 +25,7 @@ CHAT: list[dict[str, Any]] = [
     {"role": "user", "content": "what is 1+1?"},
     {"role": "assistant", "content": "<think>a tool", "tool_calls": CALLS},
     {"role": "tool", "name": "add", "content": "2"},
-    {"role": "assistant", "content": "2\x1b[2J"},
+    {"role": "assistant", "content": "2\x1b[2J\u2028\u2029\x85"},
     {"role": "user", "content": [{"type": "text", "text": "see "}, *IMAGES]},
 ]
 
@@ -80,7 +80,7 @@ def test_failed_tickets_show_their_reason(run: Path) -> None:
 
 def test_samples_as_json_lines_and_parquet(run: Path, tmp_path: Path) -> None:
     lines = ask(str(run), "--format", "jsonl", "--reward", "0:0.5", "--order=-reward", "--limit", "3").stdout
-    rows = [json.loads(line) for line in lines.splitlines()]
+    rows = [json.loads(line) for line in lines.split("\n")[:-1]]
     assert [row["id"] for row in rows] == ["1/1/0", "1/1/1", "0/1/0"]
     assert rows[0]["messages"] == CHAT
     assert "tokens" not in rows[0]

@@ -323,6 +323,9 @@ def test_a_module_that_cannot_be_imported_is_named() -> None:
 def test_tests_are_read_in_the_forms_of_data_sets() -> None:
     call, text = Case((5,), "", "add", [2, 3]), Case(("5",), "2 3")
     live_code_bench = [{"input": "2\n3", "output": "5", "testtype": "functional"}]
+    for mark in ("\u2028", "\u2029", "\x85"):
+        text_call = [{"input": f'"{mark}a"\r\n3', "output": f'"{mark}"', "testtype": "functional"}]
+        assert read_suite(text_call, {"fn_name": "add"}) == [Case((mark,), "", "add", [f"{mark}a", 3])]
     lists = {"inputs": [[2, 3]], "outputs": [5], "fn_name": "add"}
     assert read_suite([{"call": "add", "args": [2, 3], "expected": 5}], {}) == [call]
     assert read_suite(json.dumps(live_code_bench), {"fn_name": "add"}) == [call]

@@ -95,7 +95,7 @@ def _read_pair(given: Any, expected: Any, function: str) -> Case:
         return Case((_text(expected),), _text(given))
     if isinstance(given, str):
         try:
-            args = [json.loads(line) for line in given.splitlines() if line.strip()]
+            args = [json.loads(line) for line in given.split("\n") if line.strip()]
             return Case(
                 (json.loads(expected) if isinstance(expected, str) else expected,), "", function, args
             )

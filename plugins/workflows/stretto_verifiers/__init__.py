@@ -99,7 +99,7 @@ class Verifiers:
             raise ConfigError(
                 f"{failure}: {config.python} ended with status {result.returncode}: {last_line(result)}"
             )
-        reply = msgspec.json.decode(result.stdout.splitlines()[0], type=dict[str, Any])
+        reply = msgspec.json.decode(result.stdout.partition(b"\n")[0], type=dict[str, Any])
         if "error" in reply:
             raise ConfigError(f"cannot load the environment {config.environment!r}: {reply['error']}")
         return reply["tasks"]
