@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
 from kept_samples import Kept
-from sample_messages import failed, record, retired, trained, trajectories
+from sample_messages import done, failed, record, retired, trained, trajectories
+from stretto.bus.messages.tickets import KeptText
 from stretto.cli.audit.audit_records import read_samples
 from stretto.records.samples.answers import read_answers
 from stretto.records.samples.files import segments_in
@@ -177,6 +179,20 @@ def test_of_several_attempts_at_a_held_out_row_the_last_one_counts(kept: Kept) -
     scores = [(each.row, each.sample, each.score("accuracy")) for each in answers]
     assert scores == [(0, 0, 1.0), (0, 1, 1.0), (1, 0, 0.25), (1, 1, 0.25)]
     assert (answers[1].columns, answers[1].completion) == ({"answer": "2"}, "answer 1 of 2")
+
+
+@pytest.mark.parametrize("turns", [["draft", "is 2\u2028\n\nok"], ["<tool_call>…"], []])
+def test_the_answer_of_a_conversation_is_its_last(kept: Kept, turns: list[str]) -> None:
+    chat = [{"role": "user", "content": "1+1?"}]
+    for turn in turns:
+        chat += [{"role": "assistant", "content": turn}, {"role": "tool", "content": "2"}]
+    bundle, note = trajectories(2, 1, "eval", version=4), record(2, 1, "eval", 0)
+    texts = tuple(KeptText(None, each.text, msgspec.json.encode(chat).decode()) for each in note.texts)
+    note = msgspec.structs.replace(note, texts=texts)
+    kept.add(bundle, note, done(bundle, note))
+    kept.flush()
+    answer = read_answers(SampleStore(kept.folder), 4, texts=True)[1]
+    assert (answer.completion, answer.messages) == ([*turns, "answer 1 of 2"][len(turns) - 1], chat)
 
 
 def test_the_names_of_added_images_are_those_of_all_rows(kept: Kept) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -27,7 +27,10 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str | None = None
     """The prompt as the model got it."""
     completion: str | None = None
-    """The text after the prompt. `columns`, `prompt` and `completion` are None if the texts were not read."""
+    """The text that the reward scored: of a conversation, the last answer. `columns`, `prompt` and
+    `completion` are None if the texts were not read."""
+    messages: list[dict[str, Any]] | None = None
+    """The whole conversation; None if there was none."""
     reward: float
     metrics: dict[str, float]
     tokens: int
@@ -62,12 +65,15 @@ def by_sample(answers: Iterable[KeptAnswer]) -> dict[tuple[int, int], KeptAnswer
 
 
 def _answer_of(kept: Mapping[str, Any], version: int) -> KeptAnswer:
-    columns: Any = kept.get("dataset_row")
+    columns, chat = kept.get("dataset_row"), kept.get("messages")
+    messages = cast("list[dict[str, Any]]", chat) if isinstance(chat, list) else None  # else it was cut
+    answers = [turn.get("content") for turn in messages or () if turn["role"] == "assistant"]
     return KeptAnswer(
         **{name: kept[name] for name in ("row", "sample", "reward", "metrics", "finish", "engine")},
         version=version,
         columns={name: value for name, value in columns.items() if name != "prompt"} if columns else None,
         prompt=kept.get("prompt_text"),
-        completion=kept.get("text"),
+        completion=answers[-1] if answers else kept.get("text"),
+        messages=messages,
         tokens=kept["sampled"],
     )
