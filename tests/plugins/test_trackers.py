@@ -372,6 +372,21 @@ def test_errors_show_no_secrets(
     assert "very-secret-7" not in kernel.output()
 
 
+def test_trackers_get_addresses_without_logins(kernel_of: Callable[..., Kernel], tmp_path: Path) -> None:
+    body = NOTES.replace('self.note("start")', 'self.note(config["dataset"]["template"])')
+    kernel = kernel_of("mine", plugins=(write_plugin(tmp_path, "tracker", body, "stretto.TrackerConfig"),))
+    file, urls = (
+        kernel.folder / "config.yaml",
+        "{a: 'http://me:pass@h/v1', b: ['x://y', {c: 'nats://me:pass@h'}]}",
+    )
+    file.write_text(file.read_text().replace("template: {}", f"template: {urls}"))
+    kernel.start()
+    kernel.end()
+    assert kernel.wait() == 0, kernel.output()
+    noted = (kernel.own / "notes").read_text().partition("\n")[0]
+    assert noted == "{'a': 'http://…@h/v1', 'b': ['x://y', {'c': 'nats://…@h'}]}"
+
+
 FAILS_ONCE = """
 from stretto_wandb import WandbConfig
 

@@ -12,6 +12,7 @@ thread drops a tracker whose call takes too long, and reports to the kernel. The
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import select
@@ -168,7 +169,8 @@ class _Sender(threading.Thread):
                 raise ConfigError(
                     f"{self._file} is damaged: {error}; remove it, and the tracker gets everything again"
                 ) from error
-        has = self._timed("start", self._tracker.start, self._run.config, self._cursor if began else None)
+        config = json.loads(_URL_LOGIN.sub("…@", json.dumps(self._run.config, default=str)))
+        has = self._timed("start", self._tracker.start, config, self._cursor if began else None)
         if has is not None:
             self._move(**msgspec.structs.asdict(has))
 
