@@ -85,8 +85,7 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class SourcedDataset(Dataset, Protocol):
-    """A dataset that knows the places of its rows. `stretto check` warns of held-out rows that the run also
-    trains."""
+    """A dataset that knows the places of its rows. `check` warns of rows that are trained and held out."""
 
     @property
     def sources(self) -> Sequence[tuple[str, range]]:

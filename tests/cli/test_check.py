@@ -93,23 +93,17 @@ def test_a_reward_is_tried_on_held_out_rows_too(run_file: Path) -> None:
     assert "no column 'answer'; its columns: solution" in message
 
 
+ROW = '{"prompt": "1+1=", "answer": "2"}'
+MIX = "dataset={use: mix, parts: {a: {use: jsonl, path: rows.jsonl, prompt_column: q}}}"
+
+
 @pytest.mark.parametrize(
     ("lines", "overrides", "key", "fault"),
     [
-        ('[{"prompt": "1+1=", "answer": "2"}]', (), "dataset", "rows.jsonl:1: not a JSON object in UTF-8"),
-        ('{"question": "1+1="}', (), "dataset.prompt_column", "rows.jsonl:1: no column 'prompt'"),
-        (
-            '{"prompt": "1+1=", "answer": "2"}\n{"question": "1+1="}',
-            (),
-            "dataset",
-            "1 of 2 rows have no valid prompt",
-        ),
-        (
-            '{"prompt": "1+1=", "answer": "2"}',
-            ("dataset={use: mix, parts: {a: {use: jsonl, path: rows.jsonl, prompt_column: q}}}",),
-            "dataset.parts.a.prompt_column",
-            "part 'a': .*: no column 'q'",
-        ),
+        (f"[{ROW}]", (), "dataset", "rows.jsonl:1: not a JSON object in UTF-8"),
+        ('{"question": ""}', (), "dataset.prompt_column", "rows.jsonl:1: no column 'prompt'"),
+        (ROW + '\n{"question": ""}', (), "dataset", "1 of 2 rows have no valid prompt"),
+        (ROW, (MIX,), "dataset.parts.a.prompt_column", "part 'a': .*: no column 'q'"),
     ],
 )
 def test_a_mistake_in_the_dataset_is_one_message(

@@ -78,10 +78,8 @@ _SHAREGPT = (
 
 
 def _is_sharegpt(turns: Any) -> bool:
-    return isinstance(turns, list) and any(
-        isinstance(turn, Mapping) and {"from", "value"} <= cast("Row", turn).keys()
-        for turn in cast("list[Any]", turns)
-    )
+    first: Any = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, Mapping) and "from" in first and "value" in first
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:

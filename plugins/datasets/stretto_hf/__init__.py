@@ -18,9 +18,12 @@ from stretto.models.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
 
-_READERS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
-_READERS |= {f"{ending}.gz": reader for ending, reader in _READERS.items()}
-_READERS |= {".parquet": "parquet", ".arrow": "arrow"}
+_TEXT_READERS = {".csv": "csv", ".json": "json", ".jsonl": "json"}
+_READERS = {
+    **_TEXT_READERS,
+    **{f"{ending}.gz": reader for ending, reader in _TEXT_READERS.items()},
+    **{kind: kind.removeprefix(".") for kind in (".parquet", ".arrow")},
+}
 """Ending of a file -> the library's reader."""
 
 
@@ -56,17 +59,15 @@ class HFDataset:
 
         del context
         self._config = config
-        splits = _load_splits(config)
-        if isinstance(splits, datasets.IterableDatasetDict):
-            if config.split not in splits:
-                raise _no_split(config, splits)
+        loaded = _load(config)
+        if isinstance(loaded, datasets.IterableDataset):
             # Keep images as the bytes of their files: pixels would need many times more memory.
-            stream = splits[config.split].decode(False)
-            self._rows: Any = list(islice(cast("Iterable[Row]", stream), config.limit))
+            stream = cast("Iterable[Row]", loaded.decode(False))
+            self._rows: Any = list(islice(stream, config.limit))
             parts = [(config.split, range(len(self._rows)))]
         else:
-            parts = [*first_of(_parts_of(splits, config), config.limit)]
-            table = datasets.concatenate_datasets([splits[split].select(rows) for split, rows in parts])
+            parts = [*first_of(_parts_of(loaded, config), config.limit)]
+            table = datasets.concatenate_datasets([loaded[split].select(rows) for split, rows in parts])
             self._rows = _Undecoded(table) if _has_images(table.features) else table
         self.sources = [(_source_of(config, split), rows) for split, rows in parts]
         """See `stretto.dataset.SourcedDataset`."""
@@ -112,8 +113,8 @@ def _has_images(feature: Any) -> bool:
     return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", []))
 
 
-def _load_splits(config: HFConfig) -> Mapping[str, Any]:
-    """Return the splits by name: tables, or streams."""
+def _load(config: HFConfig) -> Any:
+    """Return all splits by name, or the stream of one."""
     import datasets
     from datasets.exceptions import DatasetGenerationError, DatasetsError
 
@@ -127,10 +128,16 @@ def _load_splits(config: HFConfig) -> Mapping[str, Any]:
     options: dict[str, Any] = {"name": config.name, "revision": config.revision}
     if reader:
         options = {"data_files": glob.escape(config.path)}
+    if config.streaming:
+        options |= {"streaming": True, "split": config.split}
     try:
-        if is_saved:
-            return _named(datasets.load_from_disk(config.path))
-        return datasets.load_dataset(reader or config.path, **options, streaming=config.streaming)
+        if not is_saved:
+            return datasets.load_dataset(reader or config.path, **options)
+        saved: Any = datasets.load_from_disk(config.path)
+        # A `Dataset` that was made as `train[:50%]` is called `train`.
+        return (
+            saved if isinstance(saved, dict) else {re.split(r"[^\w.]", str(saved.split or "train"))[0]: saved}
+        )
     except (DatasetsError, ValueError, OSError) as error:
         # The text of this error does not say what is wrong.
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
@@ -140,22 +147,12 @@ def _load_splits(config: HFConfig) -> Mapping[str, Any]:
 def _reader_of(path: Path) -> str:
     """Return the library's reader for a file, by its ending; empty if the path is no file's."""
     ending = "".join(path.suffixes[-2 if path.suffix == ".gz" else -1 :]).lower()
-    if ending not in _READERS:
-        if path.is_file():
-            expected = ", ".join(_READERS)
-            raise ConfigError(f"the file {str(path)!r} ends in {ending!r}; expected {expected}", path="path")
-        return ""
-    if not path.is_file() or not path.stat().st_size:
-        fault = "is empty" if path.is_file() else "does not exist"
+    fault = f"ends in {ending!r}; expected one of {', '.join(_READERS)}" if path.is_file() else ""
+    if ending in _READERS:
+        fault = "does not exist" if not path.is_file() else "" if path.stat().st_size else "is empty"
+    if fault:
         raise ConfigError(f"the file {str(path)!r} {fault}", path="path")
-    return _READERS[ending]
-
-
-def _named(saved: Any) -> Mapping[str, Any]:
-    """Return saved data as splits by name. A `Dataset` that was made as `train[:50%]` is called `train`."""
-    if isinstance(saved, Mapping):
-        return cast("Mapping[str, Any]", saved)
-    return {re.split(r"[^\w.]", str(saved.split or "train"))[0]: saved}
+    return _READERS.get(ending, "")
 
 
 def _parts_of(splits: Mapping[str, Any], config: HFConfig) -> list[tuple[str, range]]:
@@ -169,21 +166,18 @@ def _parts_of(splits: Mapping[str, Any], config: HFConfig) -> list[tuple[str, ra
     try:
         parts = datasets.ReadInstruction.from_spec(spec).to_absolute(sizes)
     except ValueError as error:
-        raise _no_split(config, splits) from error
+        text = (
+            f"{config.path!r} has no split {spec!r}; it has {', '.join(sizes)}, and parts such as train[:90%]"
+        )
+        raise ConfigError(text, path="split") from error
     return [(part.splitname, range(part.from_, part.to)) for part in parts]
-
-
-def _no_split(config: HFConfig, splits: Iterable[str]) -> ConfigError:
-    text = f"{config.path!r} has no split {config.split!r}; it has {', '.join(splits)}"
-    return ConfigError(text + ("" if config.streaming else ", and parts such as train[:90%]"), path="split")
 
 
 def _source_of(config: HFConfig, split: str) -> str:
     path = Path(config.path)
-    if path.is_file():
-        return str(path.resolve())
     place = str(path.resolve()) if path.exists() else config.path
-    return " ".join(filter(None, (place, config.name, config.revision, f"({split})")))
+    split = "" if path.is_file() else f"({split})"  # a file has one, also for the dataset `jsonl`
+    return " ".join(filter(None, (place, config.name, config.revision, split)))
 
 
 def _digest(rows: Iterable[Any]) -> str:

@@ -142,8 +142,8 @@ class Mix:
         try:
             return self._parts[part_name][part_index]
         except ConfigError as error:
-            text, key = f"part {part_name!r}: {error}", f"parts.{part_name}.{error.path}"
-            raise ConfigError(text, path=key if error.path else "") from error
+            key = f"parts.{part_name}.{error.path}"
+            raise ConfigError(f"part {part_name!r}: {error}", path=key) from error
 
     def source_of(self, index: int) -> str:
         """Return the name of the part that a row comes from."""

@@ -64,7 +64,7 @@ class ReadRows:
     contents: set[bytes] = field(default_factory=set[bytes])
     """The rows without their ids, encoded."""
     sources: list[tuple[str, range]] = field(default_factory=list[tuple[str, range]])
-    """Places of the rows that the run uses; empty if the dataset does not know them."""
+    """Places of the rows that the run uses, if the dataset knows them."""
 
     def other_forms(self) -> list[RowForm]:
         """Return at most `_MAX_FORMS` forms that differ from the first row's form."""
