@@ -6,6 +6,7 @@ import importlib.util
 import json
 import re
 import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from commands import stretto
 from fixture_types import Start
 from kernel_setup import write_run
+from patience import patience
 from plugin_files import write_plugin
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -34,6 +36,7 @@ from stretto.engine import TrainingEngine
 from stretto.errors import BusError, ConfigError, ContractError, PluginError, RewardError
 from stretto.tracker import Tracker
 from stretto.training import config as training_config
+from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.scoring import score_group
 from worlds import in_both_worlds, in_simulation
 
@@ -857,3 +860,16 @@ def test_what_the_first_row_takes_leaves_the_others_their_time(monkeypatch: pyte
     next(rows)
     now = 64.1
     assert list(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [
+        ("stretto.errors.ConfigError('no: row')", "no: row"),
+        ("stretto.models.images.ImageError('no')", "no"),
+        ("ValueError('no')", "ValueError: no"),
+    ],
+)
+def test_the_last_words_of_a_child_name_no_class_of_stretto(raised: str, told: str) -> None:
+    code = f"import stretto.errors, stretto.models.images; raise {raised}"
+    assert last_line(run_child([sys.executable, "-c", code], b"", patience(60))) == told

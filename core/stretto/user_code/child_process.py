@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,5 +28,7 @@ def run_child(
 
 
 def last_line(process: subprocess.CompletedProcess[bytes]) -> str:
-    """Return the last line of the process's standard error: for a traceback, the exception."""
-    return process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    """Return the last line of the process's standard error: for a traceback, the exception, without the class
+    of an error of stretto."""
+    line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    return re.sub(r"^stretto[\w.]*\.\w+: ", "", line)
