@@ -872,4 +872,4 @@ def test_what_the_first_row_takes_leaves_the_others_their_time(monkeypatch: pyte
 )
 def test_the_last_words_of_a_child_name_no_class_of_stretto(raised: str, told: str) -> None:
     code = f"import stretto.errors, stretto.models.images; raise {raised}"
-    assert last_line(run_child([sys.executable, "-c", code], b"", patience(60))) == told
+    assert last_line(run_child([sys.executable, "-c", code], b"", patience(60)).stderr) == told

@@ -6,6 +6,7 @@ A small model gets an upper bound, from the shapes in its files. For any other m
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.metadata
 import math
@@ -25,6 +26,7 @@ import msgspec
 from stretto.component import Head
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
+from stretto.user_code.child_process import last_line
 
 __all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 
@@ -39,6 +41,7 @@ _CHUNK_BYTES = 2**26
 _OUTER = re.compile("embed|wte|wpe|lm_head")  # in names of tensors of the embeddings and the head
 _COUNT_S = 180.0
 _NOTICE_S = 2.0  # a longer count is announced
+_failed: dict[Path, Counted] = {}  # this process asks for them no second time
 
 
 class MicroBatchShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,18 +115,19 @@ def is_lossless(model: str) -> bool:
 def _from_cache(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     """Count each micro-batch, in one child process or from the user's cache."""
     files = [_cache_file(micro_batch) for micro_batch in micro_batches]
-    unknown = [batch for batch, file in zip(micro_batches, files, strict=True) if not file.is_file()]
-    counts = iter(_ask_child(unknown)) if unknown else iter(())
-    result: list[Counted] = []
-    for file in files:
-        if file.is_file():
-            result.append(msgspec.json.decode(file.read_bytes(), type=Counted))
+    unknown = {
+        file: batch
+        for file, batch in zip(files, micro_batches, strict=True)
+        if file not in _failed and not file.is_file()
+    }
+    counts = _ask_child([*unknown.values()]) if unknown else []
+    for file, count in zip(unknown, counts, strict=True):
+        if count.fault:
+            _failed[file] = count
         else:
-            result.append(next(counts))
-            if not result[-1].fault:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                write_private(file, msgspec.json.encode(result[-1]))
-    return result
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_private(file, msgspec.json.encode(count))
+    return [_failed.get(file) or msgspec.json.decode(file.read_bytes(), type=Counted) for file in files]
 
 
 def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
@@ -140,6 +144,7 @@ def _ask_child(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
 @cache
 def _child() -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     """Return a process that answers questions until its input ends, and the file of its errors."""
+    atexit.register(end_counting)
     errors = TemporaryFile()  # noqa: SIM115 - `end_counting` closes it
     command = (sys.executable, "-m", "stretto.training.activations")
     pipe = subprocess.PIPE
@@ -161,8 +166,7 @@ def _answer(micro_batches: Sequence[MicroBatchShape]) -> list[Counted]:
     if line := child.stdout.readline():
         return msgspec.json.decode(line, type=list[Counted])
     errors.seek(0)
-    last = errors.read().decode(errors="replace").strip().rpartition("\n")[2]
-    raise OSError(f"counting ended with status {child.wait()}: {last}")
+    raise OSError(f"counting ended with status {child.wait()}: {last_line(errors.read())}")
 
 
 @cache

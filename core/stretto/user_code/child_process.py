@@ -27,8 +27,8 @@ def run_child(
         raise TimeoutError from error
 
 
-def last_line(process: subprocess.CompletedProcess[bytes]) -> str:
-    """Return the last line of the process's standard error: for a traceback, the exception, without the class
+def last_line(errors: bytes) -> str:
+    """Return the last line of a process's standard error: for a traceback, the exception, without the class
     of an error of stretto."""
-    line = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+    line = errors.decode(errors="replace").strip().rpartition("\n")[2]
     return re.sub(r"^stretto[\w.]*\.\w+: ", "", line)

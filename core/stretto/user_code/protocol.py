@@ -143,7 +143,7 @@ def try_to_ask(
     started = msgspec.msgpack.decode(frames[0], type=Started) if frames else None
     if started is None or (len(frames) <= len(questions) and not started.error):
         text = f"its process ended with status {process.returncode}"
-        return Started(": ".join(filter(None, (text, last_line(process))))), []
+        return Started(": ".join(filter(None, (text, last_line(process.stderr))))), []
     return started, frames[1:]
 
 

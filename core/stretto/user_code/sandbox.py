@@ -187,7 +187,7 @@ def sandbox_problem(*, network: bool = False) -> str:
     except OSError as error:
         return f"bubblewrap cannot start: {error}"
     if result.returncode:
-        return f"bubblewrap cannot start: {last_line(result) or f'exit status {result.returncode}'}"
+        return f"bubblewrap cannot start: {last_line(result.stderr) or f'exit status {result.returncode}'}"
     return ""
 
 

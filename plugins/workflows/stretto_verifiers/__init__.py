@@ -97,7 +97,8 @@ class Verifiers:
             raise ConfigError(f"{failure}: {error}") from error
         if not result.stdout:
             raise ConfigError(
-                f"{failure}: {config.python} ended with status {result.returncode}: {last_line(result)}"
+                f"{failure}: {config.python} ended with status {result.returncode}: "
+                f"{last_line(result.stderr)}"
             )
         reply = msgspec.json.decode(result.stdout.partition(b"\n")[0], type=dict[str, Any])
         if "error" in reply:

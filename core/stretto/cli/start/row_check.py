@@ -89,7 +89,7 @@ def faults_of_rows(
     setup = msgspec.msgpack.encode((document, path, section, context))
     done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
     if done.returncode:
-        raise ChildProcessError(last_line(done))
+        raise ChildProcessError(last_line(done.stderr))
     return msgspec.msgpack.decode(done.stdout, type=RowFaults)
 
 
