@@ -17,6 +17,7 @@ from fixture_types import Models, Start
 from stretto.algorithm import Loss
 from stretto.errors import WeightsError
 from stretto.models.digest import digest_of, tensor_hash
+from stretto.models.files import tensors_of_model
 from stretto.models.lora_files import merge_adapter_files
 from stretto.models.version_files import FolderPublisher, FolderUpdate, open_version
 from stretto.training.config import LoraConfig
@@ -106,6 +107,36 @@ def test_an_adapter_that_does_not_fit_is_refused(
     with pytest.raises(WeightsError, match=rf"version 7 is an adapter, and cannot be merged into .*{error}"):
         merge_adapter_files(update, tiny_models("llama"), tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
+
+
+@pytest.mark.parametrize(
+    ("lost", "fault"),
+    [
+        ("versions/v00000007/model-00000.safetensors", "version 7 cannot be read: files in .* were removed"),
+        ("versions", "version 7 cannot be read: files in .* were removed"),
+        ("later", "No such file or directory: '.*versions/v00000007/model-00000.safetensors'$"),
+        ("target", "cannot be merged into .*No such file or directory: '.*whole'$"),
+        ("model", "cannot be merged into .*has no tensor .*; set training.lora.send: merged$"),
+    ],
+)
+def test_only_a_fault_of_the_model_has_the_cure_that_the_trainer_merges(
+    tiny_models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, fault: str
+) -> None:
+    model, whole = tmp_path / "model", tmp_path / ("none" if lost == "target" else "") / "whole"
+    shutil.copytree(tiny_models("llama"), model)
+    update = received(tmp_path / "versions", trained(engine_of(model, "adapter")))
+
+    def find_model(path: str) -> Any:
+        shutil.rmtree(tmp_path / "versions")  # between the look at the adapter and its use
+        return tensors_of_model(path)
+
+    if lost == "later":
+        monkeypatch.setattr("stretto.models.lora_files.tensors_of_model", find_model)
+    elif lost != "target":
+        path = tmp_path / lost
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    with pytest.raises(WeightsError, match=fault):
+        merge_adapter_files(update, model, whole)
 
 
 def test_a_model_whose_files_name_their_tensors_otherwise(tiny_models: Models, tmp_path: Path) -> None:

@@ -109,6 +109,23 @@ def test_engines_do_not_notice_that_a_trainer_is_replaced(start: Start) -> None:
     assert set(served.values()) == {1}
 
 
+@in_simulation
+@pytest.mark.parametrize("end", ["steps", "evaluation", "interrupted"])
+def test_no_engine_swaps_to_a_version_that_nothing_needs(start: Start, tmp_path: Path, end: str) -> None:
+    write_run_file(tmp_path)
+    data = f"{{use: jsonl, path: {tmp_path / 'rows.jsonl'}}}"
+    rows = f"evaluation={{dataset: {data}, rows: 4, every: 6}}"
+    run = start("steps=6", "inference.replicas=2", *([rows] if end == "evaluation" else []))
+    if end == "interrupted":
+        run.until_step(2)
+        run.process.send_signal(signal.SIGINT)
+    assert run.end() == (130 if end == "interrupted" else 0)
+    served = {event.version for event in run.journal() if isinstance(event, WeightsServed)}
+    last = run.summary()["version"]
+    assert (last in served, last - 1 in served) == (end == "evaluation", True)
+    assert not [line for line in run.log() if line["event"] == "swap failed"]
+
+
 @pytest.mark.slow
 def test_a_batch_that_ends_its_trainers_is_named_and_can_be_left_out(start: Start, tmp_path: Path) -> None:
     body = f"""

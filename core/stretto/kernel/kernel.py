@@ -261,6 +261,7 @@ class Kernel:
         await ending.drain_requested.wait()
         if self._facts.started:
             self._hear(RunClosing())
+            self._engines.close()
             self._fleet.needs = lambda role: role == "trainer"  # the signal may have reached all processes
             self._facts.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
             await self._steps.until_over()
@@ -274,6 +275,7 @@ class Kernel:
         ending.end(ending.drain_status, ending.drain_reason)
 
     async def _dismiss(self) -> None:
+        self._engines.close()
         self._facts.loss, self._facts.note = "", "stopping the workers"
         for _ in range(2):
             with anyio.move_on_after(1):
@@ -377,6 +379,7 @@ class Kernel:
             case HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
             case Finish():
+                self._engines.close()
                 await self._steps.until_over()
                 await self._engines.busy_s()  # updates the engines' figures for the summary
                 await self._checkpointer.save_last()

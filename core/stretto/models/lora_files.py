@@ -66,7 +66,13 @@ def merge_adapter_files(
     note = update.note
     assert update.folder is not None
     try:
-        model_tensors, adapter = tensors_of_model(str(model)), places_in(update.folder)
+        adapter = places_in(update.folder)
+        if adapter.keys() != update.hashes().keys():
+            raise WeightsError(f"files in {update.folder} were removed")
+    except (OSError, WeightsError) as error:
+        raise WeightsError(f"version {note.version} cannot be read: {error}", version=note.version) from error
+    try:
+        model_tensors = tensors_of_model(str(model))
         _check_fit(adapter, model_tensors, model)
         folder.mkdir(mode=0o700)
         adapted, others = dict[str, list[Place]](), dict[str, list[Place]]()
@@ -89,10 +95,10 @@ def merge_adapter_files(
             frozen.keep(folder, manifest)
     except (OSError, ValueError, WeightsError) as error:
         shutil.rmtree(folder, ignore_errors=True)
-        reason = (
-            f"version {note.version} is an adapter, and cannot be merged into {model}: {error}; set "
-            "training.lora.send: merged"
-        )
+        # Merging elsewhere helps if the model is at fault, not if the version is gone or the disk is full.
+        is_of_model = not isinstance(error, OSError) or Path(error.filename or "").is_relative_to(model)
+        cure = "; set training.lora.send: merged" if is_of_model else ""
+        reason = f"version {note.version} is an adapter, and cannot be merged into {model}: {error}{cure}"
         raise WeightsError(reason, version=note.version) from error
     note = msgspec.structs.replace(note, digest=manifest.digest)
     return FolderUpdate(note, folder, manifest, temporary=True)
@@ -105,7 +111,7 @@ def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place],
         if factors is None:
             raise ValueError(f"{name!r} is one factor of two, and the other one is missing")
         if matrix is None:
-            raise ValueError(f"{model} has no tensor {target!r}; set training.lora.send: merged")
+            raise ValueError(f"{model} has no tensor {target!r}")
         b, a = factors
         if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
             raise ValueError(f"{target!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")

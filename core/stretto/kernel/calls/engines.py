@@ -70,6 +70,7 @@ class Engines:
         self._awake: set[str] = set()
         """The workers that have, or may get, weights on their device."""
         self._fell_asleep = anyio.Event()
+        self._closed = False
         self._rooms = 0
         """Number of blocks of `making_room` under way."""
         self._fleet.may_start = lambda role: role != "inference" or not self._must_sleep
@@ -96,6 +97,12 @@ class Engines:
         for swap in self._swaps.values():
             swap.cancel()
         self.announce(note)
+
+    def close(self) -> None:
+        """Begin no swap to weights any more, and leave those under way: nothing needs them before the end."""
+        self._closed = True
+        for swap in self._swaps.values():
+            swap.cancel()
 
     def remember(self, notes: Iterable[WeightsNote]) -> None:
         """Store the notes of versions that evaluations may need."""
@@ -265,6 +272,8 @@ class Engines:
         evaluation may use the worker. None: there are no weights for it yet."""
         if self._must_sleep:
             return None, False
+        if self._closed:
+            return None
         if member.worker in self._lending.lent and self._demand.version in self.notes:
             return self.notes[self._demand.version], True
         return (self.note, False) if self.note is not None and not member.is_evaluator else None
