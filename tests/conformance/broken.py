@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
@@ -113,6 +113,23 @@ class Twice(GRPO):
         return super().advantages(batch.with_columns({"sample": torch.arange(len(batch))}))
 
 
+class OfSequencesConfig(GRPOConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    figure: Literal["mean", "upper_half", "deviation"]
+
+
+class OfSequences(GRPO):
+    """Compares with a figure of all sequences of the batch, where it should be one of all samples."""
+
+    def advantages(self, batch: Any) -> Any:
+        rewards, config = batch["rewards"], cast("OfSequencesConfig", self.config)
+        advantages = {
+            "mean": lambda: rewards - rewards.mean(),
+            "upper_half": lambda: rewards - rewards.sort().values[len(rewards) // 2 :].mean(),
+            "deviation": lambda: (rewards - rewards.mean()) / rewards.std(),
+        }
+        return advantages[config.figure]()[batch.sequence_index()]
+
+
 @hookimpl
 def stretto_reward() -> Iterable[Component[Any]]:
     yield Component("counting", counting, LooseConfig, "")
@@ -132,6 +149,7 @@ def stretto_inference() -> Iterable[Component[Any]]:
 @hookimpl
 def stretto_algorithm() -> Iterable[Component[Any]]:
     yield Component("twice", Twice, GRPOConfig, "")
+    yield Component("of_sequences", OfSequences, OfSequencesConfig, "")
 
 
 class TestCounting(RewardConformance):
@@ -181,3 +199,16 @@ class TestForgetful(InferenceConformance):
 class TestTwice(AlgorithmConformance):
     use, plugins, options = "twice", HERE, {"group_size": 4}
     finds = {"a_sample_in_parts_counts_once": "count a sample once"}
+
+
+class TestMeanOfSequences(AlgorithmConformance):
+    use, plugins, options = "of_sequences", HERE, {"group_size": 4, "figure": "mean"}
+    finds = {"a_sample_in_parts_counts_once": "count a sample once"}
+
+
+class TestUpperHalfOfSequences(TestMeanOfSequences):
+    options = {"group_size": 4, "figure": "upper_half"}
+
+
+class TestDeviationOfSequences(TestMeanOfSequences):
+    options = {"group_size": 4, "figure": "deviation"}
