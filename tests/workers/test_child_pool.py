@@ -132,6 +132,22 @@ async def test_a_question_of_a_killed_child_is_asked_once_more(tmp_path: Path) -
         await ask(pool, "lives")
 
 
+async def test_a_question_with_effects_is_never_asked_again(tmp_path: Path) -> None:
+    later = "import threading\n" + MORTAL.replace(
+        "    return",
+        "    threading.Timer(0.1, os._exit, (0,)).start() if completion == 'later' else None\n    return",
+    )
+    async with open_pool(tmp_path, later, repeats=False) as pool:
+        with pytest.raises(ChildEnded, match="killed by signal 9"):
+            await ask(pool, "killed once")
+        assert (tmp_path / "killed once").read_text() == "x"
+        first = psutil.Process(int(await ask(pool, "later")))
+        await until(lambda: not first.is_running())
+        await anyio.sleep(SOON_S)  # its guard ends with it
+        await ask(pool, "lives")
+        assert (tmp_path / "lives").read_text() == "x"
+
+
 async def test_after_a_loss_a_spare_waits_and_takes_the_next_place(tmp_path: Path) -> None:
     def children() -> set[int]:
         """Processes that run the program, below their guards."""

@@ -157,7 +157,12 @@ class _Environment:
         self._ids = count(1)
         self._replies: dict[int, dict[str, Any] | None] = {}
         """Replies of the episodes in progress, by id; None until the reply has arrived."""
-        self.ended = False
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether another process must take its place, also if it ended between two episodes."""
+        return self._ended or self._process.returncode is not None
 
     async def start(self, settings: Mapping[str, Any]) -> None:
         await self._send(settings)
@@ -184,7 +189,7 @@ class _Environment:
             del self._replies[id]
 
     async def end(self) -> None:
-        self.ended = True
+        self._ended = True
         kill(self._process)
         with anyio.CancelScope(shield=True):
             await self._process.aclose()
@@ -209,7 +214,7 @@ class _Environment:
         return msgspec.json.decode(line, type=dict[str, Any])
 
     async def _end_with_error(self) -> EpisodeError:
-        self.ended = True
+        self._ended = True
         with anyio.move_on_after(_END_S):
             await self._process.wait()
         await self.end()

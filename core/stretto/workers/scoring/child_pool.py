@@ -50,6 +50,8 @@ class Program:
     folder: Path | None = None
     """Working folder; None for that of this process."""
     max_answer: int = MAX_FRAME
+    repeats: bool = True
+    """Whether another child may get the question of a killed child. False for questions with effects."""
 
 
 class ChildEnded(Exception):
@@ -61,8 +63,8 @@ class _Blameless(ChildEnded):
 
 
 class ChildPool:
-    """Up to `count` processes of one program, started when needed. After the first loss the pool keeps a
-    spare, which has started Python but not loaded the user's code."""
+    """Up to `count` processes of one program, started when needed and after each loss. After the first loss
+    the pool keeps a spare, which has started Python but not loaded the user's code."""
 
     def __init__(self, program: Program, count: int) -> None:
         self._program = program
@@ -96,7 +98,7 @@ class ChildPool:
             )
         self.calls += 1
         try:
-            for _ in range(_ATTEMPTS - 1):
+            for _ in range(_ATTEMPTS - 1 if self._program.repeats else 0):
                 try:
                     return await self._ask_one(data, answer, timeout_s)
                 except _Blameless as error:
@@ -130,12 +132,9 @@ class ChildPool:
         if self._missing and self._waiting >= len(self._free):
             self._missing -= 1
             self._tasks.start_soon(self._start)
-        self._waiting += 1
-        try:
-            await self._available.acquire()
-        finally:
-            self._waiting -= 1
-        child = self._free.pop()
+        while (child := await self._free_child()).has_ended:
+            log.warning("child lost before its next question", child=self._program.name)
+            await self._remove(child)
         try:
             yield child
         except BaseException:
@@ -146,9 +145,20 @@ class ChildPool:
                 self._free.append(child)
                 self._available.release()
             else:
-                self._children.discard(child)
-                self._tasks.start_soon(self._replace)
-                await child.end()
+                await self._remove(child)
+
+    async def _free_child(self) -> _Child:
+        self._waiting += 1
+        try:
+            await self._available.acquire()
+        finally:
+            self._waiting -= 1
+        return self._free.pop()
+
+    async def _remove(self, child: _Child) -> None:
+        self._children.discard(child)
+        self._tasks.start_soon(self._replace)
+        await child.end()
 
     async def _replace(self) -> None:
         await self._start()
@@ -235,6 +245,11 @@ class _Child:
             return await self._answers.receive_exactly(size)
         except _PIPE_ERRORS as error:
             raise await self._ending() from error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process has ended, so that a question would not reach it."""
+        return self._process.returncode is not None
 
     def kill(self) -> None:
         self.alive = False

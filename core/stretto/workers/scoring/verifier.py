@@ -231,6 +231,7 @@ class _Tools(_Service):
             command.env,
             command.folder,
             tools.max_answer(config),
+            repeats=False,
         )
         super().__init__(context, program, run.verifier.tool_children)
 
