@@ -25,6 +25,7 @@ The tree contains every exception of core. The module is in brackets if it is no
     ├── LaunchError          a worker that could not be started, or ends again and again: `worker`
     ├── RunError             a run that cannot continue: `reason`
     │   └── CalmRunFails     (stretto.simulation.search) a simulated run that fails by itself: `tape`
+    ├── ToolServerError      (stretto.user_code.mcp_server) an MCP server reported an error, or was lost
     ├── ApiError             (stretto.agents.api_call) a refused HTTP request of an agent: `status`, `code`
     └── OverLimit            (stretto.agents.recorder) an agent's call beyond the limits of its run: `code`
 
@@ -38,6 +39,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
 import sysconfig
 import traceback
 from collections.abc import AsyncGenerator, Generator, Mapping
@@ -85,6 +87,8 @@ __all__ = [
 A = TypeVar("A")
 T = TypeVar("T")
 
+_MOST_PARTS = 3
+"""Errors of a group that a message shows."""
 # Control characters except tab and newline, line separators, marks that change the direction of text, and
 # surrogates, which no file or terminal can encode.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -259,13 +263,38 @@ def place_of(error: BaseException, files: str = "") -> str:
     """Return the error and its place, such as `"ZeroDivisionError: … (rewards.py:12)"`.
 
     The place is the last line of the user's own code in the traceback, or of a library if the traceback has
-    no code of the user. The text is `printable`.
+    no code of the user. A group of errors gives its first `_MOST_PARTS` parts, and a command that failed the
+    last line of its standard error. The text is `printable`.
 
     Args:
         files: a file or a folder that counts as the user's own code, such as that of an installed plugin.
     """
-    location = f" ({where})" if (where := location_of(error, files)) else ""
-    return printable(f"{type(error).__name__}: {error}{location}")
+
+    def text_and_place(part: BaseException) -> str:
+        location = f" ({where})" if (where := location_of(part, files)) else ""
+        return printable(f"{_text_of_part(part)}{location}")
+
+    return _of_parts(error, text_and_place)
+
+
+def error_text(error: BaseException) -> str:
+    """Return what `place_of` does, without the place, and with the characters of the error."""
+    return _of_parts(error, _text_of_part)
+
+
+def _of_parts(error: BaseException, text: Callable[[BaseException], str]) -> str:
+    parts = leaves(error)
+    more = [f"and {len(parts) - _MOST_PARTS} more"] if len(parts) > _MOST_PARTS else []
+    return "; ".join([*map(text, parts[:_MOST_PARTS]), *more])
+
+
+def _text_of_part(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, (subprocess.CalledProcessError, subprocess.TimeoutExpired)):
+        output: str | bytes = error.stderr or error.output or ""
+        last = (output.decode(errors="replace") if isinstance(output, bytes) else output).strip()
+        text += f"; its last line: {last.splitlines()[-1]}" if last else ""
+    return text
 
 
 def location_of(error: BaseException, files: str = "") -> str:

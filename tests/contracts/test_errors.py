@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 import stretto
 from stretto import errors
-from stretto.errors import nearest
+from stretto.errors import nearest, place_of
+from stretto.user_code.faults import SampleFault
 
 CORE = Path(stretto.__file__).parent
 _LINE = re.compile(
@@ -72,3 +76,24 @@ def test_the_nearest_word() -> None:
     assert nearest("gpro", ["gspo", "grpo", "ppo"]) == "; did you mean 'grpo'?"
     assert nearest("zzz", ["grpo"]) == ""
     assert nearest("x", []) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ExceptionGroup("outer", [ExceptionGroup("inner", [KeyError("a")])]), "KeyError: 'a'"),
+        (ExceptionGroup("two", [KeyError("a"), ValueError("b")]), "KeyError: 'a'; ValueError: b"),
+        (
+            ExceptionGroup("many", [ValueError(f"{number}") for number in range(9)]),
+            "ValueError: 0; ValueError: 1; ValueError: 2; and 6 more",
+        ),
+        (
+            subprocess.CalledProcessError(2, ["git"], stderr=b"usage\nfatal: no repository\n"),
+            "CalledProcessError: Command '['git']' returned non-zero exit status 2.; its last line: "
+            "fatal: no repository",
+        ),
+    ],
+)
+def test_an_error_shows_what_its_wrapper_hides(error: BaseException, text: str) -> None:
+    assert place_of(error) == text
+    assert SampleFault.of(error, "reward").error == f"reward raised {text}"

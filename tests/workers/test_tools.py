@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ from stretto.tools import (
     parse_calls,
     tool_of,
 )
+from stretto.user_code.protocol import try_to_ask
 from stretto.user_code.tools import Invocation, command, max_answer, setup_frame
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
 
@@ -372,6 +374,138 @@ async def test_tools_of_a_running_mcp_server(tmp_path: Path, monkeypatch: pytest
     finally:
         running.kill()
         running.wait()
+
+
+MORTAL_SERVER = """
+import json, os, secrets, sys, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+ENDINGS = {"exit": lambda: os._exit(3), "kill": lambda: os.kill(os.getpid(), 9), "later": None}
+NAMES = ("process", *ENDINGS)
+
+def call(name):
+    if name == "later":
+        threading.Timer(0.1, os._exit, (4,)).start()
+    elif name in ENDINGS:
+        open(sys.argv[1], "a").write("x")
+        print("out of paper", file=sys.stderr, flush=True)
+        ENDINGS[name]()
+    return {"content": [], "structuredContent": {"id": os.getpid()}}
+
+def answer(line):
+    message = json.loads(line)
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in NAMES]
+    results = {
+        "initialize": lambda _: {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}},
+                                 "serverInfo": {"name": "mortal", "version": "1"}},
+        "tools/list": lambda _: {"tools": tools},
+        "tools/call": lambda params: call(params["name"]),
+    }
+    head = {"jsonrpc": "2.0", "id": message.get("id")}
+    if message["method"] in results:
+        return json.dumps({**head, "result": results[message["method"]](message.get("params"))})
+    return json.dumps({**head, "error": {"code": -32601, "message": "unknown"}}) if "id" in message else ""
+
+class Web(BaseHTTPRequestHandler):
+    session = secrets.token_hex()
+
+    def do_POST(self):
+        known = self.headers.get("Mcp-Session-Id", self.session) == self.session
+        text = answer(self.rfile.read(int(self.headers["Content-Length"]))) if known else ""
+        self.send_response((200 if text else 202) if known else 404)
+        for name, value in {"Mcp-Session-Id": self.session, "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+if sys.argv[2:]:
+    HTTPServer(("127.0.0.1", int(sys.argv[2])), Web).serve_forever()
+for line in sys.stdin:
+    if text := answer(line):
+        print(text, flush=True)
+"""
+BESIDE = """
+from pathlib import Path
+
+def calls() -> str: return Path("/tmp/calls").read_text()
+def runs(id: int) -> bool: return Path(f"/proc/{id}").exists()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("exit", 3), ("kill", 137)])
+async def test_a_lost_mcp_server_costs_one_call(tmp_path: Path, how: str, status: int) -> None:
+    (tmp_path / "server.py").write_text(MORTAL_SERVER)
+    (tmp_path / "tools.py").write_text(BESIDE)
+    server = MCPServer(command=("python", str(tmp_path / "server.py"), "/tmp/calls"))
+    config = ToolsConfig(tools=(f"{tmp_path}/tools.py:calls", f"{tmp_path}/tools.py:runs"), mcp=(server,))
+    async with tool_process(config, tmp_path / "out") as (children, _):
+        for number in (1, 2, 3, 4):  # each works again after one that fails
+            assert json.loads((await call(children, "process")).text)["id"]
+            lost = await call(children, how)
+            assert lost.failed
+            assert "server.py /tmp/calls' was lost: MCPError: Connection closed; its last " in lost.text
+            assert re.search(rf"out of paper;( Killed;)? exit status {status}", lost.text)
+            assert await call(children, "calls") == ToolAnswer("x" * number)  # made once; others go on
+        # A server that ends between two calls costs none.
+        process = json.loads((await call(children, "later")).text)
+        with anyio.fail_after(patience()):
+            while await call(children, "runs", **process) == ToolAnswer("true"):
+                await anyio.sleep(SOON_S)
+        assert not (await call(children, "process")).failed
+        for _ in range(3):
+            assert (await call(children, how)).failed
+        with pytest.raises(ChildEnded, match="exit status 1"):  # the fourth loss in a row
+            await call(children, how)
+        assert not (await call(children, "process")).failed
+
+
+async def test_a_running_mcp_server_that_restarts_costs_the_call_in_which_it_ended(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(MORTAL_SERVER)
+    port, _ = Server.draw_address()
+    command = [sys.executable, tmp_path / "server.py", tmp_path / "calls", str(port)]
+    config = ToolsConfig(mcp=(MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
+    running = subprocess.Popen(command)
+    try:
+        await until_it_listens(port)
+        async with tool_process(config, tmp_path / "out") as (children, _):
+            assert (await call(children, "exit")).failed
+            for ending in ("later", "exit"):
+                running.wait()
+                away = await call(children, "process")
+                assert away.failed
+                assert "did not start: ConnectError: All connection attempts failed" in away.text
+                running = subprocess.Popen(command)
+                await until_it_listens(port)
+                assert not (await call(children, "process")).failed
+                await call(children, ending)
+            running.wait()
+            running = subprocess.Popen(command)  # with new sessions
+            await until_it_listens(port)
+            assert not (await call(children, "process")).failed
+        assert (tmp_path / "calls").read_text() == "xx"
+    finally:
+        running.kill()
+        running.wait()
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ({"command": ["python", "-m", "no_such_module"]}, "No module named no_such_module; exit status 1"),
+        ({"command": ["python", "-c", "import os; os.environ['KEY']"]}, "KeyError: 'KEY'; exit status 1"),
+        ({"command": ["no-such-program"]}, "no-such-program: not found; exit status 127"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "ConnectError: All connection attempts failed"),
+    ],
+)
+async def test_a_server_that_does_not_start_says_why(
+    tmp_path: Path, server: dict[str, Any], reason: str
+) -> None:
+    config = ToolsConfig(mcp=(msgspec.convert(server, MCPServer),))
+    sandboxed = command(config, "bubblewrap", str(tmp_path))
+    started, _ = try_to_ask(sandboxed.argv, setup_frame(config), (), patience(), env=sandboxed.env)
+    name = server.get("url") or " ".join(server["command"])
+    assert f"the tools cannot be made: the MCP server {name!r} did not start: " in started.error
+    assert started.error.endswith(reason)
 
 
 async def until_it_listens(port: int) -> None:

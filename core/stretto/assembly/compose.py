@@ -32,7 +32,7 @@ from stretto.assembly.sections import (
 )
 from stretto.component import Component, ComponentParts, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
-from stretto.errors import PluginError, StrettoError, foreign_frames, nearest, offer, place_of
+from stretto.errors import PluginError, StrettoError, error_text, foreign_frames, nearest, offer, place_of
 
 _PARTS = "parts"
 """Key of a section whose type may be `ComponentParts`."""
@@ -128,7 +128,7 @@ class Composed:
         """Return an error as text; if stretto did not raise it, with plugin, line and the file `log`."""
         if isinstance(error, StrettoError):
             return self.redact(str(error))
-        return self.redact(f"{self.blame(error) or f'{type(error).__name__}: {error}'}; traceback in {log}")
+        return self.redact(f"{self.blame(error) or error_text(error)}; traceback in {log}")
 
 
 def compose(

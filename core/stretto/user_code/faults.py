@@ -46,13 +46,13 @@ class SampleFault(msgspec.Struct, frozen=True):
     def of(cls, error: BaseException, what: str = "") -> SampleFault:
         """Make the fault of an exception. `what` is the name of the user's code that raised it: the text
         begins with `WHAT raised`, except for a RewardError or PolicyError, which is raised on purpose."""
-        error = leaves(error)[0]
+        whole, error = error, leaves(error)[0]
         if what and not isinstance(error, (RewardError, PolicyError)):
-            text = f"{what} raised {place_of(error)}"
+            text = f"{what} raised {place_of(whole)}"
         elif what:
             text = str(error)
         else:
-            text = f"{type(error).__name__}: {error}" if isinstance(error, StrettoError) else place_of(error)
+            text = f"{type(error).__name__}: {error}" if isinstance(error, StrettoError) else place_of(whole)
         site = error.site if isinstance(error, RewardError) else _site_of(error)
         return cls(printable(text), kind_of(error), site)
 

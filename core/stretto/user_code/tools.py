@@ -1,17 +1,16 @@
 """The tool process, child of a verifier worker: it runs tools in the sandbox, one call at a time.
 
 The first frame names the tools; `Started` has their schemas. MCP servers are its children and end with it.
+If one of them is lost, a call starts it again (`stretto.user_code.mcp_server`).
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +19,16 @@ import anyio.to_thread
 import msgspec
 
 from stretto.component import Problem, SandboxMode
-from stretto.errors import nearest, place_of
+from stretto.errors import StrettoError, error_text, nearest, place_of
 from stretto.machine.proxies import proxy_variables
 from stretto.models.images import MAX_FILE_BYTES, ImageError, decode, files_of
 from stretto.tools import MCPServer, Tool, ToolAnswer, ToolResult, ToolsConfig, text_of, tool_of
 from stretto.user_code.importable import load_importable
+from stretto.user_code.mcp_server import ToolServer, ToolServerError
 from stretto.user_code.protocol import MAX_FRAME, Pipes, Started, encodable, try_to_ask
 from stretto.user_code.sandbox import SandboxedCommand, can_show, sandbox_command
 
 if TYPE_CHECKING:
-    from mcp import Client
-
     from stretto.config import RunConfig
 
 _TRY_S = 60.0
@@ -131,14 +129,13 @@ def _lacking(schemas: Sequence[Mapping[str, Any]]) -> Iterator[Problem]:
             )
 
 
-async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
+async def _tools(setup: _Setup, servers: Sequence[ToolServer]) -> dict[str, Tool]:
     offered = [
         (reference, tool_of(load_importable(reference), reference.rpartition(":")[2]))
         for reference in setup.tools
     ]
-    for server in setup.mcp:
-        origin = server.url or " ".join(server.command)
-        offered += [(origin, tool) for tool in await _tools_of_server(server, stack)]
+    for server in servers:
+        offered += [(server.name, tool) for tool in await server.tools()]
     tools: dict[str, Tool] = {}
     origins: dict[str, str] = {}
     for origin, tool in offered:
@@ -148,55 +145,6 @@ async def _tools(setup: _Setup, stack: AsyncExitStack) -> dict[str, Tool]:
             )
         tools[tool.name], origins[tool.name] = tool, origin
     return tools
-
-
-async def _tools_of_server(server: MCPServer, stack: AsyncExitStack) -> list[Tool]:
-    """Return the tools of an MCP server. The connection lasts until the stack is closed."""
-    client = await _connect(server, stack)
-    tools: list[Tool] = []
-    page = await client.list_tools()
-    while True:
-        tools += [
-            Tool(tool.name, tool.description or "", tool.input_schema, _Remote(client, tool.name))
-            for tool in page.tools
-        ]
-        if page.next_cursor is None:
-            return tools
-        page = await client.list_tools(cursor=page.next_cursor)
-
-
-async def _connect(server: MCPServer, stack: AsyncExitStack) -> Client:
-    from mcp import Client, StdioServerParameters
-
-    if server.url is not None:
-        return await stack.enter_async_context(Client(server.url))
-    program, *arguments = server.command
-    parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
-    return await stack.enter_async_context(Client(parameters))
-
-
-class _Remote:
-    """A tool of an MCP server as a function."""
-
-    def __init__(self, client: Client, name: str) -> None:
-        self._client = client
-        self._name = name
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        result = await self._client.call_tool(self._name, dict(arguments))
-        text = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
-            for part in result.content
-            if part.type != "image"
-        )
-        if result.is_error:
-            raise _ServerError(text)
-        images = [base64.b64decode(part.data) for part in result.content if part.type == "image"]
-        return ToolResult(text, images)
-
-
-class _ServerError(Exception):
-    """An error that an MCP server reports; the text is the server's."""
 
 
 async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: int) -> ToolAnswer:
@@ -221,11 +169,11 @@ async def _answer(tools: Mapping[str, Tool], invocation: Invocation, max_chars: 
         return failed(f"the result has an image that cannot be used: {error}")
     except msgspec.ValidationError as error:
         return failed(f"wrong arguments: {error}")
-    except _ServerError as error:
+    except ToolServerError as error:
         return failed(str(error))
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the answer shows it to the policy
         print(f"tool {tool.name!r} raised {place_of(error)}", file=sys.stderr, flush=True)
-        return failed(f"{type(error).__name__}: {error}")
+        return failed(error_text(error))
     return ToolAnswer(_without_surrogates(text), images=images)
 
 
@@ -234,27 +182,36 @@ def _without_surrogates(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-async def _serve(pipes: Pipes) -> None:
+async def _serve(pipes: Pipes) -> str | None:
+    """Serve calls until the input ends. Return why if the process must end before."""
     first = pipes.receive()
     if first is None:
-        return
+        return None
     setup = msgspec.msgpack.decode(first, type=_Setup)
-    async with AsyncExitStack() as stack:
+    async with anyio.create_task_group() as tasks:
+        servers = [ToolServer(config, tasks) for config in setup.mcp]
         try:
-            tools = await _tools(setup, stack)
+            tools = await _tools(setup, servers)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; `Started` reports it
             traceback.print_exc()
-            pipes.send(Started(f"the tools cannot be made: {encodable(place_of(error))}"))
-            return
-        pipes.send(Started(data=msgspec.msgpack.encode([tool.schema for tool in tools.values()])))
-        while (data := await anyio.to_thread.run_sync(pipes.receive)) is not None:
-            invocation = msgspec.msgpack.decode(data, type=Invocation)
-            pipes.send(await _answer(tools, invocation, setup.max_result_chars))
+            reason = str(error) if isinstance(error, StrettoError) else place_of(error)
+            pipes.send(Started(f"the tools cannot be made: {encodable(reason)}"))
+        else:
+            pipes.send(Started(data=msgspec.msgpack.encode([tool.schema for tool in tools.values()])))
+            while (data := await anyio.to_thread.run_sync(pipes.receive)) is not None:
+                invocation = msgspec.msgpack.decode(data, type=Invocation)
+                answer = await _answer(tools, invocation, setup.max_result_chars)
+                if given_up := [server.given_up for server in servers if server.given_up]:
+                    return given_up[0]
+                pipes.send(answer)
+        finally:
+            tasks.cancel_scope.cancel()
+    return None
 
 
 def main() -> None:
     """Serve calls of tools until the input ends."""
-    anyio.run(_serve, Pipes())
+    sys.exit(anyio.run(_serve, Pipes()))
 
 
 if __name__ == "__main__":

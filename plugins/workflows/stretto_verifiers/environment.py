@@ -93,6 +93,12 @@ async def play_episode(config: Any, task: Any, order: dict[str, Any]) -> dict[st
     }
 
 
+def text_of(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}"
+
+
 async def serve(send: Send) -> None:
     """Play all requested episodes at the same time, until the input ends."""
     lines = asyncio.StreamReader(limit=2**26)
@@ -103,7 +109,7 @@ async def serve(send: Send) -> None:
         config = config_of(settings["config"])
         tasks = tasks_of(config, settings["size"])
     except Exception as error:  # noqa: BLE001 - an environment may raise anything; the reply says what
-        send({"error": f"{type(error).__name__}: {error}"})
+        send({"error": text_of(error)})
         return
     send({"tasks": [describe(task) for task in tasks]})
     running: dict[int, asyncio.Task[None]] = {}
@@ -112,7 +118,7 @@ async def serve(send: Send) -> None:
         try:
             send({"id": order["id"], **await play_episode(config, tasks[order["task"]], order)})
         except Exception as error:  # noqa: BLE001 - an episode may raise anything
-            send({"id": order["id"], "error": f"{type(error).__name__}: {error}"})
+            send({"id": order["id"], "error": text_of(error)})
         finally:
             del running[order["id"]]
 
