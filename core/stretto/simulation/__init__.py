@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from stretto.simulation.faults import KINDS, POINTS, Fault, Tape
 from stretto.simulation.forecast import Forecast, ServiceTimes, composed, forecast
-from stretto.simulation.search import CalmRunFails, describe, run_tape, search, shrink, tapes_of
+from stretto.simulation.search import CalmRunFails, describe, run_tape, search, shrink, steps_within, tapes_of
 from stretto.simulation.universe import Outcome
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "run_tape",
     "search",
     "shrink",
+    "steps_within",
     "tapes_of",
 ]

@@ -80,6 +80,8 @@ class Tape(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the version that the run must end with; empty if unknown."""
     may_fail: bool = False
     """Whether tickets may fail even without faults."""
+    limit_s: float = 60.0
+    """A universe is ended after this many processor seconds without a new batch, version or evaluation."""
 
 
 KINDS = {

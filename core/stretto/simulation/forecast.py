@@ -23,7 +23,7 @@ from stretto.simulation import patches, processes
 from stretto.simulation.faults import Tape
 from stretto.simulation.host import Host
 from stretto.simulation.run_file import simulated
-from stretto.simulation.search import in_fork
+from stretto.simulation.search import LIMIT_S, allow, how_ended, in_fork
 from stretto.simulation.server import SimulatedServer
 from stretto.simulation.universe import Universe
 
@@ -119,12 +119,13 @@ def forecast(run: Mapping[str, Any], times: ServiceTimes, *, cores: int, compute
 
         def work() -> bytes:
             universe = _FaultlessUniverse(document, folder, times, cores, computes=computes)
+            universe.on_progress = partial(allow, LIMIT_S)
             return msgspec.msgpack.encode(universe.forecast())
 
         data, status = in_fork(work)
     result: Forecast | str = msgspec.msgpack.decode(data, type=Forecast | str) if data else ""
     if isinstance(result, str):
-        raise RunError(f"the simulated run has not completed: {result or f'exit status {status}'}")
+        raise RunError(f"the simulated run has not completed: {result or how_ended(status, LIMIT_S)}")
     return result
 
 

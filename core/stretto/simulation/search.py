@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import hashlib
+import math
 import multiprocessing
 import os
 import resource
@@ -17,6 +19,7 @@ from contextlib import ExitStack
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from time import process_time  # the real clock: a universe replaces the one of `time`
 from typing import Any
 
 import msgspec
@@ -29,8 +32,10 @@ from stretto.simulation.run_file import simulated
 from stretto.simulation.universe import Outcome, Universe
 from stretto.user_code.guard import end_with_parent
 
-_CPU_S = 60
-"""A universe is killed after these processor seconds."""
+LIMIT_S = 60.0
+"""Default of a tape's `limit_s`."""
+_MOST_RUNS = 3
+"""A universe may use the processor time of so many runs without faults before it makes progress."""
 _FOLDER = 900
 """File descriptor of a universe's folder in its fork. Its path names the folder in all files of a universe,
 so that these files, and digests of them, are the same in each universe."""
@@ -41,8 +46,19 @@ class CalmRunFails(RunError):
 
     def __init__(self, tape: Tape, outcome: Outcome) -> None:
         text = "\n".join(describe(tape, outcome))
-        super().__init__(f"without any fault, the simulated run fails:\n{text}")
+        failed = outcome.status != "hung"
+        what = "the simulated run fails" if failed else "a limit ended the simulated run; it did not fail"
+        super().__init__(f"without any fault, {what}:\n{text}")
         self.tape = tape
+
+
+def steps_within(seconds: float, file: Path, overrides: Sequence[str] = ()) -> tuple[int, int]:
+    """Return how many steps a run makes in so many processor seconds without faults, and how many it has."""
+    composed = compose(file, overrides)
+    simulated(composed.document, Path())  # raises here, and not in a fork
+    outcome = run_tape(Tape(seed=0, run=dict(composed.document), faults=()), seconds)
+    all_steps = composed.config.steps
+    return max(1, outcome.steps) if outcome.status == "out of time" else all_steps, all_steps
 
 
 def tapes_of(
@@ -52,19 +68,21 @@ def tapes_of(
     overrides: Sequence[str] = (),
     num_faults: int = 6,
     kinds: Collection[str] = (),
+    limit_s: float = LIMIT_S,
 ) -> list[Tape]:
     """Return a tape of a run file for each seed. Its faults, of `kinds` or of all kinds, are drawn within the
     time that the run takes without faults. A run without staleness must end with the model of the run without
-    faults, if two seeds gave the same model.
+    faults, if two seeds gave the same model. The limit of a universe is `limit_s`, or more if the run
+    without faults needs long on this machine.
 
     Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails if it fails without
     faults.
     """
     composed = compose(file, overrides)
-    calm = Tape(seed=0, run=dict(composed.document), faults=())
+    calm = Tape(seed=0, run=dict(composed.document), faults=(), limit_s=limit_s)
     simulated(composed.document, Path())  # raises here, and not in a fork
     outcome = run_tape(calm)
-    if outcome.failed:  # a reward of the user's may fail for some rows
+    if outcome.failed and outcome.status != "hung":  # a reward of the user's may fail for some rows
         outcome = run_tape(calm := msgspec.structs.replace(calm, may_fail=True))
     if outcome.failed:
         raise CalmRunFails(calm, outcome)
@@ -73,7 +91,8 @@ def tapes_of(
         other_outcome = run_tape(msgspec.structs.replace(calm, seed=1))
         model = outcome.model if other_outcome.model == outcome.model else ""
     patience_s = calm.patience_s + outcome.longest_wait_s
-    tape = msgspec.structs.replace(calm, patience_s=patience_s, model=model)
+    limit_s = max(limit_s, math.ceil(_MOST_RUNS * outcome.cpu_s))
+    tape = msgspec.structs.replace(calm, patience_s=patience_s, model=model, limit_s=limit_s)
     until_s = 0.8 * outcome.virtual_s
     return [
         msgspec.structs.replace(
@@ -112,15 +131,19 @@ def search(
 
 
 def _digest(tape: Tape) -> str:
+    tape = msgspec.structs.replace(tape, limit_s=LIMIT_S)  # the other one is of this machine
     return hashlib.blake2b(msgspec.msgpack.encode(tape), digest_size=8).hexdigest()
 
 
-def run_tape(tape: Tape) -> Outcome:
-    """Run a universe in a forked process and return its outcome. Its files are removed afterwards."""
+def run_tape(tape: Tape, most_s: float = math.inf) -> Outcome:
+    """Run a universe in a forked process and return its outcome: `out of time` after `most_s` processor
+    seconds. Its files are removed afterwards."""
     with tempfile.TemporaryDirectory(dir=_root(), ignore_cleanup_errors=True) as folder:
-        data, status = in_fork(partial(_run_in, Path(folder), tape))
+        data, status = in_fork(partial(_run_in, Path(folder), tape, most_s))
+    if status == -signal.SIGXCPU:
+        return Outcome(status="hung", reason=f"{how_ended(status, tape.limit_s)}; --limit allows more")
     if not data:
-        return Outcome(status="died", reason=f"exit status {status}")
+        return Outcome(status="died", reason=how_ended(status, tape.limit_s))
     return msgspec.msgpack.decode(data, type=Outcome)
 
 
@@ -175,8 +198,23 @@ def _root() -> Path:
 def enter_fork() -> None:
     """Prepare a forked process for a universe: it ends with its parent; its processor time is limited."""
     end_with_parent(signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, _CPU_S))
+    faulthandler.register(signal.SIGXCPU, file=2, chain=True)  # prints what a universe computes, and ends it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    allow(LIMIT_S)
     gc.disable()  # it would end forgotten coroutines at a moment that no seed decides
+
+
+def allow(seconds: float) -> None:
+    """End this process after so many more processor seconds."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(process_time() + seconds), hard))
+
+
+def how_ended(status: int, limit_s: float) -> str:
+    """Return what ended a fork that was allowed `limit_s` processor seconds at a time."""
+    if status != -signal.SIGXCPU:
+        return f"exit status {status}"
+    return f"it reached its limit: {limit_s:g} processor seconds without progress (its stack is above)"
 
 
 def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
@@ -201,10 +239,24 @@ def in_fork(work: Callable[[], bytes]) -> tuple[bytes, int]:
     return data, os.waitstatus_to_exitcode(status)
 
 
-def _run_in(folder: Path, tape: Tape) -> bytes:
+class _OutOfTime(Exception):
+    """A universe has used its processor time; the argument is the number of its steps."""
+
+
+def _run_in(folder: Path, tape: Tape, most_s: float) -> bytes:
+    def check_time(thread: object) -> None:
+        if process_time() > most_s:
+            raise _OutOfTime(universe.oracle.steps)
+
     try:
         os.dup2(os.open(folder, os.O_PATH), _FOLDER)
-        outcome = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}")).run()
+        universe = Universe(tape, Path(f"/proc/self/fd/{_FOLDER}"))
+        universe.loop.on_ran = check_time if most_s < math.inf else None
+        universe.on_progress = partial(allow, tape.limit_s)
+        universe.on_progress()
+        outcome = universe.run()
+    except _OutOfTime as end:
+        outcome = Outcome(status="out of time", reason="", steps=end.args[0])
     except BaseException as error:  # noqa: BLE001 - the parent reports it
         outcome = Outcome(status="crashed", reason="".join(traceback.format_exception(error)))
     return msgspec.msgpack.encode(outcome)

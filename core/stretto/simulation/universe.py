@@ -73,6 +73,7 @@ class Outcome(msgspec.Struct):
     longest_wait_s: float = 0.0
     """Longest virtual time between events: a batch, version or evaluation in the journal, or a fault."""
     cpu_s: float = 0.0
+    steps: int = 0
     callbacks: int = 0
     messages: int = 0
     kernels: int = 0
@@ -108,12 +109,15 @@ class Universe:
         """Summary of the newest kernel; None while that kernel runs, or if it was killed."""
         self._began = self._expects_from = self.loop.time()  # the run should make progress from then on
         self._longest_wait_s = 0.0
+        self.on_progress = lambda: None
+        """Called at each batch, version and evaluation in the journal, and at each fault."""
 
     def be_patient(self, seconds: float) -> None:
         """Expect no progress of the run for `seconds`, and update the longest wait."""
         now = self.loop.time()
         self._longest_wait_s = max(self._longest_wait_s, now - self._expects_from)
         self._expects_from = max(self._expects_from, now + seconds)
+        self.on_progress()
 
     def _watch(self, sender: str, subject: str, data: bytes, head: bytes) -> None:
         if any(kind in data for kind in _PROGRESS) and subject.endswith(".events"):
@@ -149,6 +153,7 @@ class Universe:
             virtual_s=round(self.loop.time() - self._began, 3),
             longest_wait_s=round(self._longest_wait_s, 3),
             cpu_s=round(cpu_clock() - cpu_began, 3),
+            steps=self.oracle.steps,
             callbacks=self.loop.callbacks,
             messages=self.server.messages,
             kernels=self._kernels,
