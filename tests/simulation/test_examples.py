@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import stretto_simulate
 from patience import patience
 from plugin_files import write_plugin
 from stretto.cli.main import app
@@ -100,6 +103,52 @@ STUCK = """
         async def run(self, prompt, session):
             await asyncio.Event().wait()
 """
+
+
+HANGING = STUCK.replace("await asyncio.Event().wait()", "while True: pass")
+SLOW_SEARCH = STUCK.replace("await asyncio.Event().wait()", "raise TimeoutError('the search was slow')")
+
+
+@pytest.mark.parametrize(
+    ("command", "workflow", "named"),
+    [
+        (
+            simulated,
+            HANGING,
+            "without any fault, a limit ended the simulated run; it did not fail:\nseed 0: hung",
+        ),
+        (planned, HANGING, "the simulated run has not completed: it reached its limit: 1 processor seconds"),
+        (simulated, SLOW_SEARCH, "TimeoutError: the search was slow"),
+    ],
+)
+def test_the_limit_that_ended_something_is_named(
+    command: Callable[..., str],
+    workflow: str,
+    named: str,
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = write_plugin(tmp_path, "workflow", workflow, "stretto.WorkflowConfig")
+    run = small_run(QUICKSTART, rows, f"plugins=[{plugin}]", "workflow=mine", "evaluation=null")
+    for module in ("search", "forecast"):
+        monkeypatch.setattr(import_module(f"stretto.simulation.{module}"), "LIMIT_S", 1)
+    monkeypatch.chdir(tmp_path)
+    told = simulated(*run, "--limit", "1") if command is simulated else planned(rows, *run)
+    assert named in told
+    assert "workflow.timeout_s" not in told
+    assert "exit status" not in told
+
+
+def test_a_run_has_the_steps_that_fit_and_shows_its_progress(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = [value for value in small_run(QUICKSTART, rows, "evaluation=null") if value != "steps=2"]
+    monkeypatch.setattr(stretto_simulate, "_UNIVERSE_S", 0)
+    monkeypatch.setattr(stretto_simulate, "_SAY_S", 0.1)
+    told = simulated(*run)
+    assert "simulating 1 of 200 steps; `steps=200` simulates all" in told
+    assert "  0 of 1 universes done, 0 failed, " in told
 
 
 def test_a_run_that_is_stuck_without_a_fault_leaves_a_tape(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,21 @@ def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp
     assert [tape.seed for tape, _ in search(tapes, record=record)] == [2]
     other = few_steps(small(1, 2))  # the same seed, but not the same universe
     assert [tape.seed for tape, _ in search([*tapes, other], record=record)] == [1]
+
+
+def test_the_limit_of_a_universe_begins_again_with_each_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def allow(seconds: float) -> None:
+        with (tmp_path / "limits").open("a") as file:  # a universe is a process of its own
+            file.write(f"{seconds}\n")
+
+    monkeypatch.setattr(import_module("stretto.simulation.search"), "allow", allow)
+    tape = msgspec.structs.replace(few_steps(small(0, faults=0)), limit_s=77.0)
+    assert run_tape(tape).steps == 2
+    limits = (tmp_path / "limits").read_text().split()
+    assert limits[0] == "60.0"
+    assert limits.count("77.0") > 4  # a batch and a version for each step
 
 
 FAULTS = [

@@ -53,6 +53,7 @@ STORE = "store"
 """User and account that own the streams."""
 _GUARD_POLL_S = 0.5
 """Seconds between checks of the guard. A server whose guard was killed is back after a few checks."""
+_START_S = 20.0
 _INFO_S = 2.0  # for the first line of a server that accepts a connection
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
@@ -274,7 +275,7 @@ class NatsServer:
             self.process.kill()  # on Linux the server dies with its guard
 
     async def _until_ready(self, place: Listening, run: str) -> None:
-        deadline, name = clock.now() + 20, None
+        deadline, name = clock.now() + _START_S, None
         while clock.now() < deadline and self.process.poll() is None:
             name = await _server_name(place.near, place.port)
             if name == run:
@@ -291,7 +292,8 @@ class NatsServer:
             )
         file = self.folder / "nats.log"
         tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
-        raise BusError(f"the bundled nats-server did not come up at {place.host}, port {place.port}: {tail}")
+        what = f"not up after {_START_S:g} s" if self.process.poll() is None else "ended"
+        raise BusError(f"the bundled nats-server at {place.host}, port {place.port} {what}: {tail}")
 
 
 async def _server_name(host: str, port: int) -> str | None:

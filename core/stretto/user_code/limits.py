@@ -127,7 +127,7 @@ def _limit_memory(memory_mb: int | None) -> None:
 def _score_at_limit(limits: AnswerLimits, status: int) -> LimitedScore:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGPROF:
-        metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time"
+        metric, why = "over_time", f"needs more than {limits.cpu_s:g} s of processor time (answer_cpu_s)"
     elif code == _NO_MEMORY:
         metric, why = "over_memory", f"needs more than {limits.memory_mb} MiB of memory"
     else:

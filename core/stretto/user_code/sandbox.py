@@ -183,7 +183,7 @@ def sandbox_problem(*, network: bool = False) -> str:
         trial = sandbox_command(["true"], sandbox="bubblewrap", network=network)
         result = run_child(trial.argv, b"", _TRY_S, env=trial.env)
     except TimeoutError:
-        return f"bubblewrap cannot start: it takes more than {_TRY_S:g} s"
+        return f"bubblewrap has not started within {_TRY_S:g} s: try again if this machine was busy"
     except OSError as error:
         return f"bubblewrap cannot start: {error}"
     if result.returncode:

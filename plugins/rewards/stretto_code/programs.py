@@ -173,8 +173,11 @@ class _WarmPython:
 
     def wait_until_ready(self) -> None:
         self._control.settimeout(_START_S)
+        silence = "it ended without a reason"
         try:
             is_ready = self._control.recv(len(READY)) == READY
+        except TimeoutError:
+            is_ready, silence = False, f"it was not ready within {_START_S:g} s, as on a busy machine"
         except OSError:
             is_ready = False
         if not is_ready:
@@ -183,8 +186,7 @@ class _WarmPython:
             self.end()
             last_line = errors.decode(errors="replace").strip().rpartition("\n")[2]
             raise RewardError(
-                f"the sandbox of programs cannot start: {last_line or 'it ended without a reason'}; "
-                "see `stretto doctor`"
+                f"the sandbox of programs cannot start: {last_line or silence}; see `stretto doctor`"
             )
 
     def run(self, source: str, stdin: bytes, limits: ProgramLimits) -> Execution:

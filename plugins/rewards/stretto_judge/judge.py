@@ -165,7 +165,10 @@ class Judge:
             async with client.post(url, json=request, allow_redirects=False, proxy=proxy) as response:
                 body = await _beginning(response)
                 status, after = response.status, response.headers.get("Retry-After", "")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError as error:
+            limit = f"reward.request_s={self._config.request_s:g}"
+            raise _PassingError(f"{url} did not answer within {limit}") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise _PassingError(f"{url}: {str(error) or type(error).__name__}") from error
         if status == 200:
             return self._text_of_reply(body)

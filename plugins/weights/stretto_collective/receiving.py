@@ -62,7 +62,8 @@ class _RanksSource:
                 for bucket in buckets(files.items(), config.bucket_mb * 2**20, write=True):
                     transfer.receive(bucket)
         except (RuntimeError, StrettoError, TimeoutError) as error:
-            reason = f"version {note.version} from {note.address} was not received: {error}"
+            why = str(error) or f"no answer within weights.deadline_s={config.deadline_s:g}"
+            reason = f"version {note.version} from {note.address} was not received: {why}"
             raise WeightsError(reason, version=note.version) from error
 
     async def _ask(self, note: WeightsNote, question: Question, deadline_s: float) -> bytes:

@@ -140,8 +140,10 @@ class VerifiersWorkflow:
         try:
             with anyio.fail_after(_START_S):
                 await environment.start(settings)
-        except BaseException:
+        except BaseException as error:
             await environment.end()
+            if isinstance(error, TimeoutError):
+                raise EpisodeError(f"the environment did not start within {_START_S:g} s") from error
             raise
         return environment
 

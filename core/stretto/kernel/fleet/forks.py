@@ -168,7 +168,8 @@ class ForkServer:
                 socket.send_fds(self._socket, [json.dumps(request).encode()], [output.fileno()])
                 return await answer
         except (ConnectionError, TimeoutError, ForkRefused) as error:
-            why = str(error) or type(error).__name__
+            late = isinstance(error, TimeoutError)
+            why = f"no answer within {_ANSWER_S:g} s" if late else str(error) or type(error).__name__
             log.warning("no process is forked any more", why=why)
             self.is_open = False
             return None

@@ -92,7 +92,7 @@ class SampleWriterSupervisor:
             with anyio.move_on_after(_START_S) as waiting:
                 await self._followed.wait()
             if waiting.cancelled_caught:
-                log.warning("the sample writer does not start", log=str(self._log_file))
+                log.warning("the sample writer has not started", seconds=_START_S, log=str(self._log_file))
 
     async def stop(self, *, at_once: bool) -> None:
         """End the writer after the workers. Unless `at_once`, the writer first writes the rest of the log."""

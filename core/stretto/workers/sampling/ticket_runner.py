@@ -78,7 +78,7 @@ class TicketRunner:
                 record, digest = await self._keep(attempt)
         except _Unfit as unfit:
             return await self._failed(attempt, str(unfit), filtered=True)
-        except TimeoutError:
+        except _OverTime:
             return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except Exception as error:
             cause = leaves(error)[0]
@@ -240,6 +240,10 @@ class _RunningTicket:
         return elapsed, self.session.generate_clock.seconds, self.session.score_clock.seconds
 
 
+class _OverTime(Exception):
+    """A ticket has reached its limit. A TimeoutError of a workflow tells of another one."""
+
+
 class _TicketLimits:
     """Time limits of tickets. Time in which all engines are lent to other work does not count."""
 
@@ -253,14 +257,16 @@ class _TicketLimits:
 
     @contextmanager
     def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
-        """Raise TimeoutError if the block takes longer than `timeout_s` and its extensions together."""
-        with anyio.fail_after(timeout_s) as limit:
+        """Raise _OverTime if the block takes longer than `timeout_s` and its extensions together."""
+        with anyio.move_on_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
             self._running.append(entry)
             try:
                 yield
             finally:
                 self._running.remove(entry)
+        if limit.cancelled_caught:
+            raise _OverTime
 
     def _on_routes(self, routes: Routes) -> None:
         """Extend the limits. Routes come every second and at every change."""
