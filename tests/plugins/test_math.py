@@ -238,7 +238,7 @@ def test_an_answer_beyond_a_limit_scores_0_says_why_and_leaves_the_others_their_
     answer, seconds, megabytes = process.usage({"prompt": "p"}, "a", "forever", "huge", "dies", "b")
     assert [reward for reward, _ in answer.scores] == [2, 0, 0, 0, 2]
     assert answer.over == {
-        1: "needs more than 0.2 s of processor time",
+        1: "needs more than 0.2 s of processor time (answer_cpu_s)",
         2: "needs more than 64 MiB of memory",
         3: "ended the process that scored it: exit status 3",
     }

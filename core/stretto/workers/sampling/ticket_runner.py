@@ -72,14 +72,14 @@ class TicketRunner:
         attempt = _RunningTicket(ticket, self._variants[ticket.variant])
         timeout_s = _timeout_s(ticket, attempt.services.config)
         try:
-            with self._limits.of(ticket, timeout_s):
+            with self._limits.of(ticket, timeout_s) as limit:
                 await self._roll_out(attempt)
                 members, images = await self._store(attempt)
                 record, digest = await self._keep(attempt)
+            if limit.cancelled_caught:  # a TimeoutError would be of another limit
+                return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except _Unfit as unfit:
             return await self._failed(attempt, str(unfit), filtered=True)
-        except _OverTime:
-            return await self._failed(attempt, f"took longer than {timeout_s:g} s (workflow.timeout_s)")
         except Exception as error:
             cause = leaves(error)[0]
             text = f"{type(cause).__name__}: {cause}"
@@ -240,10 +240,6 @@ class _RunningTicket:
         return elapsed, self.session.generate_clock.seconds, self.session.score_clock.seconds
 
 
-class _OverTime(Exception):
-    """A ticket has reached its limit. A TimeoutError of a workflow tells of another one."""
-
-
 class _TicketLimits:
     """Time limits of tickets. Time in which all engines are lent to other work does not count."""
 
@@ -256,17 +252,15 @@ class _TicketLimits:
         context.on_routes(self._on_routes)
 
     @contextmanager
-    def of(self, ticket: Ticket, timeout_s: float) -> Generator[None]:
-        """Raise _OverTime if the block takes longer than `timeout_s` and its extensions together."""
+    def of(self, ticket: Ticket, timeout_s: float) -> Generator[anyio.CancelScope]:
+        """Cancel the block if it takes longer than `timeout_s` and its extensions together."""
         with anyio.move_on_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
             self._running.append(entry)
             try:
-                yield
+                yield limit
             finally:
                 self._running.remove(entry)
-        if limit.cancelled_caught:
-            raise _OverTime
 
     def _on_routes(self, routes: Routes) -> None:
         """Extend the limits. Routes come every second and at every change."""
