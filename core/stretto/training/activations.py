@@ -11,10 +11,12 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +28,7 @@ from stretto.training.lora import add_adapters, linear_parameters
 from stretto.training.memory import Counted, MicroBatchShape
 from stretto.training.model import checkpoint_activations, empty_model
 from stretto.training.token_head import CHUNK_BYTES, Wanted, return_figures
+from stretto.training.trial import attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,10 +41,10 @@ __all__ = ["count"]
 
 def count(micro_batch: MicroBatchShape) -> Counted:
     """Count the bytes of a micro-batch and of its model."""
-    try:
-        return _count(micro_batch)
-    except Exception as error:  # noqa: BLE001 - a model's own code may raise anything on fake tensors
-        return Counted(fault=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    counted, fault = attempt(partial(_count, micro_batch))
+    if counted is None and micro_batch.may_be_packed:  # the trainer's trial fails as well, and it pads rows
+        counted, fault = attempt(partial(_count, replace(micro_batch, may_be_packed=False)))
+    return counted or Counted(fault=fault)
 
 
 def _count(micro_batch: MicroBatchShape) -> Counted:

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PreTrainedModel
@@ -64,8 +65,9 @@ from stretto.training.model import (
     reads_images,
     vision_tower,
 )
-from stretto.training.packing import PaddedRows, PrefixRows, trial_inputs
+from stretto.training.packing import PaddedRows, PrefixRows, compare_with_itself, trial_inputs
 from stretto.training.token_head import Support, Wanted, return_figures
+from stretto.training.trial import attempt
 
 if TYPE_CHECKING:
     from stretto.algorithm import Loss
@@ -74,6 +76,8 @@ if TYPE_CHECKING:
     from stretto.training.token_head import ModelInputs
 
 __all__ = ["HFTraining"]
+
+log = structlog.get_logger()
 
 # The prefix that peft gives to the names of tensors in a model that it has wrapped.
 _PEFT_PREFIX = "base_model.model."
@@ -192,6 +196,7 @@ class HFTraining:
         staging, trains_on = self._layout.staging, self._layout.device
         model, self._packing = load_model(source, config, self._head, staging, trains_on)
         _align(model)
+        self._source, self._vocabulary = source, model.get_input_embeddings().weight.shape[0]
         self._reads_images = reads_images(model.config)
         self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:
@@ -206,6 +211,9 @@ class HFTraining:
             model.requires_grad_(False)
         elif config.gradient_checkpointing:
             checkpoint_activations(model)
+        _, reason = attempt(partial(compare_with_itself, self._packing, model))
+        if reason:
+            log.warning("whether the model repeats its own numbers is not known", reason=reason)
         trial = trial_inputs(self._packing, model) if config.chunked_logits else None
         return_figures(model, self._head, trial)
         if config.dtype == "bfloat16" and self._layout.autocast:
@@ -456,6 +464,7 @@ class HFTraining:
     def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
         """Prepare a micro-batch; `mask`, (T,) bool, selects the tokens whose figures are wanted."""
         places = mask.nonzero().squeeze(1)
+        self._check_ids(micro)
         # A token's logprob, and the value of the state before it, come from the output at the previous token.
         at = places if self._head == "reward" else places - 1
         wanted = Wanted(
@@ -469,6 +478,17 @@ class HFTraining:
         device = self._layout.device
         rows = self._packing.inputs(self._with_blank_image(micro), wanted, device)
         return _Work(micro.to(device), places.to(device), rows)
+
+    def _check_ids(self, micro: Batch) -> None:
+        """Raise EngineError for a token that this model does not have; another model of the run made it."""
+        drawn = micro.drawn
+        kept = [] if drawn is None else [int(each.ids.max(initial=0)) for each in drawn.kept or ()]
+        largest = max(int(micro["tokens"].max()), *kept, *(drawn.logit_bias if drawn else ()), 0)
+        if largest >= self._vocabulary:
+            raise EngineError(
+                f"a sample has the token id {largest}, and {self._source!r} has a vocabulary of "
+                f"{self._vocabulary}: the ids begin at 0; give a model that knows all ids of the run's model"
+            )
 
     def _with_blank_image(self, micro: Batch) -> Batch:
         """Return the micro-batch for the model. If the model reads images and there are several parts, add a

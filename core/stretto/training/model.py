@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging as transformers_logging
@@ -27,9 +30,10 @@ from stretto.training.packing import (
     PackedRows,
     PaddedRows,
     PrefixRows,
-    differs_from_plain,
-    varlen_differs,
+    compare_varlen,
+    compare_with_plain,
 )
+from stretto.training.trial import attempt
 
 if TYPE_CHECKING:
     from stretto.component import Head
@@ -44,12 +48,18 @@ __all__ = [
     "layers_of",
     "load_model",
     "load_policy",
+    "load_whole",
     "names_in_files",
     "reads_images",
     "vision_tower",
 ]
 
 log = structlog.get_logger()
+
+_LM_HEAD = re.compile("lm_head|lm_loss|embed_out|pred_layer|cls\\.predictions")
+_HEAD = re.compile(rf"{_LM_HEAD.pattern}|\w*(head|score|classif|regress|reward|value|critic|summary|qa_outputs)")
+"""Begin the names of the tensors of a head in a model's files."""
+_SHOWN = 3  # tensors that a message lists
 
 
 def load_model(
@@ -63,20 +73,26 @@ def load_model(
         if reads_images(model_config):
             return _vision_language(source, model_config, config, head, device)
         if config.packing != "padded":
-            model = _load(source, model_config, head, device, attn_implementation=ATTENTION)
             packed = PackedRows(recurrent=is_hybrid(source))
-            reason = differs_from_plain(packed, model)
-            if not reason:
+            model, reason = attempt(partial(_load_packed, source, model_config, head, device, packed))
+            if model is not None:
                 return model, _rows_of(model, packed, config, trains_on)
             if config.packing == "packed":
                 raise EngineError(
                     f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
                 )
             log.info("rows are padded, and each sequence computes its prefix", reason=reason)
-            del model  # free its memory before the next model is loaded
         return _load(source, model_config, head, device, attn_implementation=None), PaddedRows()
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def _load_packed(
+    source: str, config: Any, head: Head, device: torch.device, packed: PackedRows
+) -> PreTrainedModel:
+    model = _load(source, config, head, device, attn_implementation=ATTENTION)
+    compare_with_plain(packed, model)
+    return model
 
 
 def _rows_of(
@@ -85,12 +101,14 @@ def _rows_of(
     rows = packed
     if config.shared_prefixes and not packed.recurrent:
         rows = PrefixRows(model.config.get_text_config().hidden_size)
-        if reason := differs_from_plain(rows, model):
+        _, reason = attempt(partial(compare_with_plain, rows, model))
+        if reason:
             log.info("each sequence computes its prefix", reason=reason)
             rows = packed
     if not config.varlen_attention:
         return rows
-    if reason := varlen_differs(rows, model, trains_on, getattr(torch, config.dtype)):
+    _, reason = attempt(lambda: compare_varlen(rows, model, trains_on, getattr(torch, config.dtype)))
+    if reason:
         log.warning("training.varlen_attention is not used", reason=reason)
         return rows
     return replace(rows, varlen=True)
@@ -119,7 +137,7 @@ def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTraine
     model = _kind_of(model_config, head).from_config(
         model_config, dtype=torch.float32, attn_implementation=attention
     )
-    return model.train(), PackedRows() if is_packed else PaddedRows()
+    return model.eval(), PackedRows() if is_packed else PaddedRows()
 
 
 def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:
@@ -201,40 +219,67 @@ def _load(
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a model from a folder or the hub on a device. Nothing is unpickled, no weight is random: a value
-    or reward head that the source lacks starts at 0; for a policy, the source must have all tensors."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # no warning about missing tensors: they are checked below
-    try:
-        model, info = _kind_of(config, head).from_pretrained(
-            source, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-        )
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    if head != "policy":
-        _begin_at_zero(model, info["missing_keys"], source)
-    elif missing := sorted(info["missing_keys"]):
-        raise EngineError(f"model {source!r} lacks {', '.join(missing[:3])}; does it have another head?")
-    model.train()
+    """Load a model on a device, with `load_whole`. It stays in evaluation mode: whatever is random in training
+    is then off, whatever its name, and the model computes what inference workers sample from."""
+    kind, may_lack = _kind_of(config, head), head != "policy"
+    model: Any = load_whole(kind, source, may_lack_head=may_lack, config=config, dtype=dtype, **options)
     return model.to(device)
 
 
-@torch.no_grad()
-def _begin_at_zero(model: PreTrainedModel, missing: Iterable[str], source: str) -> None:
-    """Set the weights of a head that the source lacks to 0: its output is 0 for every token, in all ranks."""
-    parameters = dict(model.named_parameters())
-    for name in missing:
-        if name.startswith(f"{model.base_model_prefix}.") or name not in parameters:
-            raise EngineError(f"model {source!r} lacks {name!r}, which is no part of a head")
-        parameters[name].zero_()
+def load_whole(kind: Any, source: str, *, may_lack_head: bool = False, **options: Any) -> PreTrainedModel:
+    """Load a model of this class of transformers, from a folder or the hub. Nothing is unpickled, no tensor is
+    random, and no part of a head is left out: raise EngineError where the files and the class do not fit. With
+    `may_lack_head`, a head that the files lack starts at 0, and one with another name is taken. Log the other
+    tensors that the class does not have, except those that transformers knows to be superfluous."""
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # no warnings about tensors: they are checked below
+    loading = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        model, info = kind.from_pretrained(source, **loading, **options)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if shapes := [f"{name} {[*found]}, not {[*own]}" for name, found, own in sorted(info["mismatched_keys"])]:
+        raise EngineError(f"model {source!r} has other shapes than {type(model).__name__}: {_some(shapes)}")
+    body = f"{model.base_model_prefix}."
+    if lacking := [name for name in missing if not may_lack_head or name.startswith(body)]:
+        raise EngineError(
+            f"model {source!r} lacks {_some(lacking)}; does it have another head than {type(model).__name__}?"
+        )
+    heads = [name for name in unexpected if not name.startswith(body) and _HEAD.match(name)]
+    if model.get_output_embeddings() is None:
+        unexpected, heads = (
+            [name for name in names if not _LM_HEAD.match(name)] for names in (unexpected, heads)
+        )
+    stems, own = ({name.rpartition(".")[0] for name in names} for names in (heads, missing))
+    if len(stems) == len(own) == 1 and "key_mapping" not in options:
+        renaming = {rf"^{re.escape(stems.pop())}\.": f"{own.pop()}."}
+        return load_whole(kind, source, may_lack_head=True, key_mapping=renaming, **options)
+    if heads:
+        raise EngineError(
+            f"model {source!r} has {_some(heads)}, a head that {type(model).__name__} does not have, and it "
+            "would be lost; name the model where its head is used, or save this one without the head"
+        )
+    if unexpected:
+        log.warning("tensors in the files of a model are not used", model=source, tensors=_some(unexpected))
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return model
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _without_dropout(config: Any) -> Any:
-    parts = [getattr(config, name, None) for name in config.sub_configs]
-    for owner in (config, config.get_text_config(), *(part for part in parts if part is not None)):
-        for name, value in vars(owner).items():
-            if ("drop" in name) and isinstance(value, float):
-                setattr(owner, name, 0.0)
+    """Set the probabilities of dropout to 0, in all parts: layers that are computed again are in training mode."""
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            _without_dropout(value)
+        elif "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
     return config
 
 
@@ -251,6 +296,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
     enable = next(getattr(model, name) for name in names if hasattr(model, name))
     enable({"use_reentrant": False})
+    for module in model.modules():  # transformers computes a layer again only in training mode
+        module.training = bool(getattr(module, "gradient_checkpointing", False))
 
 
 def compile_layers(model: nn.Module) -> None:

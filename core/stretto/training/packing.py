@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, VarlenBounds, split_batch
 from stretto.training.token_head import ModelInputs, Wanted
+from stretto.training.trial import Unsuitable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,9 +33,10 @@ __all__ = [
     "PackedRows",
     "PaddedRows",
     "PrefixRows",
-    "differs_from_plain",
+    "compare_varlen",
+    "compare_with_itself",
+    "compare_with_plain",
     "trial_inputs",
-    "varlen_differs",
 ]
 
 ATTENTION = "stretto_packed"
@@ -241,10 +244,29 @@ def _hidden_states(model: Any, arguments: dict[str, Any]) -> Tensor:
     return model.base_model(**arguments).last_hidden_state
 
 
-def differs_from_plain(rows: InputRows, model: PreTrainedModel) -> str:
+@torch.no_grad()
+def compare_with_itself(rows: InputRows, model: PreTrainedModel) -> None:
+    """Compute the input of the model's head twice as in training, and twice as in evaluation. Raise
+    EngineError if the results differ: the model is random, or another one in training."""
+    arguments = trial_inputs(rows, model).arguments
+    modes = [(module, module.training) for module in model.modules()]
+    states = [_hidden_states(model, arguments).nan_to_num() for _ in range(2)]
+    model.eval()
+    states += [_hidden_states(model, arguments).nan_to_num() for _ in range(2)]
+    for module, mode in modes:
+        module.training = mode
+    off = max(float((each - states[-1]).abs().max()) for each in states[:-1])
+    if not off <= 1e-4 * max(1.0, float(states[-1].abs().max())):
+        raise EngineError(
+            f"model {model.name_or_path!r} ({type(model).__name__}) is random: of four forward passes over "
+            f"the same tokens, two as in training and two as in evaluation, one is off by {off:.1e}; look in "
+            "its config.json for what adds noise, and set it to 0"
+        )
+
+
+def compare_with_plain(rows: InputRows, model: PreTrainedModel) -> None:
     """Compare three sequences in one row with each sequence alone; the first and the last share a prefix.
-    Return how the input of the model's head, or the gradients of its embeddings, differ; empty if they are
-    equal."""
+    Raise Unsuitable if the input of the model's head, or the gradients of its embeddings, differ."""
     lengths, embedding = [7, 1, 12], model.get_input_embeddings()
     tokens = _random_tokens(model, sum(lengths), torch.Generator().manual_seed(0))
     tokens[8:13] = tokens[:5]
@@ -265,26 +287,22 @@ def differs_from_plain(rows: InputRows, model: PreTrainedModel) -> str:
         is_same = tokens.to(model.device)[:, None] == inputs.arguments["input_ids"]  # (T, tokens of the row)
         return states.detach(), is_same.to(gradient.dtype) @ gradient[0]
 
-    try:
-        together = output(rows, batch)
-        alone = [output(PackedRows(), part) for part in batch.split([1] * len(lengths))]
-    except (TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+    together = output(rows, batch)
+    alone = [output(PackedRows(), part) for part in batch.split([1] * len(lengths))]
     separate = torch.cat([states for states, _ in alone]), torch.stack([each for _, each in alone]).sum(0)
     for found, expected, limit in zip(together, separate, (1e-4, 1e-3), strict=True):
         off = float((found - expected).float().abs().max() / expected.float().abs().max().clamp(min=1))
         # bfloat16 rounds each number to within 0.4 %; a leak across sequences gives a far larger difference.
         if not off <= (limit if found.dtype == torch.float32 else 0.03):
-            return f"sequences of a row are not independent (off by {off:.1e})"
-    return ""
+            raise Unsuitable(f"sequences of a row are not independent (off by {off:.1e})")
 
 
-def varlen_differs(
+def compare_varlen(
     rows: PackedRows | PrefixRows, model: PreTrainedModel, trains_on: torch.device, dtype: torch.dtype
-) -> str:
+) -> None:
     """Compare a varlen call with a call for each block: outputs and gradients, in the dtype and on the device
-    of the training, for random states in the shapes of each layer of the model. Return how they differ; empty
-    if only by rounding."""
+    of the training, for random states in the shapes of each layer of the model. Raise Unsuitable if they
+    differ by more than rounding."""
     generator = torch.Generator().manual_seed(0)
     lengths = [300, 1, 260]  # they and the shared prefix are longer than a kernel's tiles
     tokens = _random_tokens(model, sum(lengths), generator)
@@ -313,9 +331,8 @@ def varlen_differs(
     try:
         with torch.no_grad():
             _hidden_states(model, trial_inputs(rows, model).arguments)
-    except (ImportError, TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
     finally:
         AttentionInterface.register(ATTENTION, _attend)
     off = float(torch.stack(differences).max())  # NaN if any is
-    return "" if off <= 0.03 else f"outputs or gradients are wrong (off by {off:.1e})"
+    if not off <= 0.03:
+        raise Unsuitable(f"outputs or gradients are wrong (off by {off:.1e})")

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from stretto.rl.functional import entropy_of, logprobs_of
+from stretto.training.trial import Unsuitable, attempt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,7 +158,8 @@ def return_figures(
     if head == "policy" and chunk_bytes is not None:
         compute = _ChunkedLogits(model, chunk_bytes=chunk_bytes)
     if head == "policy" and trial is not None:
-        if reason := _differs(_ChunkedLogits(model, chunk=7), compute, trial):
+        _, reason = attempt(lambda: _compare(_ChunkedLogits(model, chunk=7), compute, trial))
+        if reason:
             log.info("the logits of a micro-batch are computed together", reason=reason)
         else:
             compute = _ChunkedLogits(model)
@@ -432,11 +434,9 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 @torch.no_grad()
-def _differs(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> str:
-    try:
-        figures = chunked(**trial.arguments, wanted=trial.wanted)
-        expected = whole(**trial.arguments, wanted=trial.wanted)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
+def _compare(chunked: _ChunkedLogits, whole: _WholeLogits, trial: ModelInputs) -> None:
+    figures = chunked(**trial.arguments, wanted=trial.wanted)
+    expected = whole(**trial.arguments, wanted=trial.wanted)
     off = float((figures - expected).abs().max() / expected.abs().max().clamp(min=1))
-    return "" if off <= 1e-4 else f"this model's logits have another form (off by {off:.1e})"
+    if not off <= 1e-4:
+        raise Unsuitable(f"this model's logits have another form (off by {off:.1e})")

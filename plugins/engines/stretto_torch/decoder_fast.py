@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stretto.training.trial import Unsuitable
 from stretto_torch import FAMILIES
 from stretto_torch.attention import Attend, Heads, Prompts, SlotAttention, over_prefixes, over_prompts
 from stretto_torch.decoder import logprobs_of
@@ -34,12 +35,8 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 _SCORED = 512
 
 
-class UnsuitableError(Exception):
-    """The hand-written decoder cannot run this model; the message says why."""
-
-
 class FastDecoder:
-    """Implements `Decoder` with a fused copy of the weights; raises UnsuitableError for other architectures.
+    """Implements `Decoder` with a fused copy of the weights; raises `Unsuitable` for other architectures.
     `rows`: rows of the largest step; `length`: tokens of a slot; `tokens`: tokens of all slots together."""
 
     one_size_class = False
@@ -188,10 +185,10 @@ class _DecoderWeights:
         return stacked
 
     def require(self, *names: str) -> Tensor:
-        """Like `find`, for tensors that the decoder needs; raise `UnsuitableError` if one is missing."""
+        """Like `find`, for tensors that the decoder needs; raise `Unsuitable` if one is missing."""
         stacked = self.find(*names)
         if stacked is None:
-            raise UnsuitableError(f"it lacks one of the tensors {', '.join(names)}")
+            raise Unsuitable(f"it lacks one of the tensors {', '.join(names)}")
         return stacked
 
     def linear(self, *names: str, tied_to: Tensor | None = None) -> Linear:
@@ -212,13 +209,13 @@ class _DecoderWeights:
     def norm(self, name: str) -> Norm:
         norm = self.find_norm(name)
         if norm is None:
-            raise UnsuitableError(f"it lacks the tensor {name}.weight")
+            raise Unsuitable(f"it lacks the tensor {name}.weight")
         return norm
 
     def load(self) -> Targets:
         unknown = sorted(self._state.keys() - self._targets.keys() - self._tied)
         if unknown:
-            raise UnsuitableError(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
+            raise Unsuitable(f"it has tensors this decoder does not know, such as {unknown[0]!r}")
         targets = Targets(self._targets, self._tied, self._products)
         targets.load(self._state)
         return targets
@@ -231,20 +228,20 @@ class _DecoderWeights:
 
 
 def check_suitable(model: Any) -> None:
-    """Raise `UnsuitableError` if the config shows that this decoder cannot run the model."""
+    """Raise `Unsuitable` if the config shows that this decoder cannot run the model."""
     config = model.config
     if config.model_type not in FAMILIES:
-        raise UnsuitableError(f"its architecture is not one of {', '.join(FAMILIES)}")
+        raise Unsuitable(f"its architecture is not one of {', '.join(FAMILIES)}")
     if config.hidden_act != "silu":
-        raise UnsuitableError(f"its activation is {config.hidden_act!r}, not 'silu'")
+        raise Unsuitable(f"its activation is {config.hidden_act!r}, not 'silu'")
     has_window = "sliding_attention" in (getattr(config, "layer_types", None) or ())
     if has_window or (config.model_type == "mistral" and config.sliding_window is not None):
-        raise UnsuitableError("its attention has a sliding window")
+        raise Unsuitable("its attention has a sliding window")
     rope_type = config.rope_parameters["rope_type"]
     if rope_type not in _ROPES:
-        raise UnsuitableError(f"its rope type is {rope_type!r}, not one of {', '.join(_ROPES)}")
+        raise Unsuitable(f"its rope type is {rope_type!r}, not one of {', '.join(_ROPES)}")
     if model.model.rotary_emb.inv_freq.numel() * 2 != _head_dim(config):
-        raise UnsuitableError("it rotates only a part of each head")
+        raise Unsuitable("it rotates only a part of each head")
 
 
 def _head_dim(config: Any) -> int:

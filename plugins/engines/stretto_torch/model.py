@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,10 +18,11 @@ from stretto.errors import ConfigError, EngineError
 from stretto.machine.cores import available_memory
 from stretto.models.finite import not_finite
 from stretto.training.device import compute_device
-from stretto.training.model import names_in_files, reads_images
+from stretto.training.model import load_whole, names_in_files, reads_images
+from stretto.training.trial import Unsuitable, attempt
 from stretto_torch import LONGEST, slots_within, tokens_within
 from stretto_torch.decoder import Decoder
-from stretto_torch.decoder_fast import FastDecoder, UnsuitableError, check_suitable
+from stretto_torch.decoder_fast import FastDecoder, check_suitable
 from stretto_torch.decoder_graphs import GraphDecoder
 from stretto_torch.decoder_hf import HFDecoder, layer_shapes
 from stretto_torch.images import ImageReader
@@ -55,7 +57,7 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     try:
         has_vision = reads_images(AutoConfig.from_pretrained(folder))
         kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-        model: Any = kind.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        model: Any = load_whole(kind, folder, dtype=dtype)
         reader = ImageReader(folder, model) if has_vision else None
     except ConfigError as error:
         raise EngineError(str(error)) from error
@@ -74,11 +76,10 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
 def _choose(model: Any, shapes: Shapes, config: TorchInferenceConfig, reader: ImageReader | None) -> Decoder:
     fault = "it reads images"
     if reader is None:
-        try:
-            return _fast_decoder(model, shapes, config)
-        except UnsuitableError as reason:
-            fault = str(reason)
-            log.info("transformers runs the model, not the hand-written decoder", why=fault)
+        decoder, fault = attempt(partial(_fast_decoder, model, shapes, config))
+        if decoder is not None:
+            return decoder
+        log.info("transformers runs the model, not the hand-written decoder", why=fault)
     if config.cuda_graphs:
         raise EngineError(
             f"inference.cuda_graphs: only the hand-written decoder captures steps, and it cannot run this"
@@ -100,7 +101,7 @@ def _fast_decoder(model: Any, shapes: Shapes, config: TorchInferenceConfig) -> D
     decoder = kind(model, rows, length, _cache_tokens(model, shapes, config, 1), onednn=onednn)
     deviation = difference(decoder, model)
     if not deviation <= _ROUNDING[model.dtype]:  # also refuses NaN
-        raise UnsuitableError(f"its logits differ by {deviation:.1e} of their deviation")
+        raise Unsuitable(f"its logits differ by {deviation:.1e} of their deviation")
     return decoder
 
 

@@ -1,17 +1,20 @@
 """Reward `model`: the score of a reward model, for example one trained with the algorithm `reward_model`.
 
 The model reads prompt and answer through its own tokenizer and chat template, as `reward_model` encodes them,
-so its vocabulary may differ from the policy's. The score at the last token is the reward.
+so its vocabulary may differ from the policy's. The reward is the score that the model's own class gives this
+text alone, or gives its last token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import ModelSource
+from stretto.models.files import fetch_config, known_config
 
 if TYPE_CHECKING:
     from stretto.config import RunConfig
@@ -19,13 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelRewardConfig"]
 
+_OF_TEXT, _OF_TOKENS = "ForSequenceClassification", "ForTokenClassification"
+_ENCODER = re.compile(
+    "(?i).*(bert(?!decoder)|t5|data2vec|former|jina|layoutlm|bigbirdfor|markuplm|mpnet|xlm)"
+    "|(bros|canine|electra|ernie(?!4)|esm|flaubert|fnet|funnel|gte|lilt|luke|mra|perceiver|tapas|xmod|yoso)"
+)
+"""Matches the architectures of transformers' encoders."""
+
 
 class ModelRewardConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `model`."""
 
     path: ModelSource
-    """Folder or hub id of a model with one score per token (`…ForTokenClassification` with one label), such
-    as `checkpoints/step-000100/model` of a run of the algorithm `reward_model`."""
+    """Folder or hub id of a decoder with one label: `…ForTokenClassification`, such as
+    `checkpoints/step-000100/model` of a run of the algorithm `reward_model`, or
+    `…ForSequenceClassification`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; `auto` uses a GPU if the process can see one."""
     scale: float = 1.0
@@ -36,16 +47,16 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     """Return the scoring function; it scores all answers of a group at once."""
     del context
     import torch
-    from torch.nn.utils.rnn import pad_sequence
-    from transformers import AutoModelForTokenClassification
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     from stretto.models.tokenizer import load_tokenizer
+    from stretto.training.model import load_whole
 
     use_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     tokenizer = load_tokenizer(config.path)
-    model: Any = AutoModelForTokenClassification.from_pretrained(
-        config.path, dtype=torch.float32, use_safetensors=True
-    )
+    scores_text = _architecture(fetch_config(config.path)).endswith(_OF_TEXT)
+    kind = AutoModelForSequenceClassification if scores_text else AutoModelForTokenClassification
+    model: Any = load_whole(kind, config.path, dtype=torch.float32)
     if model.config.num_labels != 1:
         raise ValueError(f"{config.path!r} gives {model.config.num_labels} numbers per token; expected one")
     model = model.to("cuda" if use_gpu else "cpu").eval()
@@ -53,19 +64,13 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     @torch.no_grad()
     def score(completions: list[Any], prompts: list[Any], **columns: Any) -> list[float]:
         del columns
-        texts = [
-            _encode(prompt, completion, tokenizer)
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
-        lengths = torch.tensor([len(text) for text in texts])
-        tokens = [torch.tensor(text, dtype=torch.long) for text in texts]
-        ids = pad_sequence(tokens, batch_first=True)  # (S, L), padded on the right
-        mask = torch.arange(ids.shape[1])[None] < lengths[:, None]
-        scores = model(
-            input_ids=ids.to(model.device), attention_mask=mask.long().to(model.device), use_cache=False
-        ).logits  # (S, L, 1)
-        last = scores[torch.arange(len(texts)), lengths - 1, 0]
-        return (config.scale * last.float()).tolist()
+        scores: list[float] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            # One text a call: classes that score a text look for its end by the id of padding.
+            ids = torch.tensor([_encode(prompt, completion, tokenizer)], device=model.device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+            scores.append(config.scale * float(logits.flatten()[-1]))
+        return scores
 
     return score
 
@@ -81,11 +86,29 @@ def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer) -> list[int]:
 
 
 def check(config: ModelRewardConfig, run: RunConfig) -> Iterable[Problem]:
-    """Check that a local folder contains a model."""
+    """Check that the model is a decoder with a head that scores texts or tokens, if its config is here."""
     del run
-    path = Path(config.path)
-    if path.is_dir() and not (path / "config.json").exists():
+    path, model = Path(config.path), known_config(config.path)
+    if path.is_dir() and not model:
         yield Problem("reward.path", f"{config.path!r} is not a model: the folder has no config.json")
+    name = _architecture(model)
+    if name and not name.endswith((_OF_TEXT, _OF_TOKENS)):
+        yield Problem(
+            "reward.path",
+            f"{config.path!r} is a {name}, which has no head that scores; expected a decoder that ends in "
+            f"{_OF_TEXT} or {_OF_TOKENS}, with one label",
+        )
+    elif name and (model.get("is_encoder_decoder") or _ENCODER.match(name)):
+        yield Problem(
+            "reward.path",
+            f"{config.path!r} is a {name}, an encoder: it pools a text between marks of its own, and this "
+            "reward gives it prompt and answer as a decoder reads them; expected a decoder, such as "
+            f"Llama{_OF_TEXT}",
+        )
+
+
+def _architecture(model: Mapping[str, Any]) -> str:
+    return (model.get("architectures") or [""])[0]
 
 
 @hookimpl
