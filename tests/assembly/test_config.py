@@ -369,7 +369,7 @@ def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
         ([MODEL, "models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
         (
             [MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
-            "has a vocabulary of 99 tokens, but the run's model",
+            "it has a vocabulary of 99 tokens, the run's model of 100",
         ),
         ([MOCK, "algorithm=reward_model", HELD_OUT], "'reward', which is not a policy"),
     ],

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from stretto.errors import ConfigError
 from stretto.models.safetensors import Place, places_in
@@ -21,6 +21,7 @@ __all__ = [
     "known_config",
     "modelling_imports",
     "needs_padding",
+    "pieces_of",
     "positions_of",
     "shapes_in",
     "tensors_of_model",
@@ -34,10 +35,15 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders made in it are priv
 
 def known_config(model: str | None) -> Mapping[str, Any]:
     """Return a model's `config.json` if it is on this machine or in the hub's cache; otherwise empty."""
+    path = _file_of(model, "config.json")
+    return {} if path is None else _read(path)
+
+
+def _file_of(model: str | None, name: str) -> Path | None:
     if model is None:
-        return {}
-    path = Path(model, "config.json") if Path(model).is_dir() else cached_file(model, "config.json")
-    return _read(path) if path is not None and path.is_file() else {}
+        return None
+    path = Path(model, name) if Path(model).is_dir() else cached_file(model, name)
+    return path if path is not None and path.is_file() else None
 
 
 def cached_file(model: str, name: str) -> Path | None:
@@ -81,6 +87,21 @@ def positions_of(model: str | None) -> int | None:
 def vocabulary_of(model: str | None) -> int | None:
     """Return a model's number of token ids; None if its config has no such key."""
     return text_config(model).get("vocab_size")
+
+
+def pieces_of(model: str | None) -> tuple[dict[int, str], list[str]] | None:
+    """Return what each token id of a model stands for, and the merges of its vocabulary, from the model's
+    `tokenizer.json`; None if this machine does not have the file."""
+    if (path := _file_of(model, "tokenizer.json")) is None:
+        return None
+    written = _read(path)
+    vocabulary, merges = written["model"]["vocab"], written["model"].get("merges") or ()
+    if isinstance(vocabulary, list):
+        pieces = {id: piece for id, (piece, *_) in enumerate(cast("list[list[Any]]", vocabulary))}
+    else:
+        pieces = {id: piece for piece, id in vocabulary.items()}
+    pieces |= {token["id"]: token["content"] for token in written.get("added_tokens") or ()}
+    return pieces, [merge if isinstance(merge, str) else " ".join(merge) for merge in merges]
 
 
 def is_hybrid(model: str | None) -> bool:

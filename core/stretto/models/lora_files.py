@@ -11,9 +11,8 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import ml_dtypes
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from stretto.errors import WeightsError
 from stretto.models.digest import bytes_hash
 from stretto.models.files import tensors_of_model
-from stretto.models.safetensors import Place, places_in, write_header
+from stretto.models.safetensors import FLOATS, Place, places_in, write_header
 from stretto.models.version_files import FolderUpdate, FrozenFiles, Manifest
 
 if TYPE_CHECKING:
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "matrix_of", "merge_adapter_files"]
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
-
-_TYPES: Mapping[str, np.dtype[Any]] = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 
 
 def is_adapter(names: Iterable[str]) -> bool:
@@ -115,8 +108,8 @@ def _check_fit(adapter: Mapping[str, Place], model_tensors: Mapping[str, Place],
         b, a = factors
         if (b.shape[0], a.shape[1]) != matrix.shape or b.shape[1] != a.shape[0]:
             raise ValueError(f"{target!r} has shape {matrix.shape}; its factors have {b.shape} and {a.shape}")
-        if unsupported := {place.dtype, matrix.dtype} - _TYPES.keys():
-            raise ValueError(f"{name!r} or its matrix is {unsupported.pop()}; expected {', '.join(_TYPES)}")
+        if unsupported := {place.dtype, matrix.dtype} - FLOATS.keys():
+            raise ValueError(f"{name!r} or its matrix is {unsupported.pop()}; expected {', '.join(FLOATS)}")
 
 
 def _factors(matrix: str, adapter: Mapping[str, Place]) -> tuple[Place, Place] | None:
@@ -142,7 +135,7 @@ def _merged_place(place: Place, adapter: Mapping[str, Place]) -> Place:
     if factors is None:
         return place
     dtype = factors[0].dtype
-    return replace(place, dtype=dtype, size=math.prod(place.shape) * _TYPES[dtype].itemsize)
+    return replace(place, dtype=dtype, size=math.prod(place.shape) * FLOATS[dtype].itemsize)
 
 
 def _merged_bytes(place: Place, adapter: Mapping[str, Place]) -> bytes:
@@ -150,8 +143,8 @@ def _merged_bytes(place: Place, adapter: Mapping[str, Place]) -> bytes:
     if factors is None:
         return place.read()
     b, a = factors
-    return (_float32(place) + _float32(b) @ _float32(a)).astype(_TYPES[b.dtype]).tobytes()
+    return (_float32(place) + _float32(b) @ _float32(a)).astype(FLOATS[b.dtype]).tobytes()
 
 
 def _float32(place: Place) -> NDArray[np.float32]:
-    return np.frombuffer(place.read(), _TYPES[place.dtype]).reshape(place.shape).astype(np.float32)
+    return np.frombuffer(place.read(), FLOATS[place.dtype]).reshape(place.shape).astype(np.float32)

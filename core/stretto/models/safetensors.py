@@ -8,18 +8,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, TypeVar
 
+import ml_dtypes
 import msgspec
+import numpy as np
 
 from stretto.errors import WeightsError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "layout_of", "places", "places_in", "save_tensors", "write_header"]
+__all__ = ["FLOATS", "Place", "cast_file", "layout_of", "places", "places_in", "save_tensors", "write_header"]
 
 T = TypeVar("T")
 
@@ -48,6 +50,12 @@ _DTYPES: Mapping[str, tuple[str, int]] = {
     "C64": ("complex64", 64),
 }
 """The format's name of a dtype -> the name that torch and numpy use, and the bits of an element."""
+FLOATS: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The format's name of a dtype of weights -> NumPy's dtype."""
 _FORMAT_NAMES = {name: format_name for format_name, (name, _) in _DTYPES.items()}
 _MAX_HEADER = 100_000_000
 """In bytes; the largest header that the safetensors library reads."""
@@ -136,6 +144,22 @@ def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % 8)  # so that the tensors are aligned
     file.write(len(data).to_bytes(8, "little") + data)
+
+
+def cast_file(file: Path, dtype_name: str) -> None:
+    """Rewrite the weights in a file in `float32`, `float16` or `bfloat16`, one tensor at a time."""
+    found, dtype, aside = places(file), _FORMAT_NAMES[dtype_name], file.with_suffix(".aside")
+    size = FLOATS[dtype].itemsize
+    cast = [replace(each, dtype=dtype, size=math.prod(each.shape) * size) for each in found]
+    cast = [new if old.dtype in FLOATS else old for old, new in zip(found, cast, strict=True)]
+    with aside.open("wb") as stream:
+        write_header(stream, cast)
+        for old in found:
+            data = old.read()
+            if old.dtype in FLOATS:
+                data = np.frombuffer(data, FLOATS[old.dtype]).astype(FLOATS[dtype]).tobytes()
+            stream.write(data)
+    aside.replace(file)
 
 
 def _place(name: str, description: msgspec.Raw, file: Path, begin: int) -> Place:

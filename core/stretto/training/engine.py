@@ -196,7 +196,8 @@ class HFTraining:
         staging, trains_on = self._layout.staging, self._layout.device
         model, self._packing = load_model(source, config, self._head, staging, trains_on)
         _align(model)
-        self._source, self._vocabulary = source, model.get_input_embeddings().weight.shape[0]
+        embeddings: Any = model.get_input_embeddings()
+        self._source, self._vocabulary = source, embeddings.weight.shape[0]
         self._reads_images = reads_images(model.config)
         self._names_in_files = names_in_files(model, self._initial)
         if self._reads_images and self._layout.parts > 1:

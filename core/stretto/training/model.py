@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import structlog
@@ -46,6 +46,7 @@ __all__ = [
     "empty_model",
     "image_arguments",
     "layers_of",
+    "load_empty",
     "load_model",
     "load_policy",
     "load_whole",
@@ -57,7 +58,9 @@ __all__ = [
 log = structlog.get_logger()
 
 _LM_HEAD = re.compile("lm_head|lm_loss|embed_out|pred_layer|cls\\.predictions")
-_HEAD = re.compile(rf"{_LM_HEAD.pattern}|\w*(head|score|classif|regress|reward|value|critic|summary|qa_outputs)")
+_HEAD = re.compile(
+    rf"{_LM_HEAD.pattern}|\w*(head|score|classif|regress|reward|value|critic|summary|qa_outputs)"
+)
 """Begin the names of the tensors of a head in a model's files."""
 _SHOWN = 3  # tensors that a message lists
 
@@ -119,6 +122,18 @@ def load_policy(source: str) -> PreTrainedModel:
     try:
         model_config = AutoConfig.from_pretrained(source)
         return _load(source, model_config, "policy", torch.device("cpu"), dtype="auto")
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+
+
+def load_empty(source: str, head: Head) -> PreTrainedModel:
+    """Load a model whose tensors have shapes and no numbers. Raise EngineError and log as for its files."""
+    shapes = {name: torch.empty(each.shape, device="meta") for name, each in tensors_of_model(source).items()}
+    try:
+        with torch.device("meta"):
+            model, _ = empty_model(source, head, may_be_packed=False)
+        options = {"config": model.config, "state_dict": shapes, "device_map": "meta"}
+        return load_whole(type(model), source, may_lack_head=head != "policy", **options)
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
@@ -219,23 +234,24 @@ def _load(
     dtype: torch.dtype | str = torch.float32,
     **options: Any,
 ) -> PreTrainedModel:
-    """Load a model on a device, with `load_whole`. It stays in evaluation mode: whatever is random in training
-    is then off, whatever its name, and the model computes what inference workers sample from."""
+    """Load a model on a device, with `load_whole`. It stays in evaluation mode: then noise is off, whatever
+    its name, and the model computes what inference workers sample from."""
     kind, may_lack = _kind_of(config, head), head != "policy"
     model: Any = load_whole(kind, source, may_lack_head=may_lack, config=config, dtype=dtype, **options)
     return model.to(device)
 
 
 def load_whole(kind: Any, source: str, *, may_lack_head: bool = False, **options: Any) -> PreTrainedModel:
-    """Load a model of this class of transformers, from a folder or the hub. Nothing is unpickled, no tensor is
-    random, and no part of a head is left out: raise EngineError where the files and the class do not fit. With
-    `may_lack_head`, a head that the files lack starts at 0, and one with another name is taken. Log the other
+    """Load a model of this class of transformers, from a folder or the hub. Nothing is unpickled, no tensor
+    is random, and no head is left out: raise EngineError where the files and the class do not fit. With
+    `may_lack_head`, a head that the files lack starts at 0, and one with another name is taken. Log other
     tensors that the class does not have, except those that transformers knows to be superfluous."""
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # no warnings about tensors: they are checked below
     loading = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, info = kind.from_pretrained(source, **loading, **options)
+        place = None if "state_dict" in options else source
+        model, info = kind.from_pretrained(place, **loading, **options)
     finally:
         transformers_logging.set_verbosity(verbosity)
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -274,7 +290,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _without_dropout(config: Any) -> Any:
-    """Set the probabilities of dropout to 0, in all parts: layers that are computed again are in training mode."""
+    """Set dropout to 0 in all parts of a config: layers that are computed again are in training mode."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             _without_dropout(value)

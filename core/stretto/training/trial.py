@@ -14,7 +14,7 @@ __all__ = ["Unsuitable", "attempt"]
 T = TypeVar("T")
 
 
-class Unsuitable(Exception):  # noqa: N818 - a result, which `attempt` turns into a reason
+class Unsuitable(Exception):
     """What was tried does not compute what the plain way computes."""
 
 

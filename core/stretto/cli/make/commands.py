@@ -131,6 +131,10 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter/--merged", help="Only the LoRA adapter, for peft; or the whole model.")
     ] = False,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float32, bfloat16 or float16; default as the run's model.", metavar="DTYPE"),
+    ] = None,
     push: Annotated[
         str | None,
         typer.Option("--push-to-hub", help="Upload it to this repository of the hub.", metavar="REPOSITORY"),
@@ -151,7 +155,7 @@ def export(
 
     run_record = RunFolder(folder)
     if samples is not None:
-        if to or version or adapter or push:
+        if to or version or adapter or push or dtype:
             raise ConfigError(
                 "--samples goes with --min-reward and --best-of-group only: it exports no model"
             )
@@ -166,7 +170,9 @@ def export(
         raise ConfigError("--min-reward and --best-of-group go with --samples FILE.jsonl")
     with TemporaryDirectory() if push and to is None else nullcontext() as temporary:
         target = Path(temporary, "export") if temporary else to
-        written = export_model(run_record, version, "adapter" if adapter else "merged", target)
+        form = "adapter" if adapter else "merged"
+        written, dtype = export_model(run_record, version, form, target, dtype)
+        typer.echo(f"the weights are {dtype}; --dtype chooses another")
         if not temporary:
             typer.echo(f"see {written}")
         if push:

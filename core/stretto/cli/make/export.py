@@ -12,6 +12,7 @@ list of keys, and numbers.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -33,7 +34,8 @@ from stretto.cli.start.folders import is_free
 from stretto.dataset import DatasetConfig
 from stretto.errors import ConfigError, StrettoError
 from stretto.kernel.durable.checkpoint import find_checkpoint
-from stretto.models.files import fetch_config
+from stretto.models.files import fetch_config, tensors_of_model
+from stretto.models.safetensors import cast_file
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
 from stretto.records.figures import FIGURES
@@ -44,6 +46,7 @@ from stretto.rl.supervised import prompt_and_answer
 
 Form = Literal["merged", "adapter"]
 
+_DTYPES = ("float32", "bfloat16", "float16")
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _KEYS = (
     *("algorithm.use", "algorithm.group_size", "reward.use", "dataset.use", "training.use", "training.lr"),
@@ -54,8 +57,14 @@ _FIGURES = ("reward", "length", "entropy", "staleness")
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
-def export_model(run: RunFolder, version: str | None, form: Form, to: Path | None) -> Path:
-    """Write a checkpoint's model, by default the newest, to a free folder. It is complete or absent."""
+def export_model(
+    run: RunFolder, version: str | None, form: Form, to: Path | None, dtype: str | None = None
+) -> tuple[Path, str]:
+    """Write a checkpoint's model, by default the newest, to a free folder. It is complete or absent. Return
+    the folder, and the dtype of its weights: if `dtype` is None, that of the files of the run's model, or
+    float32 for an adapter and where these files are unknown."""
+    if dtype not in (None, *_DTYPES):
+        raise ConfigError(f"--dtype {dtype}: expected {', '.join(_DTYPES)}")
     checkpoint = find_checkpoint(run.folder, version)
     source, model = checkpoint / ("model" if form == "merged" else "adapter"), checkpoint / "model"
     if not model.is_dir():
@@ -74,8 +83,24 @@ def export_model(run: RunFolder, version: str | None, form: Form, to: Path | Non
             file = aside / "adapter_config.json"  # with the hub id or folder name of the base model
             config = {**json.loads(file.read_text()), "base_model_name_or_path": _base_of(run)[0]}
             file.write_text(json.dumps(config, indent=2) + "\n")
+        dtype = dtype or (_source_dtype(run) if form == "merged" else _DTYPES[0])
+        for file in aside.glob("*.safetensors") if dtype != _DTYPES[0] else ():
+            cast_file(file, dtype)
+        if form == "merged":
+            config = {**json.loads((aside / "config.json").read_text()), "dtype": dtype}
+            (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         (aside / "README.md").write_text(_card(run, checkpoint, form))
-    return to
+    return to, dtype
+
+
+def _source_dtype(run: RunFolder) -> str:
+    """Return the dtype of most weights in the files of the run's model; float32 if they are not here, or have
+    another one than an export can have."""
+    sizes = Counter[str]()
+    for place in tensors_of_model(run.config.get("model")).values():
+        sizes[place.dtype_name] += math.prod(place.shape)
+    found = sizes.most_common(1)[0][0] if sizes else _DTYPES[0]
+    return found if found in _DTYPES else _DTYPES[0]
 
 
 def push_to_hub(folder: Path, repository: str) -> str:

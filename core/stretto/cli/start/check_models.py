@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from stretto.assembly.assembly import Assembly
-from stretto.component import Problem
+from stretto.component import Head, Problem
 from stretto.config import RunConfig
-from stretto.models.files import cached_file, known_config, text_config, vocabulary_of
+from stretto.models.files import cached_file, known_config, pieces_of, text_config, vocabulary_of
 from stretto.models.vision import is_vision_language
 from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
@@ -138,15 +138,44 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
                 )
 
 
+def loaded_models(assembly: Assembly) -> dict[str, tuple[str, Head]]:
+    """Return key of the run file -> the source and head of a model that a trainer loads."""
+    config, models = assembly.config, assembly.graph.models
+    groups = (group for group in assembly.placement.groups.values())
+    names = [
+        name for group in groups if isinstance(group.section, ModelTrainingConfig) for name in group.models
+    ]
+    pairs = {(source, models[name].head): name for name in names if (source := config.source_of(name))}
+    return {
+        "model" if pair[0] == config.model and pair[1] == "policy" else f"models.{name}.path": pair
+        for pair, name in pairs.items()
+    }
+
+
 def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:
-    """Refuse a vocabulary of another size: every model of a run gets the token ids of `model`'s tokenizer."""
-    size, expected = vocabulary_of(model), vocabulary_of(run_model)
-    if size and expected and size != expected:
-        yield Problem(
-            path,
-            f"{model!r} has a vocabulary of {size} tokens, but the run's model ({run_model}) has {expected}: "
-            "both get the same token ids, so they must have the same tokenizer",
-        )
+    """Refuse a tokenizer with other ids: every model of a run gets the ids of `model`'s tokenizer. One of
+    them may have more ids, or rows of padding: the trainer refuses an id that a model does not have."""
+    if run_model is None or model == run_model:
+        return
+    both = f"{model!r} and the run's model ({run_model}) get the same token ids, and must have one tokenizer"
+    own, of_run = pieces_of(model), pieces_of(run_model)
+    if own is None or of_run is None:
+        size, expected = vocabulary_of(model), vocabulary_of(run_model)
+        if size and expected and size != expected:
+            yield Problem(
+                path, f"{both}: it has a vocabulary of {size} tokens, the run's model of {expected}"
+            )
+        else:
+            lacking = model if own is None else run_model
+            yield _warning(path, f"{both}: not compared, because {lacking!r} has no tokenizer.json here")
+        return
+    (pieces, merges), (run_pieces, run_merges) = own, of_run
+    others = [id for id in sorted(pieces) if pieces[id] != run_pieces.get(id, pieces[id])]
+    for id in others[:1]:
+        found = f"the id {id} is {pieces[id]!r}, and {run_pieces[id]!r} for the run's model"
+        yield Problem(path, f"{both}: {len(others)} ids differ; {found}")
+    if not others and any(one != other for one, other in zip(merges, run_merges, strict=False)):
+        yield Problem(path, f"{both}: their merges differ")
 
 
 def _has_weights(folder: Path) -> bool:

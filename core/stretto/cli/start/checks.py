@@ -23,7 +23,7 @@ from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.bus.probe import bus_problems
 from stretto.cli.start.check_memory import memory_problems
-from stretto.cli.start.check_models import model_problems, source_problems, token_problems
+from stretto.cli.start.check_models import loaded_models, model_problems, source_problems, token_problems
 from stretto.cli.start.check_rows import ReadRows, RowForm, dataset_problems, leaked_rows
 from stretto.cli.start.folders import is_free
 from stretto.cli.start.row_check import faults_of_rows, row_checks
@@ -38,6 +38,7 @@ from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
 from stretto.records.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
+from stretto.training.fit import tensor_problems
 from stretto.training.memory import end_counting
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.plain_data import encode_row
@@ -120,6 +121,8 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bo
         tools = pool.submit(list, _tool_trial_problems(assembly, failed_sections))
         server = pool.submit(list, bus_problems(config.bus))
         made = pool.submit(list, _trial_problems(assembly, starting, failed_sections))
+        loaded = {} if starting else loaded_models(assembly)  # a trainer that starts compares them itself
+        tensors = pool.submit(list, tensor_problems(loaded))
         read: dict[str, ReadRows] = {}
         wait([tools])  # the prompts that are checked below show the tools
         for path in ("dataset", "evaluation.dataset"):
@@ -131,7 +134,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bo
         rows = pool.submit(list, _row_problems(assembly, read, failed_sections))
         yield from _plugin_problems(assembly, "model", memory_problems(assembly, limited=memory_limit))
         yield from _plugin_problems(assembly, "launcher", _launcher_problems(assembly))
-        for trial in (server, rewards, rows, made, tools):
+        for trial in (server, rewards, rows, made, tools, tensors):
             yield from trial.result()
     yield from _variant_problems(assembly, read)
 
