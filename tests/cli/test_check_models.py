@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stretto.cli.start.check_models import source_problems
+from stretto.assembly.assembly import Assembly
+from stretto.assembly.compose import compose
+from stretto.cli.start.check_models import model_problems, source_problems
 from stretto.training.adapter_files import adapter_problems
 from stretto.training.config import LoraConfig
 
+ROOT = Path(__file__).parents[2]
 BASE = "base_model_name_or_path"
 BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
@@ -74,3 +80,70 @@ def test_an_adapter_that_cannot_go_on_is_refused(
     found = [f"{problem.severity}: {problem.message}" for problem in problems]
     assert len(found) == bool(message)
     assert all(re.search(message, text) for text in found)
+
+
+def change(*keys: str | int, value: object) -> Callable[[Any], None]:
+    """Return a function that sets what is at these keys in a tokenizer.json."""
+
+    def set_it(written: Any) -> None:
+        for key in keys[:-1]:
+            written = written[key]
+        written[keys[-1]] = value
+
+    return set_it
+
+
+def swap(written: Any) -> None:
+    pieces = written["model"]["vocab"]
+    pieces["a"], pieces["b"] = pieces["b"], pieces["a"]
+
+
+def as_unigram(written: Any) -> None:
+    pieces = sorted(written["model"]["vocab"], key=written["model"]["vocab"].get)
+    written["model"] = {"type": "Unigram", "vocab": [[piece, -1.0] for piece in pieces]}
+
+
+def add_pieces(written: Any) -> None:
+    written["model"]["vocab"] |= {"new": 101, "newer": 102}
+    written["model"]["merges"] += [["e", "w"], ["n", "ew"]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "written", "words"),
+    [
+        (0, swap, "error: .* 2 ids differ; the id .* is 'b', and 'a' for the run's model"),
+        (0, change("added_tokens", 1, "content", value="<end>"), "error: .* 1 ids differ; .*'<end>'"),
+        (0, change("model", "merges", value=[["b", "a"]]), "error: .* their merges differ"),
+        (7, swap, "error: .* 2 ids differ"),
+        (0, None, "warning: .* has no tokenizer.json here"),
+        (7, None, "error: .* a vocabulary of 108 tokens, the run's model of 101"),
+        (7, lambda written: None, ""),
+        (-7, lambda written: None, ""),
+        (0, add_pieces, ""),
+        (0, as_unigram, ""),
+        (0, change("model", "merges", value=["a b"]), ""),
+    ],
+)
+def test_two_tokenizers_are_one_if_their_ids_mean_the_same(
+    rows: int, written: Callable[[Any], None] | None, words: str, tmp_path: Path
+) -> None:
+    source, teacher = ROOT / "examples" / "quickstart" / "model", tmp_path / "teacher"
+    own = Path(shutil.copytree(source, tmp_path / "own"))
+    tokenizer = json.loads((own / "tokenizer.json").read_text())
+    tokenizer["model"]["merges"] = [["a", "b"]]
+    (own / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copytree(own, teacher)
+    config = json.loads((teacher / "config.json").read_text())
+    config["vocab_size"] += rows
+    (teacher / "config.json").write_text(json.dumps(config))
+    if written is None:
+        (teacher / "tokenizer.json").unlink()
+    else:
+        written(tokenizer)
+        (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
+    changes = [f"model={own}", f"models.reference.path={teacher}", "algorithm.kl.coef=0.1"]
+    assembly = Assembly(compose(ROOT / "examples" / "quickstart" / "run.yaml", changes))
+    problems = [each for each in model_problems(assembly) if each.path == "models.reference.path"]
+    found = [f"{problem.severity}: {problem.message}" for problem in problems]
+    assert len(found) == bool(words)
+    assert all(re.search(words, text) for text in found)

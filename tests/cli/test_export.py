@@ -111,6 +111,43 @@ def test_the_exported_adapter_gives_the_same_model_on_its_base(lora_run: Path, t
     assert not (to / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("source", "arguments", "expected"),
+    [
+        ("bfloat16", [], "bfloat16"),
+        ("float16", [], "float16"),
+        ("float32", ["--dtype", "bfloat16"], "bfloat16"),
+        ("bfloat16", ["--dtype", "float32"], "float32"),
+        ("bfloat16", ["--adapter"], "float32"),
+        ("", [], "float32"),
+    ],
+)
+def test_an_export_has_the_dtype_of_the_runs_model(
+    source: str, arguments: list[str], expected: str, lora_run: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    run = tmp_path / "run"
+    shutil.copytree(lora_run, run, ignore=shutil.ignore_patterns("bus", "logs"))
+    if source:
+        model: Any = AutoModelForCausalLM.from_pretrained(QUICKSTART / "model", dtype=getattr(torch, source))
+        model.save_pretrained(tmp_path / "model")
+    document = yaml.safe_load((run / "config.yaml").read_text()) | {"model": str(tmp_path / "model")}
+    (run / "config.yaml").write_text(yaml.safe_dump(document))
+    assert f"the weights are {expected}" in exported(run, *arguments, "--to", tmp_path / "to")
+    if "--adapter" in arguments:
+        return
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "to")
+    assert str(loaded.dtype) == f"torch.{expected}"
+    found = load_file(tmp_path / "to" / "model.safetensors")
+    for name, tensor in load_file(
+        run / "checkpoints" / "step-000002" / "model" / "model.safetensors"
+    ).items():
+        assert torch.equal(found[name], tensor.to(getattr(torch, expected)))
+
+
 @pytest.mark.parametrize("form", ["--merged", "--adapter"])
 def test_no_file_names_a_place_of_this_machine_or_a_secret(
     lora_run: Path, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch

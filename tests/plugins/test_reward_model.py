@@ -1,0 +1,83 @@
+"""The reward `model`: the score that the class of a checkpoint gives each text alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from stretto import Context
+from stretto.errors import EngineError
+from stretto_model import ModelRewardConfig, check, make
+from tiny_types import tiny_config
+from vision_models import ascii_tokenizer
+
+PROMPTS = ["a", "one prompt", "2"]
+ANSWERS = ["b", " and a much longer answer", ""]
+
+
+def saved(folder: Path, kind: Any, name: str, **options: Any) -> Any:
+    model = kind.from_config(tiny_config(name, **options)).float().eval()
+    model.save_pretrained(folder)
+    ascii_tokenizer().save_pretrained(folder)
+    return model
+
+
+def scores(folder: Path) -> list[float]:
+    score = make(
+        ModelRewardConfig(use="model", path=str(folder), device="cpu"), Context(run="r", name="v", seed=1)
+    )
+    together = score(completions=ANSWERS, prompts=PROMPTS)
+    alone = [score(completions=[b], prompts=[a])[0] for a, b in zip(PROMPTS, ANSWERS, strict=True)]
+    assert together == alone
+    return together
+
+
+@pytest.mark.parametrize("pad", [0, 1], ids=["pad", "eos = pad"])
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+@pytest.mark.parametrize("name", ["gpt_neox", "gpt2", "llama", "qwen2", "bloom", "mixtral"])
+def test_a_score_is_that_of_the_class_for_one_text(name: str, kind: Any, pad: int, tmp_path: Path) -> None:
+    model, tokenizer = saved(tmp_path, kind, name, num_labels=1, pad_token_id=pad), ascii_tokenizer()
+    assert not [*check(ModelRewardConfig(use="model", path=str(tmp_path)), None)]  # pyright: ignore[reportArgumentType]
+    for prompt, answer, found in zip(PROMPTS, ANSWERS, scores(tmp_path), strict=True):
+        ids = [*tokenizer.encode(prompt + answer), 1]  # a completion ends with the end of a text
+        own = model(input_ids=torch.tensor([ids])).logits.detach()
+        assert found == pytest.approx(float(own.flatten()[-1]), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["DebertaV2ForSequenceClassification"]}, "an encoder"),
+        ({"architectures": ["BertForTokenClassification"]}, "an encoder"),
+        ({"architectures": ["ModernBertForSequenceClassification"]}, "an encoder"),
+        ({"architectures": ["ModernBertDecoderForSequenceClassification"]}, ""),
+        ({"architectures": ["BartForSequenceClassification"], "is_encoder_decoder": True}, "an encoder"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "no head that scores"),
+        ({"architectures": ["Qwen2ForRewardModel"]}, "no head that scores"),
+        ({"architectures": ["GPTNeoXForSequenceClassification"]}, ""),
+        ({}, "no config.json"),
+    ],
+)
+def test_only_decoders_with_a_score_are_taken(config: Mapping[str, Any], words: str, tmp_path: Path) -> None:
+    if config:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    found = [*check(ModelRewardConfig(use="model", path=str(tmp_path)), None)]  # pyright: ignore[reportArgumentType]
+    assert [words in problem.message for problem in found] == [True] * bool(words)
+
+
+def test_a_model_without_its_score_is_refused(tmp_path: Path) -> None:
+    saved(tmp_path, AutoModelForCausalLM, "llama", architectures=["LlamaForSequenceClassification"])
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace("LlamaForCausalLM", "LlamaForSequenceClassification"))
+    with pytest.raises(EngineError, match=r"lacks score.weight"):
+        scores(tmp_path)
