@@ -34,9 +34,9 @@ from stretto.config import BusConfig
 from stretto.dataset import Dataset
 from stretto.engine import TrainingEngine
 from stretto.errors import BusError, ConfigError, ContractError, PluginError, RewardError
+from stretto.machine.child_process import last_line, run_child
 from stretto.tracker import Tracker
 from stretto.training import config as training_config
-from stretto.user_code.child_process import last_line, run_child
 from stretto.user_code.scoring import score_group
 from worlds import in_both_worlds, in_simulation
 

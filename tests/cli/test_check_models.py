@@ -14,8 +14,8 @@ import pytest
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
 from stretto.cli.start.check_models import model_problems, source_problems
-from stretto.training.adapter_files import adapter_problems
 from stretto.training.config import LoraConfig
+from stretto.training.source_files import adapter_problems
 
 ROOT = Path(__file__).parents[2]
 BASE = "base_model_name_or_path"

@@ -20,7 +20,7 @@ from fixture_types import Models
 from stretto.algorithm import Loss
 from stretto.component import Head, Problem
 from stretto.errors import EngineError
-from stretto.training.fit import tensor_problems
+from stretto.training.source_files import tensor_problems
 from stretto.training.trial import attempt
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.model import load_model as load_for_sampling

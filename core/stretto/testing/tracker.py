@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from stretto.component import Kind
+from stretto.machine.child_process import run_child
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
 from stretto.tracker import Sent
-from stretto.user_code.child_process import run_child
 
 __all__ = ["TrackerConformance"]
 

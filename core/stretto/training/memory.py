@@ -24,9 +24,9 @@ from typing import IO
 import msgspec
 
 from stretto.component import Head
+from stretto.machine.child_process import last_line
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
-from stretto.user_code.child_process import last_line
 
 __all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
 

@@ -20,7 +20,7 @@ import msgspec
 
 import stretto.user_code.importable  # noqa: F401 # type: ignore[reportUnusedImport] - pools find modules by it
 from stretto.errors import PolicyError, RewardError, StrettoError, place_of
-from stretto.user_code.child_process import last_line, run_child
+from stretto.machine.child_process import last_line, run_child
 from stretto.user_code.faults import SampleFault
 from stretto.user_code.guard import end_with_parent
 

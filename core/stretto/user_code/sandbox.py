@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import anyio
 
 from stretto.component import Problem, SandboxMode
-from stretto.user_code.child_process import last_line, run_child
+from stretto.machine.child_process import last_line, run_child
 from stretto.user_code.forwarded_port import SCRIPT, ForwardedPort
 from stretto.user_code.guard import guarded
 from stretto.user_code.seccomp import filter_file

@@ -12,8 +12,8 @@ from stretto.component import Head, Problem
 from stretto.config import RunConfig
 from stretto.models.files import cached_file, known_config, pieces_of, text_config, vocabulary_of
 from stretto.models.vision import is_vision_language
-from stretto.training.adapter_files import adapter_problems, base_of
 from stretto.training.config import ModelTrainingConfig
+from stretto.training.source_files import adapter_problems, base_of
 
 _warning = partial(Problem, severity="warning")
 

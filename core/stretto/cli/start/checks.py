@@ -38,8 +38,8 @@ from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.vision import is_vision_language
 from stretto.records.remote_folder import missing_file_system
 from stretto.tools import ToolsConfig
-from stretto.training.fit import tensor_problems
 from stretto.training.memory import end_counting
+from stretto.training.source_files import tensor_problems
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.plain_data import encode_row
 from stretto.user_code.sandbox import sandbox_problems

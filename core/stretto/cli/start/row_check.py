@@ -20,9 +20,9 @@ from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
 from stretto.dataset import Dataset
 from stretto.errors import ConfigError
+from stretto.machine.child_process import last_line, run_child
 from stretto.models.prompts import tools_of
 from stretto.models.vision import Vision, keep_torch_out
-from stretto.user_code.child_process import last_line, run_child
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0

@@ -1,21 +1,28 @@
-"""Check adapters in peft's format that a run continues to train. Importing this module imports no torch."""
+"""Check the files with which training begins: adapters in peft's format, and the tensors of models, which a
+child process compares with the classes that trainers load. Importing this module imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stretto.component import Problem
+from stretto.component import Head, Problem
+from stretto.errors import EngineError
+from stretto.machine.child_process import last_line, run_child
+from stretto.models.files import tensors_of_model
 
 if TYPE_CHECKING:
     from stretto.training.config import LoraConfig
 
-__all__ = ["adapter_problems", "base_of"]
+__all__ = ["adapter_problems", "base_of", "tensor_problems"]
 
+_TRY_S = 60.0
 _OTHER_ADAPTERS = (
     "alora_invocation_tokens",
     "alpha_pattern",
@@ -103,3 +110,39 @@ def _read(folder: Path) -> dict[str, Any]:
         return msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return {}
+
+
+def tensor_problems(models: Mapping[str, tuple[str, Head]]) -> Iterator[Problem]:
+    """Yield what is wrong with models whose files are here: key of the run file -> (source, head)."""
+    here = {path: model for path, model in models.items() if tensors_of_model(model[0])}
+    try:
+        child = (
+            run_child([sys.executable, "-m", __name__], msgspec.json.encode(here), _TRY_S) if here else None
+        )
+        fault = last_line(child.stderr) if child and child.returncode else ""
+    except TimeoutError:
+        child, fault = None, f"it took longer than {_TRY_S:.0f} s"
+    if fault:
+        yield Problem("model", f"its tensors are not compared with its class: {fault}", "warning")
+    elif child:
+        yield from (Problem(**each) for each in msgspec.json.decode(child.stdout))
+
+
+def _problems_of(path: str, source: str, head: Head) -> Iterator[Problem]:
+    from structlog.testing import capture_logs
+
+    from stretto.training.model import load_empty
+
+    with capture_logs() as lines:
+        try:
+            load_empty(source, head)
+        except EngineError as error:
+            yield Problem(path, str(error))
+    yield from (Problem(path, f"{source!r}: {line['event']}: {line['tensors']}", "warning") for line in lines)
+
+
+if __name__ == "__main__":
+    with redirect_stdout(sys.stderr):
+        _asked = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, tuple[str, Head]])
+        _found = [each for path, model in _asked.items() for each in _problems_of(path, *model)]
+    sys.stdout.buffer.write(msgspec.json.encode(_found))
