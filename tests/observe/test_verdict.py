@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from stretto.bus.messages.events import Evaluation
 from stretto.kernel.schedule.health import held_out
 from stretto.observe.advice import Adviser
 from stretto.observe.verdict import RunState, trend, verdict
-from stretto.records.status import Verdict
+from stretto.records.status import State, Verdict
 
 RUNNING, COMPLETED = RunState("running", 60), RunState("completed", 60)
 
@@ -49,7 +50,7 @@ def test_before_the_first_step_it_waits() -> None:
 def test_of_a_few_steps_it_claims_nothing() -> None:
     said = judged(Steps()(7, (0.1, 0.9)))
     assert said.state == "unknown"
-    assert "after 7 steps, too few to tell" in said.text
+    assert said.text.startswith("unknown: reward 0.070 → 0.957 in 7 steps, too few to tell; ")
 
 
 def test_a_held_out_reward_has_the_error_of_its_own_spread() -> None:
@@ -72,7 +73,7 @@ def test_a_run_that_learns() -> None:
     said = judged(Steps()(60, (0.3, 0.5)), evaluations=[(0, 0.31, 400), (40, 0.5, 400), (60, 0.485, 400)])
     assert said.state == "learning"
     head, held_out, *_ = said.text.split("; ")
-    assert head == "learning: reward +0.211 in 60 steps"
+    assert head == "learning: reward 0.299 → 0.510 in 60 steps"
     assert held_out == "held out 0.485 ± 0.049, best at version 40"
 
 
@@ -80,15 +81,15 @@ def test_a_run_whose_reward_has_stopped_to_rise_is_flat_and_has_learned() -> Non
     lines = [*(steps := Steps())(60, (0.2, 0.8)), *steps(60, 0.8)]
     said = judged(lines)
     assert said.state == "flat"
-    assert said.text.startswith("flat: reward 0.796 for 60 steps, +0.573 since the start; ")
+    assert said.text.startswith("flat: reward 0.803 → 0.794 in 60 steps, +0.573 since the start; ")
     ended = judged(lines, COMPLETED)
     assert ended.state == "learning"
-    assert ended.text.startswith("finished, learned: reward +0.573 in 120 steps; ")
+    assert ended.text.startswith("finished, learned: reward 0.221 → 0.794 in 120 steps; ")
 
 
 def test_a_fall_that_is_no_collapse_is_named_too() -> None:
     said = judged(Steps()(60, (0.6, 0.45)))
-    assert (said.state, said.text[:17]) == ("falling", "falling: reward -")
+    assert (said.state, said.text[:22]) == ("falling", "falling: reward 0.595 ")
 
 
 def test_a_collapse_and_a_broken_policy() -> None:
@@ -104,26 +105,36 @@ def test_a_collapse_and_a_broken_policy() -> None:
     constant = judged(Steps()(20, 0.0))
     assert constant.state == "broken"
     assert constant.text.startswith("broken: every answer so far has the reward 0, so nothing is learnt")
+    steps = Steps()
+    assert judged([*steps(5, 0.0), *steps(10, (0.1, 0.9))]).state == "learning"
 
 
 def test_a_run_without_rewards_learns_when_its_loss_falls() -> None:
     lines = [{"step": step, "step_s": 1.0, "loss": 2.0 - step / 60} for step in range(1, 61)]
     said = judged(lines)
-    assert (said.state, said.text) == ("learning", "learning: loss -0.8333 in 60 steps")
+    assert (said.state, said.text) == ("learning", "learning: loss 1.908 → 1.075 in 60 steps")
 
 
 @pytest.mark.parametrize(
     ("losses", "rows_change", "expected"),
     [
-        ([1.5, 1.25, 1.0], False, "learning: loss -0.8333 in 60 steps; held-out loss 1, the lowest so far"),
+        (
+            [1.5, 1.25, 1.0],
+            False,
+            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1, the lowest so far",
+        ),
         ([1.5, 1.0, 1.25, 1.5, 1.75], False, "falling: held-out loss +0.75 since step 20: it overfits"),
-        ([1.5, 1.0, 1.01, 1.02, 1.01], False, "learning: loss -0.8333 in 60 steps; held-out loss 1.01"),
+        ([1.5, 1.0, 1.01, 1.02, 1.01], False, "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1.01"),
         (
             [1.0, 0.0, 0.0, 0.0, 0.0],
             False,
-            "learning: loss -0.8333 in 60 steps; held-out loss 0, lowest",
+            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 0, lowest",
         ),
-        ([1.5, 1.0, 1.25, 1.5], False, "learning: loss -0.8333 in 60 steps; held-out loss 1.5, lowest after"),
+        (
+            [1.5, 1.0, 1.25, 1.5],
+            False,
+            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1.5, lowest after",
+        ),
         ([1.5, 1.25], True, "learning: held-out loss -0.25 since step 10"),
         ([1.5, 1.75], True, "flat: held-out loss +0.25 since step 10"),
     ],
@@ -251,6 +262,49 @@ def test_advice_is_named_in_place_of_what_it_explains() -> None:
 # ------------------------------------------------------------------------------------- is it right
 
 
+def of(values: Sequence[float | None], state: State, figure: str = "loss") -> Verdict:
+    of_step = {"step_s": 1.0, "reward_std": 0.1}
+    lines = [{"step": step, figure: value, **of_step} for step, value in enumerate(values, 1)]
+    return judged([line for line in lines if line[figure] is not None], RunState(state, len(values)))
+
+
+LOSSES = [0.868, 0.649, 0.524, 0.43, 0.244, 0.177, 0.145, 0.078, 0.03, *np.linspace(0.02, 0.003, 9)]
+REWARDS = [0.1, 0.35, 0.6, 0.8, 0.9, 0.95]
+RISE = [0.1 * step for step in range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("figure", "values", "expected"),
+    [
+        ("loss", LOSSES, "learned: loss 0.868 → 0.003 in 18 steps"),
+        ("loss", [*LOSSES[:4], math.nan, None, *LOSSES[6:]], "learned: loss 0.868 → 0.003 in 18 steps"),
+        ("loss", LOSSES[:8], "not known whether it learned: loss 0.868 → 0.078 in 8 steps, too few to tell"),
+        ("loss", [math.nan] * 18, "not known whether it learned: no finite loss, too few to tell"),
+        ("loss", [*LOSSES[:9], 0.1, 0.3, 0.6, 0.8, 0.9, 1.0], "no change: loss 0.868 → 1 in 15 steps"),
+        ("loss", LOSSES[::-1], "fell: loss 0.003 → 0.868 in 18 steps"),
+        ("loss", [0.1 + 0.2, 0.3] * 9, "no change: loss 0.3 in 18 steps"),
+        ("loss", np.repeat([3, 1, 0.3], 5), "learned: loss 3 → 0.3 in 15 steps"),
+        ("loss", [1.0, 0.5, 0.25, 0.15] + [0.1, 0.12] * 20, "learned: loss 0.256 → 0.11 in 44 steps"),
+        ("reward", [*REWARDS, *[1.0] * 6], "learned: reward 0.100 → 1.000 in 12 steps"),
+        ("reward", [*REWARDS, *[1.0] * 12], "learned: reward 0.100 → 1.000 in 18 steps"),
+        ("reward", [0.0] * 5 + [0.5] * 5 + [1.0] * 5, "learned: reward 0.000 → 1.000 in 15 steps"),
+        ("reward", [*REWARDS, *[1.0] * 10, 0.85], "learned: reward 0.100 → 0.850 in 17 steps"),
+        ("reward", [*RISE, *RISE[::-1]], "no change: reward 0.100 in 18 steps"),
+        ("reward", [*np.linspace(0.1, 0.9, 15), 0.1, 0.1, 0.1], "no change: reward 0.100 in 18 steps"),
+    ],
+)
+def test_a_curve_is_judged_by_its_ends(figure: str, values: list[float | None], expected: str) -> None:
+    assert of(values, "completed", figure).text.partition("; ")[0] == f"finished, {expected}"
+
+
+@pytest.mark.parametrize("constant", [1.5, 3.5, 10.0])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_a_loss_that_falls_exponentially_does_not_become_flat(constant: float, noise: float) -> None:
+    losses = np.exp(-np.arange(60) / constant) * (1 + noise * np.random.default_rng(3).normal(size=60))
+    states = [of([*losses[:count]], "running").state for count in range(12, 61)]
+    assert set(states) == {"learning"}
+
+
 def series(random: np.random.Generator, count: int, rise: float, correlation: float) -> list[float]:
     """Rewards that rise evenly, with normal noise whose steps are correlated. The quickstart's noise has a
     deviation of 0.034 and a correlation of -0.17, measured over 60 steps at a learning rate of 1e-12."""
@@ -270,8 +324,17 @@ def test_of_200_runs_at_most_5_percent_get_another_verdict(rise: float, verdict:
 
 def test_the_trend_of_short_and_of_correlated_series() -> None:
     random = np.random.default_rng(3)
-    for count, correlation, most in ((10, 0.0, 60), (60, 0.3, 80), (60, 0.6, 120)):
+    short = ((10, 0.0, 60), (12, 0.3, 100), (18, 0.3, 100), (18, 0.5, 200), (29, 0.5, 200))
+    for count, correlation, most in (*short, (60, 0.3, 80), (60, 0.6, 120)):
         found = sum(trend([*enumerate(series(random, count, 0.0, correlation))]) != 0 for _ in range(2000))
         assert found <= most, (count, correlation, found)
     assert trend([*enumerate([0.5] * 20)]) == 0
     assert trend([*enumerate(np.linspace(1, 0, 20))]) == -1
+
+
+@pytest.mark.parametrize("count", [12, 18, 29])
+@pytest.mark.parametrize("correlation", [0.0, 0.5])
+def test_of_short_curves_that_saturate_most_rise(count: int, correlation: float) -> None:
+    random, rise = np.random.default_rng(5), 1 - np.exp(-np.linspace(0, 5, count))
+    curves = (rise + correlated(random, 0.05, correlation, count) for _ in range(500))
+    assert sum(trend([*enumerate(curve)]) == 1 for curve in curves) >= 450

@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.bus.messages.events import CAUSES, CauseKind
 from stretto.kernel.schedule.health import HeldOutScore
@@ -30,6 +32,9 @@ _APART = 30
 _ERRORS = 2.3
 """Standard errors from which on a change counts as real: a two-sided test at 2 %. Of runs that do not change,
 about 1 % get each wrong verdict by their rewards, and 1 % by their evaluations."""
+_RANK_ERRORS, _CORRELATION = 1.645, 0.5
+"""The same for ranks: a two-sided test at 10 % for steps of this correlation, since few steps do not show
+theirs; at 1 % for independent ones."""
 _PATIENCE = 3
 """Number of newest held-out losses above the lowest one that count as overfitting."""
 _LEAST_RISE = 0.1
@@ -105,7 +110,7 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     history = adviser.history
     for advice in adviser.open:
         problem = advice.message.partition("; ")[0]
-        if advice.rule == "constant_reward":
+        if advice.rule == "constant_reward" and not history.varied:  # advice stays open for some steps
             return "broken", problem
         if advice.rule == "reward_collapse":
             return "broken" if history.broken() else "collapsing", problem
@@ -119,26 +124,23 @@ def _trend(adviser: Adviser, rows_change: bool, *, ended: bool) -> tuple[Trend, 
     if rows_change or _left_out(history):
         return _by_evaluations(history.evaluations, "the rows of two steps cannot be compared")
     name = "reward" if history.known("reward") else "loss"
-    known = history.known(name)[-VERDICT_STEPS:]
+    known = history.known(name)
+    change_text = _change(name, known[-VERDICT_STEPS:])
     if len(known) < _FEWEST:
-        value = FIGURES[name].text(history.recent(name))
-        return "unknown", f"{name} {value} after {len(known)} step{'s' * (len(known) != 1)}, too few to tell"
-    direction = trend(known) * (1 if name == "reward" else -1)  # 1: better, -1: worse
-    is_better = len(history.known(name)) >= _APART and history.gain(name) is not None
-    since_start = _signed(name, (history.recent(name) or 0.0) - history.first[name].mean) if is_better else ""
-    if ended and since_start and direction >= 0:
-        return "learning", f"{name} {since_start} in {known[-1][0]} steps"
-    change_text = f"{name} {_signed(name, _change(known))} in {len(known)} steps"
-    held_out_trend, held_out_text = _by_evaluations(history.evaluations, "")
+        return "unknown", f"{change_text}, too few to tell"
+    direction = trend(known[-VERDICT_STEPS:]) * (1 if name == "reward" else -1)  # 1: better, -1: worse
+    has_gained = len(known) >= _APART and history.gain(name) is not None
     if direction < 0:
         return "falling", change_text
+    if has_gained and (ended or len(known) <= VERDICT_STEPS):
+        return "learning", _change(name, known, history.first[name].mean)
     if direction > 0:
         return "learning", change_text
+    held_out_trend, held_out_text = _by_evaluations(history.evaluations, "")
     if held_out_trend in ("learning", "falling"):
         return held_out_trend, f"{held_out_text}, {change_text}"
-    value = FIGURES[name].text(float(np.mean([number for _, number in known])))
-    addition = f", {since_start} since the start" if since_start else ""
-    return "flat", f"{name} {value} for {len(known)} steps{addition}"
+    gain = (history.recent(name) or 0.0) - history.first[name].mean
+    return "flat", f"{change_text}{f', {_signed(name, gain)} since the start' if has_gained else ''}"
 
 
 def _overfitting(history: History) -> str | None:
@@ -159,12 +161,14 @@ def _overfitting(history: History) -> str | None:
 def trend(known: Sequence[tuple[int, float]]) -> int:
     """Return whether a figure rises (1), falls (-1) or neither (0).
 
-    `known` has at least 3 (step, figure) pairs, in order. The least-squares slope counts from 2.3 standard
-    errors on. The error is that for independent residuals times √((1 + ρ) / (1 - ρ)), where ρ is their
-    correlation from step to step (Bayley and Hammersley 1946). With few steps, more standard errors are
-    needed, about as in Student's distribution.
+    `known` has at least 3 (step, figure) pairs, in order. Below 30, ranks decide: few steps are often a curve
+    that saturates. Then the least-squares slope counts from 2.3 standard errors on. The error is that for
+    independent residuals times √((1 + ρ) / (1 - ρ)), where ρ is their correlation from step to step (Bayley
+    and Hammersley 1946). With few steps, more standard errors are needed, as in Student's distribution.
     """
     steps, values = np.array(known, np.float64).T
+    if len(steps) < _APART:
+        return _trend_by_rank(values)
     count, centred = len(steps), steps - steps.mean()
     slope = float(centred @ values / (centred @ centred))
     residuals = values - values.mean() - slope * centred
@@ -178,11 +182,30 @@ def trend(known: Sequence[tuple[int, float]]) -> int:
     return int(np.sign(slope)) if abs(slope) > _ERRORS * (1 + 2.2 / (count - 2)) * error else 0
 
 
-def _change(known: Sequence[tuple[int, float]]) -> float:
-    """Return the mean of the newest steps − that of as many first steps: 10 each, at most half of all."""
+def _trend_by_rank(values: NDArray[np.float64]) -> int:
+    """Return the trend by the test of Mann (1945) and Kendall (1975), with its variance for ties times n / n*
+    of Yue and Wang (2004) for correlated steps. The last value has to differ from the first one likewise."""
+    count, lags = len(values), np.arange(1, len(values))
+    values = np.round(values / (np.abs(values).max() or 1.0), 9)  # errors of rounding are no order
+    score = float(np.triu(np.sign(values - values[:, None])).sum())  # later values above earlier ones − below
+    _, ties = np.unique(values, return_counts=True)
+    variance = float(count * (count - 1) * (2 * count + 5) - (ties * (ties - 1) * (2 * ties + 5)).sum()) / 18
+    variance *= 1 + 2 * float(((1 - lags / count) * _CORRELATION**lags).sum())
+    is_clear = abs(score) > _RANK_ERRORS * math.sqrt(variance) and score * (values[-1] - values[0]) > 0
+    return int(np.sign(score)) if is_clear else 0
+
+
+def _change(name: str, known: Sequence[tuple[int, float]], first: float | None = None) -> str:
+    """Return the first and the last figure in words; from 30 steps on, the means of the first and newest 10.
+    `first` replaces the former."""
+    if not known:
+        return f"no finite {name}"
     values = [value for _, value in known]
-    count = min(_FEWEST, len(values) // 2)
-    return math.fsum(values[-count:]) / count - math.fsum(values[:count]) / count
+    count = _FEWEST if len(values) >= _APART else 1
+    ends = (fmean(values[:count]) if first is None else first, fmean(values[-count:]))
+    steps = known[-1][0] - (0 if first is not None else known[0][0] - 1)
+    texts = dict.fromkeys(map(FIGURES[name].text, ends))
+    return f"{name} {' → '.join(texts)} in {steps} step{'s' * (steps != 1)}"
 
 
 def _left_out(history: History) -> bool:
