@@ -146,6 +146,38 @@ def test_settings_are_compared_over_their_seeds(tmp_path: Path) -> None:
         assert (second.difference.mean, second.difference.ci95, second.paired) == (0.25, 0.0, paired)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "scored", "key", "figure", "paired"),
+    [
+        ((1, 2), (), "queue", "reward", 2),
+        ((2, 3, 1), (), "queue", "reward", 2),
+        ((3, 4), (), "queue", "reward", 0),
+        ((1, 2), (0, 1), "queue", "reward", 2),
+        ((1, 2), (0, 1, 2, 3), "queue", "held-out accuracy", 2),
+        ((1, 2), (), "reward", "", 0),
+    ],
+)
+def test_settings_without_scores_are_compared_by_their_rewards(
+    tmp_path: Path, seeds: tuple[int, ...], scored: tuple[int, ...], key: str, figure: str, paired: int
+) -> None:
+    """`scored`: the runs with evaluations. `key`: a section that differs between the two groups."""
+    groups = [(0, 1), (0, 2), *((1, seed) for seed in seeds)]
+    runs = [RunFolder(keep_run(tmp_path / f"{n}-{s}", seed=s, steps=12, shift=n / 2)) for n, s in groups]
+    for number, run in enumerate(runs):
+        config = {"seed": groups[number][1], key: {"x": groups[number][0]}}
+        (run.folder / "config.yaml").write_text(json.dumps(config))
+        kept = [line for line in lines(run) if number in scored or "evaluation/samples" not in line]
+        (run.folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+    comparison = compare_runs(runs)
+    first, second = comparison.groups
+    assert (comparison.between, first.difference) == ([], None)
+    assert (second.figure, second.paired, bool(second.difference)) == (figure, paired, bool(figure))
+    if second.difference and figure == "reward":  # the same noise for each seed
+        assert second.difference.mean == pytest.approx(0.5, abs=1e-6 if paired else 0.1)
+        assert (second.difference.ci95 or 0) < 1e-5 if paired else (second.difference.ci95 or 0) > 0.01
+        assert f"+{second.difference}" in CliRunner().invoke(app, ["compare", str(tmp_path)]).output
+
+
 def test_runs_of_the_same_seed_count_each(tmp_path: Path) -> None:
     runs = [RunFolder(keep_run(tmp_path / str(steps), steps=steps)) for steps in (10, 20)]
     (runs[1].folder / "config.yaml").write_text((runs[0].folder / "config.yaml").read_text())
@@ -194,8 +226,8 @@ def test_an_accuracy_and_a_reward_are_never_subtracted(tmp_path: Path) -> None:
         keep_run(tmp_path / f"reward-{number}", steps=10, seed=number, lr=1.0, shift=0.5, rewards=True)
     ours, theirs = ([RunFolder(tmp_path / f"{of}-{n}") for n in (1, 2)] for of in ("accuracy", "reward"))
     mixed = compare_runs([*ours, *theirs])
-    assert (mixed.measure, {each.figure for each in mixed.between}) == ("held-out score", {"reward"})
-    assert [(group.score, group.difference) for group in mixed.groups] == [(None, None)] * 2
+    assert (mixed.measure, mixed.between) == ("held-out score", [])
+    assert [(group.score, group.figure) for group in mixed.groups] == [(None, ""), (None, "reward")]
     assert "others only a held-out reward: no difference is taken" in mixed.caution
     measures = [run.last and run.last.measure for run in mixed.runs]
     assert measures == ["held-out accuracy"] * 2 + ["held-out reward"] * 2

@@ -121,8 +121,10 @@ class SeedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation between the runs; None for a single run."""
     reward: float | None
     reward_sd: float | None
+    figure: str = ""
+    """What `difference` is of: the runs' measure, or `reward` if the groups have no scores in common."""
     difference: Estimate | None = None
-    """`score` − first group's score; None for the first group, without scores, or for different measures."""
+    """This group's mean − that of the first group; None for the first one, or without a comparable figure."""
     paired: int = 0
     """Number of common seeds that pair the runs of both groups; 0 below two: runs count as independent."""
 
@@ -142,7 +144,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     caution: str
     """Why the scores are not the same measure; empty if they are."""
     between: list[RunDifference]
-    """Of each run and the first one, unless they are in two `groups`, which have a difference."""
+    """Of each run and the first one, unless both are in `groups`; also of runs that repeat the first one."""
     groups: list[SeedGroup]
     """Groups of at least two runs."""
 
@@ -163,7 +165,7 @@ def compare_runs(runs: Sequence[RunFolder]) -> Comparison:
     measures = {run.last.measure for run in figures if run.last is not None}
     measure = MIXED if len(measures) > 1 else next(iter(measures), FIGURES[ACCURACY].label)
     comparable = measure != MIXED
-    groups = _groups(runs, figures, comparable=comparable)
+    groups = _groups(runs, figures, measure)
     return Comparison(
         runs=figures,
         differences=differences([run.values() for run in runs]),
@@ -283,9 +285,11 @@ def _between(
 ) -> Iterable[RunDifference]:
     """Yield the differences of each run and the first one: of their held-out scores and of their rewards."""
     first, first_figures, first_values = runs[0], figures[0], runs[0].values()
+    places = {label: number for number, group in enumerate(groups) for label in group.runs}
     for run, its_figures in zip(runs[1:], figures[1:], strict=True):
         label, minus = its_figures.label, first_figures.label
-        if len({number for number, group in enumerate(groups) if {label, minus} & {*group.runs}}) > 1:
+        are_repeats = places.get(label) == places.get(minus) and its_figures.seed == first_figures.seed
+        if {label, minus} <= places.keys() and not are_repeats:
             continue
         values = [first_values, run.values()]
         last, first_last = its_figures.last, first_figures.last
@@ -296,9 +300,8 @@ def _between(
             if found is not None:
                 of, difference = found
                 yield RunDifference(run=label, minus=minus, figure=last.measure, of=of, difference=difference)
-        keys = differences(values)
         rewards, first_rewards = (Moments.of(_recent_values(each, "reward")) for each in (run, first))
-        if rewards.count and first_rewards.count and not any(key.startswith(_OF_REWARDS) for key in keys):
+        if rewards.count and first_rewards.count and _has_same_rewards(values):
             of = f"means of the last {rewards.count} and {first_rewards.count} steps"
             difference = difference_of(rewards, first_rewards)
             yield RunDifference(run=label, minus=minus, figure="reward", of=of, difference=difference)
@@ -338,40 +341,60 @@ def _fingerprint(run: RunFolder) -> str | None:
         raise ConfigError(f"{file} does not hold the fingerprints of datasets: {error}") from error
 
 
-def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], *, comparable: bool) -> list[SeedGroup]:
+def _has_same_rewards(values: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether rewards in training measure the same in these runs."""
+    return not any(key.startswith(_OF_REWARDS) for key in differences(values))
+
+
+def _groups(runs: Sequence[RunFolder], figures: Sequence[RunFigures], measure: str) -> list[SeedGroup]:
     settings: dict[str, list[RunFigures]] = {}
+    values: dict[str, Mapping[str, str]] = {}
     for run, its_figures in zip(runs, figures, strict=True):
-        settings.setdefault(setting(run.values()), []).append(its_figures)
-    groups = [members for members in settings.values() if len(members) > 1]
-    return [_group(members, groups[0], comparable=comparable) for members in groups]
+        key = setting(run.values())
+        settings.setdefault(key, []).append(its_figures)
+        values[key] = run.values()
+    groups = {key: members for key, members in settings.items() if len(members) > 1}
+    first = next(iter(groups), "")
+    return [
+        _group(members, groups[first], measure, same_rewards=_has_same_rewards([values[first], values[key]]))
+        for key, members in groups.items()
+    ]
 
 
-def _group(members: Sequence[RunFigures], first: Sequence[RunFigures], *, comparable: bool) -> SeedGroup:
-    scores = [score for _, score in _last_scores(members)] if comparable else []
-    rewards = [member.reward for member in members if member.reward is not None]
-    difference, paired = (None, 0) if members is first or not comparable else _difference(members, first)
+def _group(
+    members: Sequence[RunFigures], first: Sequence[RunFigures], measure: str, *, same_rewards: bool
+) -> SeedGroup:
+    scores, rewards = ([value for _, value in _by_seed(members, each)] for each in (measure, "reward"))
+    figures = [measure, "reward"] if same_rewards else [measure]
+    common = (each for each in figures if _by_seed(members, each) and _by_seed(first, each))
+    figure = "" if members is first else next(common, "")
+    difference, paired = _difference(members, first, figure) if figure else (None, 0)
     return SeedGroup(
         runs=[member.label for member in members],
         score=fmean(scores) if scores else None,
         score_sd=stdev(scores) if len(scores) > 1 else None,
         reward=fmean(rewards) if rewards else None,
         reward_sd=stdev(rewards) if len(rewards) > 1 else None,
+        figure=figure,
         difference=difference,
         paired=paired,
     )
 
 
-def _last_scores(members: Iterable[RunFigures]) -> list[tuple[int | None, float]]:
-    """Return (seed, last score) of the runs that have one. Several runs may have the same seed."""
-    return [(member.seed, member.last.score.mean) for member in members if member.last is not None]
+def _by_seed(members: Iterable[RunFigures], figure: str) -> list[tuple[int | None, float]]:
+    """Return (seed, figure) of the runs that have it: a reward, or a score of this measure. Several runs may
+    have the same seed."""
+    if figure == "reward":
+        return [(member.seed, member.reward) for member in members if member.reward is not None]
+    return [(member.seed, last.score.mean) for member in members if (last := member.last) and figure != MIXED]
 
 
-def _difference(members: Sequence[RunFigures], first: Sequence[RunFigures]) -> tuple[Estimate | None, int]:
-    scores, first_scores = _last_scores(members), _last_scores(first)
-    if not scores or not first_scores:
-        return None, 0
-    by_seed, first_by_seed = dict(scores), dict(first_scores)
+def _difference(
+    members: Sequence[RunFigures], first: Sequence[RunFigures], figure: str
+) -> tuple[Estimate, int]:
+    values, first_values = _by_seed(members, figure), _by_seed(first, figure)
+    by_seed, first_by_seed = dict(values), dict(first_values)
     common = sorted(by_seed.keys() & first_by_seed.keys(), key=str)
     if len(common) > 1:
         return mean_of(Moments.of(by_seed[seed] - first_by_seed[seed] for seed in common)), len(common)
-    return difference_of(*(Moments.of(score for _, score in pairs) for pairs in (scores, first_scores))), 0
+    return difference_of(*(Moments.of(value for _, value in pairs) for pairs in (values, first_values))), 0

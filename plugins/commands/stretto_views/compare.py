@@ -50,7 +50,7 @@ def _seeds_table(group: SeedGroup, comparison: Comparison) -> tuple[str, Table]:
             add_row(table, label, SCORE.text(mean), SCORE.text(spread))
     if group.difference is not None:
         paired = f"paired by {group.paired} seeds" if group.paired else "seeds not paired"
-        minus = f"{comparison.measure} minus {', '.join(comparison.groups[0].runs)}"
+        minus = f"{group.figure} minus {', '.join(comparison.groups[0].runs)}"
         add_row(table, f"{minus} ({paired})", _signed(group.difference), "")
     return f"{len(group.runs)} runs that differ in their seed: {', '.join(group.runs)}", table
 

@@ -29,9 +29,9 @@ export async function compareView(query) {
     const keys = Object.entries(comparison.differences);
     fill(differing, keys.length ? table("differing", keys.map(([key, values]) => [key, (index) => values[index] ?? "–"])) : h("p", { class: "muted" }, "No value of the run files, besides name and out."));
     const said = [
-      ...comparison.groups.filter((group) => group.difference).map((group) => `${measure}, ${namesOf(group)} minus ${namesOf(comparison.groups[0])}: ${signedEstimate(group.difference)}, ${group.paired ? `paired by ${group.paired} seeds` : "seeds not paired"}`),
+      ...comparison.groups.filter((group) => group.difference).map((group) => `${group.figure}, ${namesOf(group)} minus ${namesOf(comparison.groups[0])}: ${signedEstimate(group.difference)}, ${group.paired ? `paired by ${group.paired} seeds` : "seeds not paired"}`),
       ...comparison.between.map((each) => `${each.figure}, ${each.run} minus ${each.minus}: ${signedEstimate(each.difference)}, of ${each.of}`),
-      ...comparison.groups.map((group) => `${namesOf(group)}: ${measure} ${scoreText(group.score)}, standard deviation ${scoreText(group.score_sd)}`),
+      ...comparison.groups.map((group) => [group, ...(group.score === null ? ["reward", group.reward, group.reward_sd] : [measure, group.score, group.score_sd])]).map(([group, label, mean, sd]) => `${namesOf(group)}: ${label} ${scoreText(mean)}, standard deviation ${scoreText(sd)}`),
     ];
     fill(differences, comparison.caution && h("p", { class: "note" }, `Caution: ${printable(comparison.caution)}.`), said.length ? said.map((each) => h("p", {}, printable(each))) : h("p", { class: "muted" }, "These runs have no figure in common."));
     fill(figures, table("figures", [
