@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import huggingface_hub
@@ -26,6 +27,7 @@ from stretto.bus.messages.tickets import Ticket, TrajectoryBundle
 from stretto.cli.main import app
 from stretto.engine import Sampling
 from stretto.errors import ConfigError, StrettoError
+from stretto.records.run_folder import RunFolder
 from stretto.records.samples.store import SampleStore
 from stretto.tokenizer import Tokenizer
 from stretto.workers.sampling.ticket_record import record_of
@@ -168,7 +170,8 @@ def test_no_file_names_a_place_of_this_machine_or_a_secret(
     assert head["library_name"] == ("peft" if form == "--adapter" else "transformers")
     assert "a local model named `model`: 2 train steps with the algorithm `grpo`" in card
     assert "| `training.lr` | 0.01 |" in card
-    assert "| reward | " in card
+    rewards = [reward for _, reward in RunFolder(lora_run).series("reward")]
+    assert f"| reward | {fmean(rewards):.3f} |" in card
 
 
 def test_a_mistake_is_refused_and_leaves_nothing(lora_run: Path, tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ import pytest
 import made_run
 from statuses import make_status
 from stretto.bus.guard import is_locked
+from stretto.bus.messages.events import RunOwned
 from stretto.bus.server import lock_run
 from stretto.errors import ConfigError
+from stretto.records.events.history import RunHistory
 from stretto.records.metrics_file import MetricsFile
 from stretto.records.run_folder import RunFolder, find_runs
 
@@ -215,3 +217,29 @@ def test_a_folder_has_events_values_and_checkpoints(tmp_path: Path) -> None:
     made = RunFolder(made_run.make_run(tmp_path / "made", steps=2))
     assert made.time_range() == (next(made.events())[0], list(made.events())[-1][0])
     assert [step.version for step in made.history.steps] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("since", "rates", "expected"),
+    [
+        ({0: 1}, (3,), "3"),
+        ({0: 1, 16: 2}, (3, 1), "3, from step 17 on 1"),
+        ({0: 1, 16: 2, 20: 3}, (3, 1, 3), "3, from step 17 on 1, from step 21 on 3"),
+        ({0: 1, 16: 3}, (3, 2, 1), "3, from step 17 on 1"),
+        ({0: 2}, (3, 1), "1"),
+        ({0: 1, 16: 2}, (3, None), "3, from step 17 on null"),
+        ({0: 1}, (3, 1), "3, later 1"),
+    ],
+)
+def test_a_value_that_changed_has_the_step_of_its_change(
+    tmp_path: Path, since: dict[int, int], rates: tuple[float | None, ...], expected: str
+) -> None:
+    """`since`: version -> number of the values with which a kernel continued."""
+    run = RunFolder(make_run(tmp_path / "run"))
+    for number, rate in enumerate(rates, 1):
+        file = "config.yaml" if number == len(rates) else f"config-{number}.yaml"
+        section = {} if rate is None else {"training": {"lr": rate}}
+        (run.folder / file).write_text(json.dumps({"steps": 8, **section}))
+    owned = [(float(version), RunOwned(0, version, number, "", 0)) for version, number in since.items()]
+    run.history = RunHistory.of(owned)
+    assert run.values() == {"steps": "8", "training.lr": expected}

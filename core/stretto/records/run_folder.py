@@ -51,7 +51,7 @@ from stretto.records.samples.answers import KeptAnswer, read_answers
 from stretto.records.samples.images import SampleImages
 from stretto.records.samples.store import Bounds, SampleFilter, SampleOutcome, SampleStore, open_samples
 from stretto.records.status import STATUS, Status, Verdict, read_status, standstill
-from stretto.records.values import dotted_values
+from stretto.records.values import values_over_time
 
 __all__ = [
     "HELD_OUT",
@@ -120,6 +120,8 @@ class RunFolder:
         self.folder = folder.absolute()
         self._reader = MetricsReader(self.folder)
         self._events = EventReader(self.folder)
+        self._since: dict[int, str] = {}
+        """Number of values -> the step from which on they hold, in words. Empty until a value changes."""
 
     def refresh(self) -> None:
         """Forget what may have changed. Of the metrics, the next call reads only appended lines."""
@@ -223,8 +225,15 @@ class RunFolder:
         return [key for key in self._metrics.figures if key not in ("step", "time")]
 
     def values(self) -> dict[str, str]:
-        """Return the values of `config` by their dotted keys, such as `training.lr`, as JSON."""
-        return dict(dotted_values(self.config))
+        """Return the values of `config` by their dotted keys, such as `training.lr`, as JSON. A value that
+        changed when the run was resumed has its history: `0.0003, from step 17 on 0.0001`."""
+        newest = 1 + len([*self.folder.glob("config-*.yaml")])
+        if newest > 1 and newest not in self._since:
+            begun = dict(self.history.values)  # of values that began at the same version, the newest
+            self._since = {number: f"from step {version + 1} on" for version, number in begun.items()}
+        files = [(since, self.folder / f"config-{number}.yaml") for number, since in self._since.items()]
+        former = [(since, read_document(file)) for since, file in files if file.exists()]
+        return values_over_time([*former, (self._since.get(newest, "later"), self.config)])
 
     def origin(self) -> RunOrigin | None:
         """Return what the run was started with; None if an older stretto started it."""

@@ -28,7 +28,6 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.algorithm import Encoded
-from stretto.assembly.compose import value_at
 from stretto.assembly.run_file import RunFile, read
 from stretto.cli.start.folders import is_free
 from stretto.dataset import DatasetConfig
@@ -38,7 +37,7 @@ from stretto.models.files import fetch_config, tensors_of_model
 from stretto.models.safetensors import cast_file
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language
-from stretto.records.figures import FIGURES
+from stretto.records.figures import FIGURES, recent
 from stretto.records.run_folder import RunFolder
 from stretto.records.samples.store import SampleFilter, open_samples
 from stretto.records.samples.traces import row_of, sample_of
@@ -53,7 +52,7 @@ _KEYS = (
     *("queue.batch_size", "queue.max_staleness", "sampling.temperature", "sampling.max_tokens", "seed"),
 )
 _FIGURES = ("reward", "length", "entropy", "staleness")
-"""Keys of `metrics.jsonl` whose values a model card shows, for the train step that made the version."""
+"""Keys of `metrics.jsonl` that a model card shows: means of the last 10 steps up to the version."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "config.json")
 
 
@@ -170,7 +169,7 @@ def _card(run: RunFolder, checkpoint: Path, form: Form) -> str:
         f"{what} {origin}: {version} train steps with the algorithm `{algorithm}` of",
         f"stretto {version_of('stretto')}.",
         "",
-        *_table("figure", list(_figures(run, version))),
+        *_table("figure (of steps: mean of the last 10)", list(_figures(run, version))),
         *_table("key of the run file", list(_values(run))),
     ]
     return "\n".join(lines)
@@ -178,16 +177,18 @@ def _card(run: RunFolder, checkpoint: Path, form: Form) -> str:
 
 def _figures(run: RunFolder, version: int) -> Iterator[tuple[str, str]]:
     for key in (run.held_out, *_FIGURES):
-        value = dict(run.series(key)).get(version)
+        values = [value for step, value in run.series(key) if step <= version]
+        value = dict(run.series(key)).get(version) if key == run.held_out else recent(values)
         if value is not None:
             yield FIGURES[key].name, FIGURES[key].text(value)
 
 
 def _values(run: RunFolder) -> Iterator[tuple[str, str]]:
+    values = run.values()
     for key in _KEYS:
-        value = value_at(run.config, key)
-        if value is not None and "$" not in str(value):
-            yield f"`{key}`", str(value)
+        value = values.get(key, "null")
+        if value != "null" and "$" not in value:
+            yield f"`{key}`", value.replace('"', "")
 
 
 def _table(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
