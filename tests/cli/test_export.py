@@ -221,7 +221,7 @@ def test_a_push_uploads_the_folder_to_a_private_repository(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pushed = exported(lora_run, "--push-to-hub", "me/arithmetic")
-    assert pushed == "see https://huggingface.co/me/arithmetic\n"
+    assert pushed.endswith("chooses another\nsee https://huggingface.co/me/arithmetic\n")
     checkpoint = lora_run / "checkpoints" / "step-000002" / "model"
     assert hub.files["model.safetensors"] == (checkpoint / "model.safetensors").read_bytes()
     assert "README.md" in hub.files

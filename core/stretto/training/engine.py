@@ -465,7 +465,6 @@ class HFTraining:
     def _work(self, micro: Batch, mask: Tensor, temperature: float = 1.0, loss: Loss | None = None) -> _Work:
         """Prepare a micro-batch; `mask`, (T,) bool, selects the tokens whose figures are wanted."""
         places = mask.nonzero().squeeze(1)
-        self._check_ids(micro)
         # A token's logprob, and the value of the state before it, come from the output at the previous token.
         at = places if self._head == "reward" else places - 1
         wanted = Wanted(
@@ -477,7 +476,9 @@ class HFTraining:
             support=None if micro.drawn is None else Support.of(micro.drawn, places),
         )
         device = self._layout.device
-        rows = self._packing.inputs(self._with_blank_image(micro), wanted, device)
+        given = self._with_blank_image(micro)
+        self._check_ids(given)
+        rows = self._packing.inputs(given, wanted, device)
         return _Work(micro.to(device), places.to(device), rows)
 
     def _check_ids(self, micro: Batch) -> None:

@@ -126,16 +126,14 @@ def load_policy(source: str) -> PreTrainedModel:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
-def load_empty(source: str, head: Head) -> PreTrainedModel:
-    """Load a model whose tensors have shapes and no numbers. Raise EngineError and log as for its files."""
-    shapes = {name: torch.empty(each.shape, device="meta") for name, each in tensors_of_model(source).items()}
-    try:
-        with torch.device("meta"):
-            model, _ = empty_model(source, head, may_be_packed=False)
-        options = {"config": model.config, "state_dict": shapes, "device_map": "meta"}
-        return load_whole(type(model), source, may_lack_head=head != "policy", **options)
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
+def load_empty(source: str, head: Head) -> None:
+    """Load a model whose tensors have shapes and no numbers, to raise and to log as `load_whole` does for its
+    files. Also raise OSError or ValueError."""
+    with torch.device("meta"):
+        model, _ = empty_model(source, head, may_be_packed=False)
+        shapes = {name: torch.empty(each.shape) for name, each in tensors_of_model(source).items()}
+    options = {"config": model.config, "state_dict": shapes, "device_map": "meta"}
+    load_whole(type(model), source, may_lack_head=head != "policy", **options)
 
 
 def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTrainedModel, InputRows]:

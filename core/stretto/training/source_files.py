@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,20 +112,20 @@ def _read(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def tensor_problems(models: Mapping[str, tuple[str, Head]]) -> Iterator[Problem]:
-    """Yield what is wrong with models whose files are here: key of the run file -> (source, head)."""
-    here = {path: model for path, model in models.items() if tensors_of_model(model[0])}
+def tensor_problems(models: Sequence[tuple[str, str, Head]]) -> Iterator[Problem]:
+    """Yield what is wrong with models whose files are here: key of the run file, source and head of each."""
+    here = [model for model in models if tensors_of_model(model[1])]
+    if not here:
+        return
     try:
-        child = (
-            run_child([sys.executable, "-m", __name__], msgspec.json.encode(here), _TRY_S) if here else None
-        )
-        fault = last_line(child.stderr) if child and child.returncode else ""
+        child = run_child([sys.executable, "-m", __name__], msgspec.json.encode(here), _TRY_S)
+        fault = last_line(child.stderr) if child.returncode else ""
     except TimeoutError:
         child, fault = None, f"it took longer than {_TRY_S:.0f} s"
-    if fault:
+    if child is None or fault:
         yield Problem("model", f"its tensors are not compared with its class: {fault}", "warning")
-    elif child:
-        yield from (Problem(**each) for each in msgspec.json.decode(child.stdout))
+        return
+    yield from (Problem(**each) for each in msgspec.json.decode(child.stdout))
 
 
 def _problems_of(path: str, source: str, head: Head) -> Iterator[Problem]:
@@ -136,13 +136,13 @@ def _problems_of(path: str, source: str, head: Head) -> Iterator[Problem]:
     with capture_logs() as lines:
         try:
             load_empty(source, head)
-        except EngineError as error:
+        except (EngineError, OSError, ValueError) as error:
             yield Problem(path, str(error))
     yield from (Problem(path, f"{source!r}: {line['event']}: {line['tensors']}", "warning") for line in lines)
 
 
 if __name__ == "__main__":
     with redirect_stdout(sys.stderr):
-        _asked = msgspec.json.decode(sys.stdin.buffer.read(), type=dict[str, tuple[str, Head]])
-        _found = [each for path, model in _asked.items() for each in _problems_of(path, *model)]
+        _asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[tuple[str, str, Head]])
+        _found = [each for model in _asked for each in _problems_of(*model)]
     sys.stdout.buffer.write(msgspec.json.encode(_found))

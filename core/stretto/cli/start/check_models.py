@@ -138,18 +138,16 @@ def token_problems(config: RunConfig) -> Iterator[Problem]:
                 )
 
 
-def loaded_models(assembly: Assembly) -> dict[str, tuple[str, Head]]:
-    """Return key of the run file -> the source and head of a model that a trainer loads."""
-    config, models = assembly.config, assembly.graph.models
-    groups = (group for group in assembly.placement.groups.values())
-    names = [
-        name for group in groups if isinstance(group.section, ModelTrainingConfig) for name in group.models
-    ]
-    pairs = {(source, models[name].head): name for name in names if (source := config.source_of(name))}
-    return {
-        "model" if pair[0] == config.model and pair[1] == "policy" else f"models.{name}.path": pair
-        for pair, name in pairs.items()
-    }
+def loaded_models(assembly: Assembly) -> list[tuple[str, str, Head]]:
+    """Return the key of the run file, the source and the head of each model that a trainer loads."""
+    models: dict[tuple[str, Head], str] = {}
+    for group in assembly.placement.groups.values():
+        for name in group.models if isinstance(group.section, ModelTrainingConfig) else ():
+            if source := assembly.config.source_of(name):
+                settings = assembly.config.models.get(name)
+                key = f"models.{name}.path" if settings and settings.path else "model"
+                models.setdefault((source, assembly.graph.models[name].head), key)
+    return [(key, *model) for model, key in models.items()]
 
 
 def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterator[Problem]:

@@ -121,7 +121,7 @@ def _problems(assembly: Assembly, starting: bool, memory_limit: bool, trials: bo
         tools = pool.submit(list, _tool_trial_problems(assembly, failed_sections))
         server = pool.submit(list, bus_problems(config.bus))
         made = pool.submit(list, _trial_problems(assembly, starting, failed_sections))
-        loaded = {} if starting else loaded_models(assembly)  # a trainer that starts compares them itself
+        loaded = [] if starting else loaded_models(assembly)  # a trainer that starts compares them itself
         tensors = pool.submit(list, tensor_problems(loaded))
         read: dict[str, ReadRows] = {}
         wait([tools])  # the prompts that are checked below show the tools
