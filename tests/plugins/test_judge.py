@@ -225,6 +225,11 @@ def test_the_score_is_read(reply: Any, score: float, server: JudgeServer, tmp_pa
     assert len(server.requests) == 1
 
 
+def test_a_judge_that_is_late_names_its_limit(server: JudgeServer, tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"did not answer within reward\.request_s=0\.001"):
+        scores(server, tmp_path, "four", attempts=1, request_s=0.001)
+
+
 def test_a_refusal_is_not_tried_again_and_does_not_show_the_key(
     server: JudgeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
