@@ -292,7 +292,7 @@ class NatsServer:
             )
         file = self.folder / "nats.log"
         tail = "\n".join(file.read_text().splitlines()[-5:]) if file.exists() else "it wrote no log"
-        what = f"not up after {_START_S:g} s" if self.process.poll() is None else "ended"
+        what = f"is not up after {_START_S:g} s" if self.process.poll() is None else "has ended"
         raise BusError(f"the bundled nats-server at {place.host}, port {place.port} {what}: {tail}")
 
 
