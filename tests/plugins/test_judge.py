@@ -192,6 +192,7 @@ def completion(content: Any, finish_reason: str | None = "stop", **message: Any)
         completion("It is good. A score: 2 would be too harsh; the steps", "length"),
         completion("Score: 2 would be", "MAX_TOKENS"),
         completion("Score: 2", "model_length"),
+        completion("Score: 2 for style, but", "abort"),
         completion("<think>A draft. Score: 2", None),
         completion("<think>Score: 2</think> So <think>Score: 3"),
         completion("<think>Score: 2</think>"),

@@ -126,7 +126,10 @@ def test_a_column_without_an_expected_answer_is_refused_with_its_row(value: Any)
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(5.0, "5"), (5, "5"), (Decimal("5.00"), "5"), (1e16, f"1{'0' * 16}"), (2.5, "2.5"), (True, "True")],
+    [
+        *((5.0, "5"), (5, "5"), (5, "5.0"), (5.0, "5.0"), (Decimal("5.00"), "5"), (1e16, f"1{'0' * 16}")),
+        *((2.5, "2.5"), (True, "True")),
+    ],
 )
 def test_a_number_is_compared_as_it_is_written(value: Any, text: str) -> None:
     assert rewards(text, {"answer": value}, pattern=r"(.*\S)") == [1, 1, 1]

@@ -30,8 +30,8 @@ _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Statuses after which the same request may succeed."""
 _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or model)"}
 """Status -> usual cause of this refusal."""
-_CUT = {"length", "max_length", "max_tokens", "max_output_tokens", "model_length", "content_filter"}
-"""Servers of several makers give one of these as `finish_reason` of a reply that has not ended."""
+_ENDED = {"", "stop", "eos", "eos_token", "end_turn", "stop_sequence"}
+"""Servers of several makers give one of these, or none, as `finish_reason` of a reply that has ended."""
 _MOST_BYTES = 2**20  # of a reply
 _MOST_SHOWN = 300  # characters of a reply in a message
 
@@ -190,7 +190,7 @@ class Judge:
             raise _PassingError(f"the reply is no chat completion: {printable(str(error))}") from error
         text, reason = _content({"content": choice.message.content}), choice.finish_reason or ""
         end = reasoning_end(text)
-        if end is None or not text[end:].strip() or reason.lower() in _CUT:
+        if end is None or not text[end:].strip() or reason.lower() not in _ENDED:
             limit, last = self._config.max_tokens, printable(text[-_MOST_SHOWN:])
             fault = f"finish_reason {reason!r}, reward.max_tokens {limit}"
             raise _PassingError(f"the reply was cut, or is only reasoning ({fault}): {last!r}", 0.0)
