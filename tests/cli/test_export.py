@@ -58,7 +58,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the quickstart with adapters: two steps, and their samples."""
     folder = tmp_path_factory.mktemp("lora") / "out"
     overrides: dict[str, Any] = {
-        "training": {"threads": 1, "lora": {"rank": 4}, "lr": 1e-2},
+        "training": {"threads": 1, "lora": {"rank": 4}, "lr": 1e-2, "warmup_steps": 0},
         "inference": {"threads": 1},
         "queue": {"batch_size": 8, "max_staleness": 0},
         "dataset": {"path": QUICKSTART / "train.jsonl"},
@@ -248,7 +248,7 @@ def test_exported_samples_are_trained_on_by_sft(lora_run: Path, tmp_path: Path) 
         "name": "sft",
         "model": QUICKSTART / "model",
         "algorithm": "sft",
-        "training": {"use": "torch", "lr": 1e-4},
+        "training": {"use": "torch", "lr": 1e-4, "warmup_steps": 0},
         "dataset": {"use": "jsonl", "path": file},
         "queue": {"batch_size": len(rows)},  # every step trains on all rows
         "out": tmp_path / "out",

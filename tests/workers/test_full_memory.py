@@ -31,7 +31,7 @@ HELD = rf"this process held {SIZE} \(weights {SIZE}, gradients {SIZE}, optimizer
         (
             "trainer-0",
             OF_GPU,
-            rf"; its GPU was full; `stretto check` counts {SIZE} \(weights \d.*, activations \d\.\d\); "
+            rf"; its GPU was full; `stretto check` counts {SIZE} \(weights \d.*, activations \d\.\d, .*\); "
             r"training\.micro_batch_tokens=512 frees",
         ),
         (
@@ -42,7 +42,7 @@ HELD = rf"this process held {SIZE} \(weights {SIZE}, gradients {SIZE}, optimizer
         (
             "inference-0",
             OF_HOST,
-            rf"held {SIZE}; .* \(weights 0\.0, cache \d\.\d\); inference\.slots=1024 frees {SIZE}",
+            rf"held {SIZE}; .* \(weights 0\.0, .*cache \d\.\d, .*\); inference\.slots=1024 frees {SIZE}",
         ),
         ("verifier-0", OF_HOST, rf"; this machine's memory was full; this process held {SIZE}$"),
         ("inference-0", ValueError("3"), "^$"),
