@@ -168,6 +168,8 @@ def test_passing_errors_and_replies_without_a_score_are_tried_again(
     [
         ((200, "Score: 11", {}), "no score in 2 attempts; the last: no valid score in the reply 'Score: 11'"),
         ((200, "Score: -3", {}), "no valid score in the reply 'Score: -3'"),
+        ((200, "Score: 7,5", {}), "no valid score in the reply 'Score: 7,5'"),
+        ((200, "Score: 3-4", {}), "no valid score in the reply 'Score: 3-4'"),
         ((500, {"error": "out of memory"}, {}), "status 500: .*out of memory"),
     ],
 )
