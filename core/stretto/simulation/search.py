@@ -35,7 +35,7 @@ from stretto.user_code.guard import end_with_parent
 LIMIT_S = 60.0
 """Default of a tape's `limit_s`."""
 _MOST_RUNS = 3
-"""A universe may use the processor time of so many runs without faults before it makes progress."""
+"""Processor time that a universe may use without progress, in runs without faults."""
 _FOLDER = 900
 """File descriptor of a universe's folder in its fork. Its path names the folder in all files of a universe,
 so that these files, and digests of them, are the same in each universe."""
@@ -53,7 +53,7 @@ class CalmRunFails(RunError):
 
 
 def steps_within(seconds: float, file: Path, overrides: Sequence[str] = ()) -> tuple[int, int]:
-    """Return how many steps a run makes in so many processor seconds without faults, and how many it has."""
+    """Return the steps that a run makes in `seconds` of processor time without faults, and all its steps."""
     composed = compose(file, overrides)
     simulated(composed.document, Path())  # raises here, and not in a fork
     outcome = run_tape(Tape(seed=0, run=dict(composed.document), faults=()), seconds)
@@ -205,7 +205,7 @@ def enter_fork() -> None:
 
 
 def allow(seconds: float) -> None:
-    """End this process after so many more processor seconds."""
+    """End this process after another `seconds` of processor time."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(process_time() + seconds), hard))
 

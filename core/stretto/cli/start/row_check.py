@@ -108,7 +108,7 @@ def _faults(document: Mapping[str, Any], path: str, section: str, context: Conte
         read += 1
         try:
             row = dataset[index]
-        except ConfigError:  # the row has no prompt, which is told elsewhere
+        except ConfigError:  # the row has no prompt, which another check reports
             continue
         columns = {name: value for name, value in row.items() if name != "prompt"}
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
