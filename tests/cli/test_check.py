@@ -644,7 +644,7 @@ def test_a_mistake_in_a_key_is_told_before_any_trial(
 def test_what_another_machine_may_have_is_a_warning_that_says_so(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, override: str, path: str
 ) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(run_file.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run_file.parent))  # no servers are installed there
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda *name: None if name == ("peft",) else find(*name))  # pyright: ignore
     assembly = Assembly(compose(run_file, [*TORCH, override, f"out={run_file.parent}/out"]))
