@@ -22,6 +22,8 @@ BASE = "base_model_name_or_path"
 BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARDS = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,11 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"]}
         ({"config.json": BERT}, "", "is a BertModel, which has no head that writes text"),
         ({"config.json": QWEN}, "", ""),
         ({"config.json": {}}, "", ""),
+        ({"config.json": QWEN, INDEX: SHARDS, "model-1-of-2.safetensors": {}}, "", "lacks model-2-of-2"),
+        ({"config.json": QWEN, INDEX: SHARDS, WHOLE: {}}, "", "has two sets of weights"),
+        ({"config.json": QWEN, INDEX: {"weight_map": {"a": WHOLE}}, WHOLE: {}}, "", ""),
+        ({"config.json": QWEN, "consolidated.safetensors": {}}, "", f"but no {WHOLE} or"),
+        ({"config.json": QWEN, WHOLE: {}, "adapter_config.json": {}}, "", "an adapter beside its weights"),
     ],
 )
 def test_what_is_no_model_says_what_it_is(

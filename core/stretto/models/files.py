@@ -184,7 +184,7 @@ def tensors_of_model(model: str | None) -> dict[str, Place]:
     """Return tensor name -> its place, for a model in files with the names that Hugging Face uses; empty if
     `folder_of_model` finds none."""
     folder = folder_of_model(model)
-    return places_in(Path(folder), "model*.safetensors") if folder is not None else {}
+    return places_in(Path(folder)) if folder is not None else {}
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -21,7 +21,17 @@ from stretto.errors import WeightsError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FLOATS", "Place", "cast_file", "layout_of", "places", "places_in", "save_tensors", "write_header"]
+__all__ = [
+    "FLOATS",
+    "Place",
+    "cast_file",
+    "fault_of_files",
+    "layout_of",
+    "places",
+    "places_in",
+    "save_tensors",
+    "write_header",
+]
 
 T = TypeVar("T")
 
@@ -57,6 +67,7 @@ FLOATS: Mapping[str, np.dtype[Any]] = {
 }
 """The format's name of a dtype of weights -> NumPy's dtype."""
 _FORMAT_NAMES = {name: format_name for format_name, (name, _) in _DTYPES.items()}
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
 """In bytes; the largest header that the safetensors library reads."""
 
@@ -95,6 +106,10 @@ class _HeaderEntry(msgspec.Struct, frozen=True):
     data_offsets: tuple[_Count, _Count]
 
 
+class _IndexFile(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
 def layout_of(tensors: Mapping[str, Tensor]) -> list[Place]:
     """Return the places of tensors in a file without a header: `start` counts from the first tensor."""
     layout: list[Place] = []
@@ -129,9 +144,36 @@ def places(file: Path) -> list[Place]:
     return tensors
 
 
-def places_in(folder: Path, files: str = "*.safetensors") -> dict[str, Place]:
-    """Return tensor name -> its place, for the matching files in a folder. Raise as `places` does."""
-    return {place.name: place for file in sorted(folder.glob(files)) for place in places(file)}
+def places_in(folder: Path) -> dict[str, Place]:
+    """Return tensor name -> its place, for the files in a folder that transformers loads, or for all of them
+    if none has its names. Raise as `places` does."""
+    whole = folder / _WHOLE
+    files = [whole] if whole.is_file() else [file for file in _in_index(folder) if file.is_file()]
+    return {
+        place.name: place for file in files or sorted(folder.glob("*.safetensors")) for place in places(file)
+    }
+
+
+def fault_of_files(folder: Path) -> str | None:
+    """Return why a model's files would be loaded in part, or otherwise by some engines than by others."""
+    whole, named = folder / _WHOLE, _in_index(folder)
+    if whole.is_file() and {whole} < {whole, *named}:
+        return f"has two sets of weights, {_WHOLE} and those of {_INDEX}; remove the one that is not meant"
+    if lacking := [file.name for file in named if not file.is_file()]:
+        return f"lacks {', '.join(lacking)}, which its {_INDEX} names"
+    if (folder / "adapter_config.json").is_file():
+        return "has an adapter beside its weights, which some engines would load too; move adapter_* away"
+    if not whole.is_file() and not named and next(folder.glob("*.safetensors"), None):
+        return f"has safetensors files, but no {_WHOLE} or {_INDEX}"
+    return None
+
+
+def _in_index(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if not index.is_file():
+        return []
+    found = _decode(index.read_bytes(), _IndexFile, index, "it")
+    return [folder / name for name in sorted({*found.weight_map.values()})]
 
 
 def write_header(file: IO[bytes], tensors: Iterable[Place]) -> None:

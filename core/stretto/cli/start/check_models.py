@@ -10,7 +10,15 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Head, Problem
 from stretto.config import RunConfig
-from stretto.models.files import cached_file, known_config, pieces_of, text_config, vocabulary_of
+from stretto.models.files import (
+    cached_file,
+    known_config,
+    pieces_of,
+    tensors_of_model,
+    text_config,
+    vocabulary_of,
+)
+from stretto.models.safetensors import fault_of_files
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
 from stretto.training.source_files import adapter_problems, base_of
@@ -35,9 +43,6 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
             yield from _context_problems(config)
             yield from token_problems(config)
         trained = isinstance(placement.lead.section, ModelTrainingConfig)
-        if trained and Path(config.model, "config.json").is_file() and not _has_weights(Path(config.model)):
-            text = f"{config.model!r} has no weights: expected *.safetensors in the folder"
-            yield Problem("model", text, "error" if assembly.gpu_bytes is None else "environment")
         if trained and graph.samples and config.steps and not inference.needs_model:
             yield _warning(
                 "inference.use",
@@ -58,6 +63,10 @@ def model_problems(assembly: Assembly) -> Iterator[Problem]:
                 yield Problem(
                     "model", f"required by the {path} engine {name!r}; give a local folder or a hub id"
                 )
+    for path, source, _ in loaded_models(assembly):
+        if Path(source, "config.json").is_file() and not tensors_of_model(source):
+            text = f"{source!r} has no weights: expected *.safetensors in the folder"
+            yield Problem(path, text, "error" if assembly.gpu_bytes is None else "environment")
     for name, settings in config.models.items():
         if settings.path is not None:
             yield from source_problems(f"models.{name}.path", settings.path)
@@ -176,10 +185,6 @@ def _vocabulary_problems(path: str, model: str, run_model: str | None) -> Iterat
         yield Problem(path, f"{both}: their merges differ")
 
 
-def _has_weights(folder: Path) -> bool:
-    return any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
-
-
 def source_problems(path: str, model: str) -> Iterator[Problem]:
     """Check that a model is a folder with a model, or a hub id that exists."""
     if Path(model).is_file():
@@ -189,6 +194,8 @@ def source_problems(path: str, model: str) -> Iterator[Problem]:
     if Path(model).is_dir():
         if not Path(model, "config.json").exists():
             yield Problem(path, f"{model!r} is not a model: {_what_is(Path(model))}")
+        elif fault := fault_of_files(Path(model)):
+            yield Problem(path, f"{model!r} {fault}")
         else:
             yield from _architecture_problems(path, model)
         return
