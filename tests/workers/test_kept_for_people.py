@@ -96,7 +96,9 @@ async def test_a_long_sample_is_kept() -> None:
         on_routes=list[Any]().append,
     )
     nothing: Any = None
-    services = VariantServices(config, LongAnswers(), nothing, nothing, ByteTokenizer(), None, nothing)
+    services = VariantServices(
+        config, LongAnswers(), nothing, nothing, ByteTokenizer(), None, (300, ""), nothing
+    )
     rows: Any = [{"prompt": "1+1="}]
     outcome = await TicketRunner(context, {"": services}, {"train": rows}).outcome(
         Ticket(0, 1, "train", 0, 0, 1)

@@ -268,6 +268,14 @@ def test_a_reward_nan_of_the_workflow_itself_is_missing_too() -> None:
     assert members.missing[0].reason == "the workflow gave the reward NaN"
 
 
+def test_a_sample_with_an_id_that_another_model_lacks_is_missing_by_name() -> None:
+    members = Members(
+        3, least=1, retries=0, failure_reward=None, sampled=lambda _: [], smallest=(97, "critic")
+    )
+    assert len(members.complete([trajectory(1.0, 96), trajectory(1.0, 97, 3), trajectory(1.0)])) == 2
+    assert [each.reason for each in members.missing] == ["token id 97: 'critic' has a vocabulary of 97"]
+
+
 @pytest.mark.parametrize(
     ("chosen", "samples", "least"),
     [(None, 8, 4), (None, 4, 2), (None, 3, 2), (None, 1, 1), ("all", 8, 8), (6, 8, 6), (6, 4, 4)],

@@ -40,6 +40,7 @@ class Members:
     Args:
         least: number of samples that must be left; with fewer, the ticket fails.
         sampled: returns what the policy has sampled for a sample of `run` since its last try began.
+        smallest: number of token ids that all models of the run have, and the model that has no more.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Members:
         retries: int,
         failure_reward: FailureReward,
         sampled: Callable[[int], list[Trajectory]],
+        smallest: tuple[float, str] = (math.inf, ""),
     ) -> None:
         self._size = size
         self._least = least
         self._retries = retries
         self._failure_reward = failure_reward
         self._sampled = sampled
+        self._smallest = smallest
         self._ended: list[list[Trajectory]] = []
         """The trajectories of each sample that failed in `run` because of its own answer."""
         self._unscored: list[FailedSample] = []
@@ -155,6 +158,9 @@ class Members:
         for parts in samples.values():
             if any(math.isnan(trajectory.score.reward) for trajectory in parts):
                 self.missing.append(msgspec.structs.replace(next(faults), sampled=_tokens_in(parts)))
+            elif (id := max(int(np.max(part.tokens, initial=0)) for part in parts)) >= self._smallest[0]:
+                reason = f"token id {id}: {self._smallest[1]!r} has a vocabulary of {self._smallest[0]}"
+                self.missing.append(FailedSample("environment", reason, 1, _tokens_in(parts)))
             else:
                 scored += parts
         failure_score = self._failure_score([trajectory.score for trajectory in scored])

@@ -4,6 +4,7 @@ the work queue only after it has ended: its trajectories and then one `GroupDone
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,8 +27,9 @@ from stretto.bus.messages.tickets import (
     TicketStarted,
 )
 from stretto.bus.store import Delivery
+from stretto.config import RunConfig
 from stretto.dataset import Dataset, DatasetConfig
-from stretto.models.files import fetch_config
+from stretto.models.files import fetch_config, vocabulary_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import Vision, is_vision_language, keep_torch_out
 from stretto.workers.context import WorkerContext
@@ -117,6 +119,7 @@ class RolloutWorker:
                 VerifierClient(context, self._verifiers, composed.config, variant),
                 tokenizer,
                 images,
+                _smallest_vocabulary(composed.config),
                 self._note_oldest_version,
             )
             for variant, composed in runs_of(context.composed).items()
@@ -179,6 +182,11 @@ class RolloutWorker:
 
     async def _report_progress(self, oldest: tuple[tuple[int, int, int], ...]) -> None:
         await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
+
+
+def _smallest_vocabulary(config: RunConfig) -> tuple[float, str]:
+    sizes = {path: vocabulary_of(path) for each in config.models.values() if (path := each.path)}
+    return min(((size, path) for path, size in sizes.items() if size), default=(math.inf, ""))
 
 
 def _vision_of(model: str | None, rows: DatasetConfig) -> Vision | None:

@@ -48,6 +48,8 @@ class VariantServices:
     tokenizer: Tokenizer
     images: RolloutImages | None
     """None for a text model."""
+    smallest: tuple[float, str]
+    """Number of token ids that all models have, and the model with no more; inf if none has its own ids."""
     on_oldest_version: Callable[[Ticket, int], None]
     """Called when the version of a ticket's oldest token is known."""
 
@@ -104,6 +106,7 @@ class RolloutSession:
             retries=retries,
             failure_reward=config.workflow.failure_reward,
             sampled=self._sampled_by,
+            smallest=services.smallest if ticket.purpose == "train" else (math.inf, ""),
         )
         self.images: TicketImages | None = None
         self.row_tools: Sequence[Mapping[str, Any]] = ()
