@@ -24,8 +24,9 @@ from typing import Any
 
 import msgspec
 
-from stretto.assembly.compose import compose
-from stretto.errors import RunError
+from stretto.assembly.compose import Composed, compose
+from stretto.cli.start.check_models import source_problems
+from stretto.errors import ConfigError, RunError
 from stretto.machine.scratch import scratch_folder
 from stretto.simulation.faults import Fault, Tape, draw
 from stretto.simulation.run_file import simulated
@@ -54,11 +55,19 @@ class CalmRunFails(RunError):
 
 def steps_within(seconds: float, file: Path, overrides: Sequence[str] = ()) -> tuple[int, int]:
     """Return the steps that a run makes in `seconds` of processor time without faults, and all its steps."""
-    composed = compose(file, overrides)
-    simulated(composed.document, Path())  # raises here, and not in a fork
+    composed = _composed(file, overrides)
     outcome = run_tape(Tape(seed=0, run=dict(composed.document), faults=()), seconds)
     all_steps = composed.config.steps
     return max(1, outcome.steps) if outcome.status == "out of time" else all_steps, all_steps
+
+
+def _composed(file: Path, overrides: Sequence[str]) -> Composed:
+    """Raise ConfigError here, and not in a fork, for a run that cannot be simulated."""
+    composed = compose(file, overrides)
+    simulated(composed.document, Path())
+    if (model := composed.config.model) and (fault := next(source_problems("model", model), None)):
+        raise ConfigError(fault.message, path="model")  # the hub's client tries for minutes
+    return composed
 
 
 def tapes_of(
@@ -78,9 +87,8 @@ def tapes_of(
     Raises ConfigError if the run cannot be composed or simulated, and CalmRunFails if it fails without
     faults.
     """
-    composed = compose(file, overrides)
+    composed = _composed(file, overrides)
     calm = Tape(seed=0, run=dict(composed.document), faults=(), limit_s=limit_s)
-    simulated(composed.document, Path())  # raises here, and not in a fork
     outcome = run_tape(calm)
     if outcome.failed and outcome.status != "hung":  # a reward of the user's may fail for some rows
         outcome = run_tape(calm := msgspec.structs.replace(calm, may_fail=True))
