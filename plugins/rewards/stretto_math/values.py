@@ -651,7 +651,10 @@ def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
     """Return real and imaginary part to 30 digits."""
     if isinstance(value, Number):
         return value.value, Fraction(0)
-    real, imaginary = expression_value(value).evalf(30, maxn=100).as_real_imag()
+    from sympy import UnevaluatedExpr
+
+    plain = expression_value(value).replace(UnevaluatedExpr, lambda inner: inner)  # a percent sign is one
+    real, imaginary = plain.evalf(30, maxn=100).as_real_imag()
     return tuple(Fraction(str(part)) for part in (real, imaginary))  # type: ignore[return-value]
 
 
