@@ -146,7 +146,7 @@ def test_a_trial_that_raises_means_the_plain_way(
     folder, numbers = tiny_models("llama"), Loss(squared, "token")
     expected = loaded_engine(folder, packing="padded").train(batch_of([9, 4]), numbers, temperature=1.0)
     places = {
-        "packing": "stretto.training.model.compare_with_plain",
+        "packing": "stretto.training.packing.compare_with_plain",
         "prefixes": "stretto.training.prefix_tree.PrefixTree.plan",
         "logits": "stretto.training.token_head._compare",
         "sampling": "stretto_torch.model.FastDecoder",

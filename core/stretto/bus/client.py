@@ -19,16 +19,7 @@ from anyio.abc import TaskGroup
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from stretto.bus.connection import (
-    NatsClient,
-    close_client,
-    inbox_of,
-    login_of,
-    open_client,
-    payload_limit,
-    seconds_to_reconnect,
-    without_logins,
-)
+from stretto.bus import connection
 from stretto.bus.health import Refusals, Unanswered
 from stretto.bus.messages.base import Message, Refusal
 from stretto.bus.messages.subjects import Subjects
@@ -55,16 +46,18 @@ _KEEP_ANSWERS = 1024  # of each served subject, to send an answer again when a r
 @asynccontextmanager
 async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
     """Open a bus for the block. Raise NoAnswer with the last reason if no server lets it in."""
-    client = NatsClient()
+    client = connection.NatsClient()
     has_store = bool(bootstrap.store_user)
-    store = NatsClient() if has_store else client
+    store = connection.NatsClient() if has_store else client
     bus = Bus(client, store, bootstrap)
     try:
-        login = login_of(bootstrap)
-        await open_client(client, bootstrap, bus.on_error, bus.on_disconnected, bus.on_reconnected, login)
+        login = connection.login_of(bootstrap)
+        await connection.open_client(
+            client, bootstrap, bus.on_error, bus.on_disconnected, bus.on_reconnected, login
+        )
         if has_store:
             login = {"user": bootstrap.store_user, "password": bootstrap.store_password}
-            await open_client(
+            await connection.open_client(
                 store, bootstrap, bus.on_error, bus.store.on_disconnected, bus.store.on_reconnected, login
             )
         async with anyio.create_task_group() as tasks:
@@ -75,7 +68,7 @@ async def connect(bootstrap: Bootstrap) -> AsyncGenerator[Bus]:
         bus.end()
         with anyio.CancelScope(shield=True):
             for nats_client in dict.fromkeys((client, store)):
-                await close_client(nats_client)
+                await connection.close_client(nats_client)
 
 
 class Bus:
@@ -84,7 +77,7 @@ class Bus:
     def __init__(self, client: Client, store: Client, bootstrap: Bootstrap) -> None:
         self._nats = client
         self._names = Subjects(bootstrap.run)
-        self._prefix = inbox_of(bootstrap)
+        self._prefix = connection.inbox_of(bootstrap)
         self.inbox = secrets.token_hex(11)
         """Random part of this process's inbox subjects: no other process has the same."""
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
@@ -115,18 +108,18 @@ class Bus:
     @property
     def url(self) -> str:
         """Addresses of all servers that the client knows now, without logins."""
-        return without_logins(",".join(server.geturl() for server in self._nats.servers))
+        return connection.without_logins(",".join(server.geturl() for server in self._nats.servers))
 
     @property
     def server(self) -> str:
         """Address of the current server; while there is no connection, of the last server."""
         url = self._nats.connected_url
-        return without_logins(url.geturl()) if url is not None else ""
+        return connection.without_logins(url.geturl()) if url is not None else ""
 
     @property
     def reconnect_s(self) -> float:
         """Seconds in which this process finds another server of the cluster; see `seconds_to_reconnect`."""
-        return seconds_to_reconnect(self._nats)
+        return connection.seconds_to_reconnect(self._nats)
 
     @property
     def local_address(self) -> str:
@@ -137,7 +130,7 @@ class Bus:
     @property
     def limit(self) -> int:
         """Maximum size, in bytes, of a payload that the bus sends in one piece."""
-        return payload_limit(self._nats)
+        return connection.payload_limit(self._nats)
 
     async def publish(self, subject: str, message: Message, *, reply: str = "") -> None:
         """Send a message to the current subscribers of a subject."""

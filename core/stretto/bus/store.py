@@ -16,16 +16,7 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import (
-    AckPolicy,
-    ConsumerConfig,
-    DeliverPolicy,
-    RawStreamMsg,
-    RetentionPolicy,
-    StorageType,
-    StreamConfig,
-)
+from nats.js import JetStreamContext, api
 from nats.js.errors import APIError, NotFoundError
 
 from stretto.bus.connection import payload_limit
@@ -141,20 +132,20 @@ class Store:
 
     async def make_log(self, stream: str, subjects: list[str]) -> None:
         """Create a stream that processes read by sequence number and purge from its beginning. Idempotent."""
-        config = StreamConfig(name=stream, subjects=with_parts(*subjects), allow_direct=True)
+        config = api.StreamConfig(name=stream, subjects=with_parts(*subjects), allow_direct=True)
         await self._make_stream(config)
 
     async def make_queue(self, stream: str, subjects: list[str], *, redeliver_s: float) -> None:
         """Create a work queue with one consumer for each subject, named after it. The server delivers a
         message again if nobody acknowledges it within `redeliver_s`. Idempotent."""
         await self._make_stream(
-            StreamConfig(name=stream, subjects=subjects, retention=RetentionPolicy.WORK_QUEUE)
+            api.StreamConfig(name=stream, subjects=subjects, retention=api.RetentionPolicy.WORK_QUEUE)
         )
         for subject in subjects:
-            consumer = ConsumerConfig(
+            consumer = api.ConsumerConfig(
                 durable_name=_consumer(subject),
                 filter_subject=subject,
-                ack_policy=AckPolicy.EXPLICIT,
+                ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=redeliver_s,
                 max_ack_pending=-1,
             )
@@ -206,7 +197,7 @@ class Store:
         """Return the newest message of a subject. Raises as `read`."""
         return await self._decode_stored(stream, await self._read_message(stream, 0, subject), kind)
 
-    async def _decode_stored(self, stream: str, message: RawStreamMsg, kind: type[M]) -> M:
+    async def _decode_stored(self, stream: str, message: api.RawStreamMsg, kind: type[M]) -> M:
         try:
             return decoder(kind)(await self._join_stored_parts(stream, message.data or b""))
         except (msgspec.DecodeError, ValueError) as error:
@@ -228,12 +219,12 @@ class Store:
     async def make_consumer(self, stream: str, subjects: list[str], *, start: int) -> str:
         """Create a consumer, and return its name. The server removes it after two minutes without a pull."""
         is_single = len(subjects) == 1
-        consumer = ConsumerConfig(
+        consumer = api.ConsumerConfig(
             filter_subject=subjects[0] if is_single else None,
             filter_subjects=None if is_single else subjects,
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=max(1, start),
-            ack_policy=AckPolicy.NONE,
+            ack_policy=api.AckPolicy.NONE,
             inactive_threshold=120,
             num_replicas=self._replicas,
         )
@@ -365,9 +356,9 @@ class Store:
                     self._refuse(subject, kind, error)
                     await msg.term()
 
-    async def _make_stream(self, config: StreamConfig) -> None:
+    async def _make_stream(self, config: api.StreamConfig) -> None:
         """Create a stream, or reconfigure an existing one: a resumed run may have other `replicas`."""
-        config.storage = StorageType.FILE
+        config.storage = api.StorageType.FILE
         config.num_replicas = self._replicas
 
         async def make() -> None:
@@ -445,15 +436,15 @@ class Store:
         after.sequence = following
         raise TimeoutError
 
-    async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, RawStreamMsg]:
-        messages: dict[int, RawStreamMsg] = {}
+    async def _get_some(self, stream: str, question: Mapping[str, Any]) -> dict[int, api.RawStreamMsg]:
+        messages: dict[int, api.RawStreamMsg] = {}
         complete = asyncio.Event()
 
         async def take(msg: Msg) -> None:
             headers = msg.headers or {}
             if "Nats-Sequence" in headers:
                 sequence = int(headers["Nats-Sequence"])
-                messages[sequence] = RawStreamMsg(seq=sequence, data=msg.data)
+                messages[sequence] = api.RawStreamMsg(seq=sequence, data=msg.data)
             # A server before version 2.11 sends one message and no end marker.
             if "Status" in headers or "Nats-Num-Pending" not in headers:
                 complete.set()
@@ -470,10 +461,10 @@ class Store:
             await subscription.unsubscribe()
         return messages
 
-    async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> RawStreamMsg:
+    async def _read_message(self, stream: str, sequence: int, subject: str | None = None) -> api.RawStreamMsg:
         """Return a message by number, or a subject's newest message; from the leader if others lack it."""
 
-        async def get() -> RawStreamMsg:
+        async def get() -> api.RawStreamMsg:
             try:
                 return await self._jetstream.get_msg(stream, sequence, subject, direct=True)
             except NotFoundError:

@@ -13,18 +13,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import (
-    EvaluationEnded,
-    Input,
-    KernelBegan,
-    Replaced,
-    RetiredTicket,
-    RowsDrawn,
-    RunClosing,
-    RunEnded,
-    ScheduleStarted,
-    StepMeasured,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.membership import Beacon
 from stretto.bus.messages.tickets import GroupFailed, Progress, TicketsStarted
 from stretto.errors import BusError, RunError, StrettoError
@@ -42,15 +31,7 @@ from stretto.kernel.fleet.sample_writer_supervisor import SampleWriterSupervisor
 from stretto.kernel.fleet.worker_scaling import WorkerScaler
 from stretto.kernel.operation import Operation
 from stretto.kernel.replacement import TrainerReplacement
-from stretto.kernel.schedule.commands import (
-    Command,
-    Fail,
-    Finish,
-    HeldBack,
-    Issue,
-    StartBatch,
-    Withdraw,
-)
+from stretto.kernel.schedule import commands
 from stretto.kernel.schedule.fold import apply, decisions, outcome_read
 from stretto.kernel.schedule.lending import Demand
 from stretto.kernel.schedule.outcomes import Outcome, refs_of
@@ -106,7 +87,7 @@ class Kernel:
             self._resumption = Resumption(
                 setup, bus, journal, ending, trainers, engines, tickets, checkpointer, self._steps, self._do
             )
-        self._commands: list[Command] = []
+        self._commands: list[commands.Command] = []
         self._heard = anyio.Event()
         self._owned = False
         """Whether the scheduler takes in new events. Before that, its state may be a former kernel's."""
@@ -120,7 +101,7 @@ class Kernel:
         if self._resumption is not None:
             await self._resumption.read()
         version = setup.resumed[1].version if setup.resumed else 0
-        self._journal.hear(KernelBegan(self._journal.epoch, version, self._facts.wall_s))
+        self._journal.hear(events.KernelBegan(self._journal.epoch, version, self._facts.wall_s))
         await self._journal.flush()  # observers may refuse the run's files
         self._facts.begun = True
         continues = self._resumption is not None and not is_replay
@@ -197,7 +178,7 @@ class Kernel:
             recovered = await resumption.repeat(living)
         if workers_live:
             since, version = resumption.stored.journal.heard_at, self._scheduler.version
-            self._journal.hear(Replaced(since, "kernel", "killed", version, recovered.repeated))
+            self._journal.hear(events.Replaced(since, "kernel", "killed", version, recovered.repeated))
         return recovered, tuple(self._steps.current(note) for note in recovered.notes)
 
     async def _meet_trainers(self) -> None:
@@ -228,9 +209,9 @@ class Kernel:
         self._setup.waits.begin()
         held = self._admission.held()
         if recovered is not None and recovered.is_exact:
-            self._hear(ScheduleStarted(held))
+            self._hear(events.ScheduleStarted(held))
         else:  # the tokens of held tickets may come from weights that do not exist any more
-            self._hear(ScheduleStarted())
+            self._hear(events.ScheduleStarted())
             for held_ticket in held:
                 await self._tickets.withdraw(held_ticket.purpose, held_ticket.ticket, held_ticket.attempt)
 
@@ -260,7 +241,7 @@ class Kernel:
         ending = self._ending
         await ending.drain_requested.wait()
         if self._facts.started:
-            self._hear(RunClosing())
+            self._hear(events.RunClosing())
             self._engines.close()
             self._fleet.needs = lambda role: role == "trainer"  # the signal may have reached all processes
             self._facts.note = f"finishing the step under way, then a checkpoint ({ending.drain_reason})"
@@ -286,7 +267,7 @@ class Kernel:
 
     async def _record_end(self) -> None:
         if (self._owned or self._scheduler.failure) and self._ending.over.is_set():
-            self._journal.hear(RunEnded(self._ending.status, self._ending.reason))
+            self._journal.hear(events.RunEnded(self._ending.status, self._ending.reason))
         if self._bus.connected:
             with anyio.move_on_after(_RECORD_S), suppress(StrettoError):
                 await self._journal.flush()
@@ -311,8 +292,8 @@ class Kernel:
 
     def _hear(
         self,
-        event: Input,
-        measure: Callable[[], StepMeasured] | None = None,
+        event: events.Input,
+        measure: Callable[[], events.StepMeasured] | None = None,
         *,
         outcome: Outcome | None = None,
     ) -> None:
@@ -320,11 +301,11 @@ class Kernel:
         if not self._owned:
             return
         apply(self._scheduler, event, outcome)
-        commands = self._scheduler.commands()
+        new_commands = self._scheduler.commands()
         self._journal.hear(event)
-        for consequence in (*([measure()] if measure else []), *decisions(commands)):
+        for consequence in (*([measure()] if measure else []), *decisions(new_commands)):
             self._journal.hear(consequence)
-        self._commands += commands
+        self._commands += new_commands
         self._setup.waits.lacks(self._scheduler.waits_for)
         self._heard.set()
 
@@ -341,13 +322,13 @@ class Kernel:
                 await self._journal.flush()
             former_demand = demand
             self._engines.lend(demand)  # before commands that may wait: a step removes unneeded versions
-            for are_issues, commands in groupby(all_commands, lambda each: isinstance(each, Issue)):
+            for are_issues, group in groupby(all_commands, lambda each: isinstance(each, commands.Issue)):
                 if are_issues:  # an evaluation issues thousands of tickets at once
                     async with anyio.create_task_group() as issues:
-                        for command in commands:
+                        for command in group:
                             issues.start_soon(self._do, command)
                 else:
-                    for command in commands:
+                    for command in group:
                         await self._do(command)
 
     def _demand(self) -> Demand:
@@ -359,31 +340,31 @@ class Kernel:
             asleep=scheduler.engines_sleep,
         )
 
-    async def _do(self, command: Command) -> None:
+    async def _do(self, command: commands.Command) -> None:
         match command:
-            case RowsDrawn():
+            case events.RowsDrawn():
                 pass  # the journal has them already, as it has all decisions
-            case Issue(ticket):
+            case commands.Issue(ticket):
                 await self._tickets.issue(ticket)
-            case Withdraw(purpose, ticket, attempt):
+            case commands.Withdraw(purpose, ticket, attempt):
                 await self._tickets.withdraw(purpose, ticket, attempt)
-            case StartBatch():
+            case commands.StartBatch():
                 self._tasks.start_soon(self._steps.train, command)
-            case RetiredTicket(purpose, ticket, _, account, reason):
+            case events.RetiredTicket(purpose, ticket, _, account, reason):
                 if purpose == "train":
                     self._samples.retire(ticket, account, reason)
-            case EvaluationEnded():
+            case events.EvaluationEnded():
                 self._tickets.evaluation_ended()
                 if self._setup.config.checkpoint.keep_best:
                     await self._checkpointer.prune()
-            case HeldBack(evaluating, waiting):
+            case commands.HeldBack(evaluating, waiting):
                 log.warning("evaluations hold training back", evaluating=evaluating, waiting=waiting)
-            case Finish():
+            case commands.Finish():
                 self._engines.close()
                 await self._steps.until_over()
                 await self._engines.busy_s()  # updates the engines' figures for the summary
                 await self._checkpointer.save_last()
                 self._ending.end("completed", "")
-            case Fail(reason):
+            case commands.Fail(reason):
                 log.error("the run cannot go on", reason=reason)
                 self._ending.drain("failed", reason)

@@ -9,14 +9,7 @@ from functools import partial
 import anyio
 from anyio.abc import TaskGroup
 
-from stretto.bus.messages.events import (
-    BatchesReleased,
-    Cause,
-    Input,
-    StepMeasured,
-    StepTrained,
-    VersionPublished,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.inference import SwapDone
 from stretto.bus.messages.training import RowRef
 from stretto.errors import one_job
@@ -43,7 +36,7 @@ class Steps:
     _trainers: Trainers
     _engines: Engines
     _checkpointer: Checkpointer
-    _hear: Callable[[Input, Callable[[], StepMeasured] | None], None]
+    _hear: Callable[[events.Input, Callable[[], events.StepMeasured] | None], None]
 
     def __post_init__(self) -> None:
         self._scheduler = self._setup.scheduler
@@ -82,7 +75,7 @@ class Steps:
         """Train a batch. Publish its weights during the next step, unless samples for that step need them."""
         alternates = self._scheduler.settings.alternates
         if alternates:
-            self._setup.waits.lacks(Cause("swap", start.version))
+            self._setup.waits.lacks(events.Cause("swap", start.version))
             await self._engines.until_asleep()
             self._setup.waits.lacks(None)
         waits = self._setup.waits.end()
@@ -104,12 +97,12 @@ class Steps:
         self._record(start)
         self._setup.fleet.lasts("trainer")
         if note is not None:
-            waits += ((Cause("publication"), published_s),)
+            waits += ((events.Cause("publication"), published_s),)
             await self._note(note)
         divergence = self._engine_errors.divergence(result.divergence)
         # No await from here to `announce`: all events of a step must be in one message.
         measure = partial(self._meter.measure, start, result, waits, busy_s, divergence)
-        self._hear(StepTrained(version, must_save, divergence, bool(result.skipped)), measure)
+        self._hear(events.StepTrained(version, must_save, divergence, bool(result.skipped)), measure)
         if note is None:
             self._tasks.start_soon(self._publish_beside, version)
         else:
@@ -118,12 +111,12 @@ class Steps:
         self._ended = anyio.Event()
         if must_save:
             await self._checkpointer.save()
-            self._hear(BatchesReleased(), None)
+            self._hear(events.BatchesReleased(), None)
 
     def report(
         self,
         start: StartBatch,
-        result: StepResult | StepMeasured | None,
+        result: StepResult | events.StepMeasured | None,
         divergence: float | None,
         digest: str,
     ) -> None:
@@ -167,7 +160,7 @@ class Steps:
     async def _note(self, note: WeightsNote) -> None:
         self._meter.published(note)
         self.digests[note.version] = note.digest
-        self._journal.hear(VersionPublished(self._journal.incarnation, note.version, note.digest))
+        self._journal.hear(events.VersionPublished(self._journal.incarnation, note.version, note.digest))
         await self._journal.flush()
 
     async def _publish_beside(self, version: int) -> None:

@@ -21,15 +21,7 @@ from stretto.errors import BusError
 from stretto.kernel.durable.journal import newest_epoch
 from stretto.kernel.ending import Ending
 from stretto.kernel.facts import RunFacts
-from stretto.records.events.files import (
-    FOLDER,
-    event_files,
-    file_name,
-    move_lost,
-    newest_stored,
-    record_of,
-    sync_files,
-)
+from stretto.records.events import files
 
 log = structlog.get_logger()
 
@@ -84,7 +76,7 @@ class EventLog:
         await self._sync()
         if self._is_behind:
             self._facts.problems.append(
-                f"the files in {FOLDER} end before the run does "
+                f"the files in {files.FOLDER} end before the run does "
                 f"({self._complaint or 'the server did not answer'}); the rest is in bus/store"
             )
 
@@ -124,13 +116,13 @@ class EventLog:
 
     def _find_end(self, store: str) -> int:
         """Flush the files of former kernels to the disk, and return their last sequence number."""
-        if aside := move_lost(self._folder, self._epoch, store):
+        if aside := files.move_lost(self._folder, self._epoch, store):
             log.warning("the store is not the one of these event files", moved_to=str(aside))
-        sync_files(self._folder, event_files(self._folder))
-        return newest_stored(self._folder, below=self._epoch)
+        files.sync_files(self._folder, files.event_files(self._folder))
+        return files.newest_stored(self._folder, below=self._epoch)
 
     def _append(self, sequence: int, message: EventBatch) -> bool:
-        record = record_of(sequence, encode(message))
+        record = files.record_of(sequence, encode(message))
         try:
             if self._file is None or self._size > _FILE_BYTES:
                 self._open(sequence)
@@ -149,7 +141,7 @@ class EventLog:
 
     def _open(self, sequence: int) -> None:
         self.close()
-        self._path = self._folder / FOLDER / file_name(self._epoch, sequence)
+        self._path = self._folder / files.FOLDER / files.file_name(self._epoch, sequence)
         self._file = self._path.open("wb", buffering=0)
         self._size = 0
 
@@ -159,7 +151,7 @@ class EventLog:
             return
         self._written = set()
         try:
-            await anyio.to_thread.run_sync(sync_files, self._folder, written)
+            await anyio.to_thread.run_sync(files.sync_files, self._folder, written)
             self._facts.events_on_disk = last
         except OSError as error:  # messages that are not on disk are lost: read them again
             self._complain(error)

@@ -15,14 +15,7 @@ import structlog
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from anyio.abc import TaskStatus
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client import CollectorRegistry, core
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -116,7 +109,7 @@ class RunCollector(Collector):
         self._totals: dict[tuple[str, str], float] = {}
         """(counter, value of its label) -> largest total so far."""
 
-    def collect(self) -> Iterable[Metric]:
+    def collect(self) -> Iterable[core.Metric]:
         """Yield every family of figures at this moment. A family without a value now has no sample."""
         yield from self._progress()
         yield from self._queue()
@@ -128,9 +121,9 @@ class RunCollector(Collector):
         yield from self._evaluation()
         yield from self._last_step()
 
-    def _progress(self) -> Iterable[Metric]:
+    def _progress(self) -> Iterable[core.Metric]:
         setup, report = self._setup, self._report
-        info = InfoMetricFamily("stretto_run", "The run", labels=["run"])
+        info = core.InfoMetricFamily("stretto_run", "The run", labels=["run"])
         info.add_metric([setup.run], {"name": setup.config.name, "algorithm": setup.config.algorithm.use})
         yield info
         yield self._counter(
@@ -142,7 +135,7 @@ class RunCollector(Collector):
         )
         yield self._gauge("remaining_seconds", "Estimate of the seconds up to the last step", report.left_s())
 
-    def _queue(self) -> Iterable[Metric]:
+    def _queue(self) -> Iterable[core.Metric]:
         scheduler = self._setup.scheduler
         ledger = scheduler.ledger
         accounts = {name: getattr(ledger, name) for name in ("trained", "filtered", "expired", "failed")}
@@ -158,10 +151,10 @@ class RunCollector(Collector):
         yield self._gauge("queue_finished_groups", "Finished groups that wait for training", groups)
         yield self._gauge("queue_batch_groups", "Groups of a batch", scheduler.settings.batch_size)
 
-    def _staleness(self) -> Iterable[Metric]:
+    def _staleness(self) -> Iterable[core.Metric]:
         scheduler = self._setup.scheduler
         limit, seen = scheduler.settings.max_staleness, scheduler.staleness
-        family = HistogramMetricFamily(
+        family = core.HistogramMetricFamily(
             "stretto_staleness_steps", "Staleness of the trained trajectories, in steps", labels=["run"]
         )
         bounds = range(max([limit, *seen]) + 1)
@@ -176,7 +169,7 @@ class RunCollector(Collector):
             scheduler.staleness_limit,
         )
 
-    def _speed(self) -> Iterable[Metric]:
+    def _speed(self) -> Iterable[core.Metric]:
         report, fleet, facts = self._report, self._setup.fleet, self._setup.facts
         yield self._counter("generated_tokens", "Tokens that were sampled", facts.generated_tokens)
         yield self._counter("trained_tokens", "Tokens that were trained", facts.trained_tokens)
@@ -192,9 +185,9 @@ class RunCollector(Collector):
         )
         yield self._gauge("swap_pause_max_seconds", "Longest pause of a swap", report.swap_pause_max_s)
 
-    def _workers(self) -> Iterable[Metric]:
+    def _workers(self) -> Iterable[core.Metric]:
         fleet = self._setup.fleet
-        family = GaugeMetricFamily(
+        family = core.GaugeMetricFamily(
             "stretto_workers", "Workers by role and state", labels=["run", "role", "state"]
         )
         for role in ROLES:
@@ -208,7 +201,7 @@ class RunCollector(Collector):
             values = {worker: getattr(load, figure) for worker, load in loads.items()}
             yield self._gauges(f"engine_{name}", text, "worker", values)
 
-    def _bus_state(self) -> Iterable[Metric]:
+    def _bus_state(self) -> Iterable[core.Metric]:
         bus, fleet = self._bus, self._setup.fleet
         waits = [bus.unanswered.longest(), *(member.beat.wait for member in fleet.members.values())]
         longest = max((wait.seconds for wait in waits if wait is not None), default=0.0)
@@ -219,12 +212,12 @@ class RunCollector(Collector):
         yield self._counter("bus_refused_messages", "Malformed messages that were refused", refused)
         yield self._gauge("bus_longest_wait_seconds", "Age of the oldest request without an answer", longest)
 
-    def _advice(self) -> Iterable[Metric]:
+    def _advice(self) -> Iterable[core.Metric]:
         open_rules = {advice.rule for advice in self._report.adviser.open}
         rules = {rule.name: rule.name in open_rules for rule in RULES}
         yield self._gauges("advice_open", "Whether the advice of a rule is open", "rule", rules)
 
-    def _evaluation(self) -> Iterable[Metric]:
+    def _evaluation(self) -> Iterable[core.Metric]:
         scheduler = self._setup.scheduler
         newest, best = (scheduler.evaluation.results or [None])[-1], scheduler.evaluation.best
         yield self._counter("evaluations", "Complete evaluations", len(scheduler.evaluation.results))
@@ -239,7 +232,7 @@ class RunCollector(Collector):
         under_way = scheduler.evaluation.under_way is not None
         yield self._gauge("evaluation_running", "Whether an evaluation is under way", under_way)
 
-    def _last_step(self) -> Iterable[Metric]:
+    def _last_step(self) -> Iterable[core.Metric]:
         line = self._report.last
         for key, figure in FIGURES.items():
             if not key.startswith("evaluation/"):
@@ -248,23 +241,23 @@ class RunCollector(Collector):
         text = "Mean of each of the reward's metrics over the newest batch"
         yield self._gauges("last_step_reward_metric", text, "metric", metrics)
 
-    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
+    def _gauge(self, name: str, text: str, value: float | None) -> core.Metric:
         return self._gauges(name, text, "", {"": value})
 
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float | None]) -> Metric:
+    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float | None]) -> core.Metric:
         labels = ["run", label] if label else ["run"]
-        family = GaugeMetricFamily(f"stretto_{name}", text, labels=labels)
+        family = core.GaugeMetricFamily(f"stretto_{name}", text, labels=labels)
         for key, value in values.items():
             if value is not None:
                 family.add_metric([self._setup.run, key][: len(labels)], value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
+    def _counter(self, name: str, text: str, value: float) -> core.Metric:
         return self._counters(name, text, "", {"": value})
 
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> core.Metric:
         labels = ["run", label] if label else ["run"]
-        family = CounterMetricFamily(f"stretto_{name}", text, labels=labels)
+        family = core.CounterMetricFamily(f"stretto_{name}", text, labels=labels)
         for key, value in values.items():
             family.add_metric([self._setup.run, key][: len(labels)], self._total(name, key, value))
         return family

@@ -13,21 +13,7 @@ import msgspec
 import structlog
 
 from stretto.assembly.worker_numbers import EVALUATOR
-from stretto.bus.messages.events import (
-    CAUSES,
-    Cause,
-    Evaluation,
-    EvaluationEnded,
-    Event,
-    FleetChanged,
-    KernelBegan,
-    Replaced,
-    RunEnded,
-    RunOwned,
-    ScheduleStarted,
-    StepMeasured,
-    WeightsServed,
-)
+from stretto.bus.messages import events
 from stretto.kernel.durable.checkpoint import checkpoint_name
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.step_meter import counts
@@ -97,7 +83,7 @@ class Report:
         """Seconds of the newest steps that this kernel trained."""
         self._skipped = False
         """True if a non-finite gradient left some model unchanged in the newest step."""
-        self._replaced: list[Replaced] = []
+        self._replaced: list[events.Replaced] = []
         self._lost: list[dict[str, str]] = []
         """Workers other than trainers that were lost since the newest step, and how they were lost."""
         self._drifts = CanaryRecord(setup.config.inference.canary_bound, setup.facts.problems)
@@ -106,39 +92,39 @@ class Report:
                 self.adviser.evaluated(evaluation)
             self._continue_to(setup.resumed[1].version)
 
-    def add(self, time: float, event: Event) -> None:
+    def add(self, time: float, event: events.Event) -> None:
         """Update the figures by an event of the kernel."""
         match event:
-            case KernelBegan(_, _, wall_s):
+            case events.KernelBegan(_, _, wall_s):
                 self._kernel_began, self._began = time, time - wall_s
                 self._begin()
-            case RunOwned(_, version):
+            case events.RunOwned(_, version):
                 self._cut_after(version)
                 self._continue_to(version)
                 self._recall(time)
-            case RunEnded():
+            case events.RunEnded():
                 self._recall(time)
-            case ScheduleStarted():  # the times of repeated steps no longer count
+            case events.ScheduleStarted():  # the times of repeated steps no longer count
                 self._first_ticket = time
                 self._steady.clear()
                 self._recent.clear()
-            case WeightsServed(are_new=True):
+            case events.WeightsServed(are_new=True):
                 if event.worker != EVALUATOR:  # nobody waits for its pauses
                     self.swaps += 1
                     self.swap_pause_s += event.pause_s
                     self.swap_pause_max_s = max(self.swap_pause_max_s, event.pause_s)
                 self._drifts.add(event)
-            case Replaced():
+            case events.Replaced():
                 self._replaced.append(event)
-            case FleetChanged(worker, "lost", how) if not worker.startswith("trainer-"):
+            case events.FleetChanged(worker, "lost", how) if not worker.startswith("trainer-"):
                 self._lost.append({"worker": worker, "how": how})
-            case StepMeasured(version, known=True) if (version, False) in self._written:
+            case events.StepMeasured(version, known=True) if (version, False) in self._written:
                 pass
-            case StepMeasured(version):
+            case events.StepMeasured(version):
                 self._cut_after(version - 1)
                 self._continue_to(version - 1)
                 self._step(time, event)
-            case EvaluationEnded(result):
+            case events.EvaluationEnded(result):
                 self._evaluation(time, result)
             case _:
                 pass
@@ -167,7 +153,7 @@ class Report:
             self._metrics.cut_after(version)
             self._written = {line for line in self._written if line[0] <= version}
 
-    def _step(self, time: float, step: StepMeasured) -> None:
+    def _step(self, time: float, step: events.StepMeasured) -> None:
         self.version = step.version
         self.train_busy_s += step.train_s
         start, generated_s, _ = (
@@ -234,7 +220,7 @@ class Report:
         self.recoveries += recoveries
         return {"recovery_s": max(recovery["seconds"] for recovery in recoveries), "recoveries": recoveries}
 
-    def _evaluation(self, time: float, evaluation: Evaluation) -> None:
+    def _evaluation(self, time: float, evaluation: events.Evaluation) -> None:
         """Write the line of an evaluation once, after the lines of steps that were trained meanwhile."""
         if (evaluation.version, True) in self._written:
             return
@@ -263,7 +249,7 @@ class Report:
         for evaluation in self._scheduler.evaluation.results:
             self._evaluation(time, evaluation)
 
-    def _of_speed(self, step: StepMeasured, generate_busy_s: float) -> dict[str, float]:
+    def _of_speed(self, step: events.StepMeasured, generate_busy_s: float) -> dict[str, float]:
         figures = {
             "generate_busy_s": max(0.0, generate_busy_s),
             "verify_busy_s": step.verify_busy_s - self._verified_s,
@@ -432,10 +418,10 @@ class Report:
         return max(generate_end - generate, train_end - train) / (end - start)
 
 
-def _of_waits(waits: Sequence[tuple[Cause, float]], waited_s: float) -> dict[str, float]:
+def _of_waits(waits: Sequence[tuple[events.Cause, float]], waited_s: float) -> dict[str, float]:
     """Return the seconds for which a step's training waited, by cause. `waited_s`: all seconds since
     the previous step in which no call ran. Those of them without another cause count as `overhead`."""
-    seconds = dict.fromkeys(CAUSES, 0.0)
+    seconds = dict.fromkeys(events.CAUSES, 0.0)
     for cause, waited in waits:
         seconds[cause.kind] += waited
     seconds["overhead"] = max(0.0, waited_s - math.fsum(seconds.values()) + seconds["overhead"])

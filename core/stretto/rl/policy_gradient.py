@@ -17,20 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 
-from stretto.algorithm import (
-    WHOLE,
-    AlgorithmConfig,
-    Call,
-    Group,
-    Loss,
-    Model,
-    Reduction,
-    forward,
-    function,
-    generate,
-    score,
-    train,
-)
+from stretto import algorithm
 from stretto.component import Context, NonNegativeFloat, PositiveFloat, PositiveInt, Problem
 from stretto.rl.correction import CorrectionConfig, check_correction
 
@@ -72,7 +59,7 @@ class KLConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     advantages are computed."""
 
 
-class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PolicyConfig(algorithm.AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the sections of policy-gradient algorithms."""
 
     group_size: PositiveInt = 8
@@ -83,7 +70,7 @@ class PolicyConfig(AlgorithmConfig, frozen=True, kw_only=True, forbid_unknown_fi
     """KL penalty to a reference model; none by default."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus, for a policy that loses its entropy too early. Start with 0.001."""
-    loss_mean: Reduction = "token"
+    loss_mean: algorithm.Reduction = "token"
     """Averaging of the loss. `token`: the mean over all tokens of the batch. `sequence`: the mean over
     answers of each answer's token mean. `sequence_sum`: the mean over answers of each answer's token sum."""
     loss_divisor: PositiveFloat = 1.0
@@ -131,42 +118,44 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         self.kl_coef = config.kl.coef  # for this step: an algorithm with a controller changes it
 
     @property
-    def models(self) -> Mapping[str, Model]:
+    def models(self) -> Mapping[str, algorithm.Model]:
         """The trainable policy, and the reference model if `kl.coef` is not 0."""
-        reference = {"reference": Model(trainable=False)} if self._has_reference else {}
-        return {"actor": Model(), **reference}
+        reference = {"reference": algorithm.Model(trainable=False)} if self._has_reference else {}
+        return {"actor": algorithm.Model(), **reference}
 
-    def calls(self) -> Sequence[Call]:
+    def calls(self) -> Sequence[algorithm.Call]:
         """Return generate -> score -> advantages (and logprobs of other policies, if needed) -> train."""
         # A dict removes duplicates: `advantage_reads` may repeat names of `penalty_reads`.
         more_columns = (*self.penalty_reads, *self.advantage_reads)
         reads = dict.fromkeys(("rewards", "group", "sample", "loss_mask", *more_columns))
         return [
-            generate("actor", samples=self.config.group_size),
-            score(),
+            algorithm.generate("actor", samples=self.config.group_size),
+            algorithm.score(),
             *self.forwards(),
-            function(self.estimates, reads=tuple(reads), writes=("advantages",), name="advantages"),
+            algorithm.function(self.estimates, reads=tuple(reads), writes=("advantages",), name="advantages"),
             *self.more_calls(),
             self.train_actor(),
         ]
 
-    def forwards(self) -> Sequence[Call]:
+    def forwards(self) -> Sequence[algorithm.Call]:
         """Return the calls for logprobs of the proximal policy and of the reference, where needed."""
-        proximal = [forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
-        reference = [forward("reference", writes="reference_logprobs")] if self._has_reference else []
+        proximal = [algorithm.forward("actor", writes="proximal_logprobs")] if self._has_proximal else []
+        reference = (
+            [algorithm.forward("reference", writes="reference_logprobs")] if self._has_reference else []
+        )
         return [*proximal, *reference]
 
-    def more_calls(self) -> Sequence[Call]:
+    def more_calls(self) -> Sequence[algorithm.Call]:
         """Return the calls after the advantages, which write `objective_reads`; none by default."""
         return ()
 
-    def train_actor(self) -> Call:
+    def train_actor(self) -> algorithm.Call:
         """Return the call that trains the policy on `advantages`."""
         config = self.config
         forward_columns = [key for call in self.forwards() for key in call.writes]
-        return train(
+        return algorithm.train(
             "actor",
-            Loss(
+            algorithm.Loss(
                 self.loss,
                 config.loss_mean,
                 entropy_coef=config.entropy_coef,
@@ -179,7 +168,7 @@ class PolicyGradient(ABC, Generic[ConfigT]):
             epochs=config.epochs,
         )
 
-    def keep(self, group: Group) -> bool:
+    def keep(self, group: algorithm.Group) -> bool:
         """Return True: train on every group."""
         del group
         return True
@@ -260,8 +249,8 @@ class PolicyGradient(ABC, Generic[ConfigT]):
         loss, statistics = loss * weight, dict(statistics)
         if self._has_reference:
             kl_logprobs = logprobs if kl.where == "loss" else behaviour
-            if kl.where == "loss" and WHOLE in batch:
-                kl_logprobs = batch[WHOLE]
+            if kl.where == "loss" and algorithm.WHOLE in batch:
+                kl_logprobs = batch[algorithm.WHOLE]
             estimate = kl_estimate(kl_logprobs, batch["reference_logprobs"], kl.estimator)
             statistics["reference_kl"] = estimate.detach()
             if kl.where == "loss":

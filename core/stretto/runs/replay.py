@@ -25,13 +25,7 @@ from numpy.typing import NDArray
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus
-from stretto.bus.messages.tickets import (
-    GroupDone,
-    StoredImage,
-    Ticket,
-    TrainedRows,
-    WireTrajectory,
-)
+from stretto.bus.messages import tickets
 from stretto.bus.messages.training import RowRef
 from stretto.bus.server import lock_run
 from stretto.errors import leaves
@@ -67,7 +61,7 @@ class RecordedGroup:
     seconds: float
     generate_s: float
     score_s: float
-    trajectories: tuple[WireTrajectory, ...]
+    trajectories: tuple[tickets.WireTrajectory, ...]
     """In the order of the group's members."""
     images: Mapping[str, bytes]
     """SHA-256 -> file, of the images that the workflow added."""
@@ -177,7 +171,7 @@ def _fill_store(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
 async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, replay: Replay) -> None:
     names = setup.names
     rows = rows_of(segment.batches)
-    groups: dict[int, GroupDone] = {}
+    groups: dict[int, tickets.GroupDone] = {}
     replay.draws = dict(segment.draws)
     async with served(setup) as bus:
         await bus.store.make_log(names.log_stream, names.of_log)
@@ -200,7 +194,7 @@ async def _weights(setup: RunSetup) -> list[StepWeights]:
     names, weights = setup.names, list[StepWeights]()
     async with served(setup) as bus:
         if last := await bus.store.last_sequence(names.log_stream, names.trained):
-            messages = bus.store.follow(names.log_stream, names.trained, TrainedRows, start=1)
+            messages = bus.store.follow(names.log_stream, names.trained, tickets.TrainedRows, start=1)
             async for sequence, message in messages:
                 for row in message.rows:
                     weights.append((message.version + 1, row.id, row.importance_weights.numpy().ravel()))
@@ -209,15 +203,15 @@ async def _weights(setup: RunSetup) -> list[StepWeights]:
     return weights
 
 
-async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> GroupDone:
+async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> tickets.GroupDone:
     names, samples = setup.names, setup.graph.source.samples
-    ticket = Ticket(group.ticket, group.attempt, "train", group.row, min_version=0, samples=samples)
+    ticket = tickets.Ticket(group.ticket, group.attempt, "train", group.row, min_version=0, samples=samples)
     bundles = await append_bundles(bus.store, names.trajectories, ticket, group.trajectories)
     images = [
-        await bus.store.append(names.image(digest), StoredImage(file), id=f"{ticket.name}/{digest}")
+        await bus.store.append(names.image(digest), tickets.StoredImage(file), id=f"{ticket.name}/{digest}")
         for digest, file in group.images.items()
     ]
-    done = GroupDone(
+    done = tickets.GroupDone(
         "train",
         group.ticket,
         group.attempt,
@@ -232,9 +226,9 @@ async def _append_group(bus: Bus, setup: RunSetup, group: RecordedGroup) -> Grou
     return done
 
 
-def _dataset_groups(batches: Iterable[RecordedBatch]) -> Iterator[GroupDone]:
+def _dataset_groups(batches: Iterable[RecordedBatch]) -> Iterator[tickets.GroupDone]:
     for batch in batches:
         for id in batch.tickets:
             refs = [row for row in batch.rows if row.group == id]
             attempt, row = refs[0].attempt, refs[0].sequence
-            yield dataset_group(Ticket(id, attempt, "train", row, batch.version, len(refs)))
+            yield dataset_group(tickets.Ticket(id, attempt, "train", row, batch.version, len(refs)))

@@ -21,15 +21,8 @@ from stretto.component import Context
 from stretto.engine import Emit, GenerateRequest, Load, Sampling, SwapReport
 from stretto.errors import ConfigError, EngineError, RequestError, WeightsError
 from stretto.machine import clock
+from stretto.models import files
 from stretto.models.digest import digest_of
-from stretto.models.files import (
-    end_tokens_in,
-    fetch_config,
-    folder_of_model,
-    known_config,
-    shapes_in,
-    text_config,
-)
 from stretto.models.images import ImageFile
 from stretto.models.version_files import open_version
 from stretto.models.vision import image_token_of, is_vision_language, newest_name
@@ -350,7 +343,7 @@ class ServerEngine(Streams, ABC):
 
     def _look_at_model(self) -> bool:
         """Return whether the model reads images. An attached server's model may not be on this machine."""
-        read_config = known_config if self._config.urls else fetch_config
+        read_config = files.known_config if self._config.urls else files.fetch_config
         try:
             return is_vision_language(read_config(self._context.model))
         except ConfigError as error:
@@ -358,18 +351,18 @@ class ServerEngine(Streams, ABC):
 
     def _learn_model(self) -> None:
         """Read the model's config, shapes and end tokens; the server has downloaded the model by now."""
-        folder = folder_of_model(self._context.model)
+        folder = files.folder_of_model(self._context.model)
         if folder is None:
             return
-        whole, text = known_config(folder), text_config(folder)
+        whole, text = files.known_config(folder), files.text_config(folder)
         self._has_tied_head = whole.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
         self._shapes = self._shapes_in(folder)
-        self._samples.learn(text.get("vocab_size"), end_tokens_in(folder), image_token_of(whole))
+        self._samples.learn(text.get("vocab_size"), files.end_tokens_in(folder), image_token_of(whole))
 
     def _shapes_in(self, folder: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a folder's tensors, a vision-language model's under their newest names,
         without the head of tied embeddings: files may contain it or not."""
-        shapes = shapes_in(folder)
+        shapes = files.shapes_in(folder)
         if self._reads_images:
             shapes = {newest_name(name): shape for name, shape in shapes.items()}
         return {

@@ -11,15 +11,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.bus.messages.events import (
-    Decision,
-    Event,
-    EventBatch,
-    Input,
-    Observation,
-    OutcomeRead,
-    RunOwned,
-)
+from stretto.bus.messages import events
 from stretto.bus.payloads import decoder, is_split
 from stretto.kernel.durable.journal import JournalWriter
 from stretto.kernel.schedule.fold import apply, decisions
@@ -44,7 +36,7 @@ class FoldOracle:
         self._read = read
         self._folds: dict[str, tuple[tuple[int, int, int], Scheduler]] = {}
         """Subject of a run's events -> ((incarnation, values, number of rows), fold)."""
-        self._decided: dict[str, list[Decision]] = {}
+        self._decided: dict[str, list[events.Decision]] = {}
         """Subject -> decisions of the fold that no stored event records yet."""
         self._owner: dict[str, int] = {}
         """Subject -> lease epoch of the owning kernel."""
@@ -56,12 +48,12 @@ class FoldOracle:
         self._latest: tuple[Scheduler, list[Any], Scheduler | None] | None = None
         """(scheduler that has applied an event, its new commands, for `RunOwned` a copy from before)."""
 
-    def apply(self, scheduler: Scheduler, event: Input, outcome: Outcome | None = None) -> None:
+    def apply(self, scheduler: Scheduler, event: events.Input, outcome: Outcome | None = None) -> None:
         """Apply an event as the kernel's `apply` does, and note the commands."""
-        scheduler_before = copy.deepcopy(scheduler) if isinstance(event, RunOwned) else None
+        scheduler_before = copy.deepcopy(scheduler) if isinstance(event, events.RunOwned) else None
         self._latest = scheduler, _apply(scheduler, event, outcome), scheduler_before
 
-    def hear(self, writer: JournalWriter, event: Event) -> None:
+    def hear(self, writer: JournalWriter, event: events.Event) -> None:
         """Queue an event as `JournalWriter.hear` does, and note the digest of the scheduler."""
         _hear(writer, event)
         kernel = writer.names.events, writer.epoch
@@ -80,30 +72,30 @@ class FoldOracle:
         """Check the events in a message that was published or stored."""
         if not subject.endswith(".journal.events") or is_split(data):
             return
-        events = msgspec.msgpack.decode(data, type=EventBatch)
-        kernel = subject, events.lease_epoch
-        for number, event in enumerate(events.decoded(), start=events.first):
-            if not isinstance(event, Input):
+        batch = msgspec.msgpack.decode(data, type=events.EventBatch)
+        kernel = subject, batch.lease_epoch
+        for number, event in enumerate(batch.decoded(), start=batch.first):
+            if not isinstance(event, events.Input):
                 self._compare(kernel, event)
                 continue
-            if isinstance(event, RunOwned):
+            if isinstance(event, events.RunOwned):
                 self._begin(kernel, event)
             outcome = None
-            if isinstance(event, OutcomeRead):
+            if isinstance(event, events.OutcomeRead):
                 outcome = self._outcome(subject.split(".")[1], event.sequence)
             fold = self._folds[subject][1]
             commands = _apply(fold, event, outcome)
             if missing := self._decided.pop(subject, []):
-                self.violations.append(f"the kernel of lease {events.lease_epoch} has not recorded {missing}")
+                self.violations.append(f"the kernel of lease {batch.lease_epoch} has not recorded {missing}")
             self._decided[subject] = [*decisions(fold.commands())]
             kernel_digest = self._digests.pop((kernel, number), None)
             if kernel_digest is not None and kernel_digest != _digest(fold, commands):
                 self.violations.append(
-                    f"after {event} the scheduler of the kernel of lease {events.lease_epoch} is not the "
+                    f"after {event} the scheduler of the kernel of lease {batch.lease_epoch} is not the "
                     "fold of its events"
                 )
 
-    def _begin(self, kernel: Kernel, event: RunOwned) -> None:
+    def _begin(self, kernel: Kernel, event: events.RunOwned) -> None:
         """Compare the scheduler of a new kernel with the fold. If the kernel has another incarnation, other
         values or another number of rows, its scheduler becomes the new fold."""
         scheduler = self._begun.pop(kernel)
@@ -115,9 +107,9 @@ class FoldOracle:
         if former_identity == identity and _digest(fold, []) != _digest(scheduler, []):
             self.violations.append(f"the kernel of lease {kernel[1]} begins in another state than the fold")
 
-    def _compare(self, kernel: Kernel, decision: Event) -> None:
+    def _compare(self, kernel: Kernel, decision: events.Event) -> None:
         expected = self._decided.get(kernel[0], [])
-        if isinstance(decision, Observation):
+        if isinstance(decision, events.Observation):
             return
         if decision in expected:
             expected.remove(decision)
@@ -136,7 +128,7 @@ _COMMANDS = "_commands"
 _hear = JournalWriter.hear  # the real method, before the oracle replaces it
 
 
-def _apply(scheduler: Scheduler, event: Input, outcome: Outcome | None) -> list[Any]:
+def _apply(scheduler: Scheduler, event: events.Input, outcome: Outcome | None) -> list[Any]:
     """Apply an event to a scheduler. Return the new commands, which also stay in the scheduler."""
     commands = vars(scheduler)[_COMMANDS]
     num_before = len(commands)

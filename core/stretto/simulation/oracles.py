@@ -8,14 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.bus.messages.events import (
-    BatchStarted,
-    EvaluationEnded,
-    Event,
-    EventBatch,
-    RunOwned,
-    VersionPublished,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.tickets import GroupDone, GroupFailed
 from stretto.bus.payloads import decoder, is_split
 from stretto.simulation.faults import Tape
@@ -50,7 +43,7 @@ class Oracle:
         if is_split(data):
             return
         if subject.endswith(".events"):
-            batch = msgspec.msgpack.decode(data, type=EventBatch)
+            batch = msgspec.msgpack.decode(data, type=events.EventBatch)
             for number, event in enumerate(batch.decoded(), batch.first):
                 self._judge(event, (batch.lease_epoch, number))
             if batch.lease_epoch < self._lease:
@@ -64,20 +57,20 @@ class Oracle:
                 if isinstance(outcome, GroupDone) and outcome.purpose == "train":
                     self._ages |= {member.id: member.oldest for member in outcome.members}
 
-    def _judge(self, event: Event, place: tuple[int, int]) -> None:
+    def _judge(self, event: events.Event, place: tuple[int, int]) -> None:
         match event:
-            case RunOwned(version=version, values=values) if values != self._values:
+            case events.RunOwned(version=version, values=values) if values != self._values:
                 self._values = values
                 self._forget_after(version)
-            case BatchStarted():
+            case events.BatchStarted():
                 self._judge_batch(event)
-            case VersionPublished(incarnation, version, digest):
+            case events.VersionPublished(incarnation, version, digest):
                 self.steps = max(self.steps, version)
                 if self._digests.setdefault(version, digest) != digest:
                     self._violated(f"version {version} has two digests")
                 if self._published.setdefault((incarnation, version), place) != place:
                     self._violated(f"version {version} is published twice")
-            case EvaluationEnded(result):
+            case events.EvaluationEnded(result):
                 version = result.version
                 if version in self._evaluated:
                     self._violated(f"version {version} is evaluated twice")
@@ -91,7 +84,7 @@ class Oracle:
         self._evaluated = {past for past in self._evaluated if past <= version}
         self.steps = version
 
-    def _judge_batch(self, batch: BatchStarted) -> None:
+    def _judge_batch(self, batch: events.BatchStarted) -> None:
         if self.batches_left is not None:
             self.batches_left -= 1
             if self.batches_left < 0:

@@ -13,19 +13,12 @@ import msgspec
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from stretto import weights
 from stretto.component import Kind
 from stretto.errors import NoAnswer, Refused, StrettoError, WeightsError
 from stretto.models.digest import digest_of, hashes_of
 from stretto.models.version_files import open_version
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
-from stretto.weights import (
-    FreezingPublisher,
-    Publisher,
-    Subscriber,
-    WeightsNote,
-    WeightsTransport,
-    WeightUpdate,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,14 +86,14 @@ class _Ends:
         self._portal = portal
         self._run = f"conformance-{secrets.token_hex(4)}"  # folders have its name; tests run side by side
         self._handlers: dict[str, _Handler] = {}
-        self._subscribers: list[Subscriber] = []
+        self._subscribers: list[weights.Subscriber] = []
         transport = self.transport("trainer-0")
-        self.publisher: Publisher = portal.call(transport.publisher, self._wire("trainer-0"))
+        self.publisher: weights.Publisher = portal.call(transport.publisher, self._wire("trainer-0"))
 
-    def transport(self, worker: str) -> WeightsTransport:
+    def transport(self, worker: str) -> weights.WeightsTransport:
         return self._portal.call(lambda: self._under_test.make(run=self._run, worker=worker))
 
-    def subscriber(self) -> Subscriber:
+    def subscriber(self) -> weights.Subscriber:
         worker = f"inference-{len(self._subscribers)}"
         self._subscribers.append(self._portal.call(self.transport(worker).subscriber, self._wire(worker)))
         return self._subscribers[-1]
@@ -111,21 +104,21 @@ class _Ends:
         *needed: int,
         frozen: Collection[str] = (),
         tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
-    ) -> WeightsNote:
+    ) -> weights.WeightsNote:
         tensors = iter([pair for pair in tensors_of(version).items() if pair[0] not in frozen])
         return self.publisher.publish(version, tensors, needed)
 
     def freeze(self, *names: str) -> None:
-        assert isinstance(self.publisher, FreezingPublisher)
+        assert isinstance(self.publisher, weights.FreezingPublisher)
         self.publisher.freeze(iter([(name, _tensors(0)[name]) for name in names]))
 
-    def receive(self, subscriber: Subscriber, note: WeightsNote) -> WeightUpdate:
+    def receive(self, subscriber: weights.Subscriber, note: weights.WeightsNote) -> weights.WeightUpdate:
         return self._portal.call(subscriber.receive, note)
 
     def assert_arrives(
         self,
-        subscriber: Subscriber,
-        note: WeightsNote,
+        subscriber: weights.Subscriber,
+        note: weights.WeightsNote,
         frozen: Collection[str] = (),
         tensors_of: Callable[[int], Mapping[str, Tensor]] = _tensors,
     ) -> None:
@@ -141,7 +134,7 @@ class _Ends:
         finally:
             update.close()
 
-    def assert_refused(self, subscriber: Subscriber, note: WeightsNote, what: str) -> None:
+    def assert_refused(self, subscriber: weights.Subscriber, note: weights.WeightsNote, what: str) -> None:
         try:
             update = self.receive(subscriber, note)
         except WeightsError:
@@ -182,7 +175,7 @@ class WeightsConformance(ComponentConformance):
             yield ends
 
     @classmethod
-    def stored(cls, note: WeightsNote, section: Mapping[str, Any]) -> list[Path]:
+    def stored(cls, note: weights.WeightsNote, section: Mapping[str, Any]) -> list[Path]:
         """Return the files with the tensors of a published version, which a test damages. By default, they
         are in the folder at the note's address."""
         del section
@@ -200,7 +193,7 @@ class WeightsConformance(ComponentConformance):
     def test_frozen_tensors_are_a_part_of_every_version(self, ends: _Ends) -> None:
         """Tested with an engine that gets every version, and with later ones. `freeze` is called again."""
         names = ("model.embed.weight", "model.steps")
-        if not isinstance(ends.publisher, FreezingPublisher):
+        if not isinstance(ends.publisher, weights.FreezingPublisher):
             pytest.skip("its publisher takes all tensors with every version")
         subscriber = ends.subscriber()
         ends.freeze(*names)
@@ -239,7 +232,7 @@ class WeightsConformance(ComponentConformance):
     def test_a_damaged_copy_of_an_older_version_does_no_harm(self, ends: _Ends, tmp_path: Path) -> None:
         """The subscriber then fetches all tensors again. Needed versions stay and can be copied."""
         subscriber = ends.subscriber()
-        notes: list[WeightsNote] = []
+        notes: list[weights.WeightsNote] = []
         for version in range(6):
             notes.append(ends.publish(version, 2, tensors_of=_small_steps))
             update = ends.receive(subscriber, notes[-1])

@@ -24,15 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.errors import EngineError
 from stretto.models.files import is_hybrid, tensors_of_model
-from stretto.training.packing import (
-    ATTENTION,
-    InputRows,
-    PackedRows,
-    PaddedRows,
-    PrefixRows,
-    compare_varlen,
-    compare_with_plain,
-)
+from stretto.training import packing
 from stretto.training.trial import attempt
 
 if TYPE_CHECKING:
@@ -67,7 +59,7 @@ _SHOWN = 3  # tensors that a message lists
 
 def load_model(
     source: str, config: ModelTrainingConfig, head: Head, device: torch.device, trains_on: torch.device
-) -> tuple[PreTrainedModel, InputRows]:
+) -> tuple[PreTrainedModel, packing.InputRows]:
     """Load a model in float32 and choose the form of its input rows: packed, with shared prefixes, if the
     config allows that and tests show it is exact. Raise EngineError if loading or 'packed' is impossible.
     `device` has the model first, `trains_on` later."""
@@ -76,7 +68,7 @@ def load_model(
         if reads_images(model_config):
             return _vision_language(source, model_config, config, head, device)
         if config.packing != "padded":
-            packed = PackedRows(recurrent=is_hybrid(source))
+            packed = packing.PackedRows(recurrent=is_hybrid(source))
             model, reason = attempt(partial(_load_packed, source, model_config, head, device, packed))
             if model is not None:
                 return model, _rows_of(model, packed, config, trains_on)
@@ -85,32 +77,32 @@ def load_model(
                     f"training.packing is 'packed', and {source!r} does not allow it: {reason}; write `auto`"
                 )
             log.info("rows are padded, and each sequence computes its prefix", reason=reason)
-        return _load(source, model_config, head, device, attn_implementation=None), PaddedRows()
+        return _load(source, model_config, head, device, attn_implementation=None), packing.PaddedRows()
     except (OSError, ValueError) as error:
         raise EngineError(f"model {source!r} cannot be loaded: {error}") from error
 
 
 def _load_packed(
-    source: str, config: Any, head: Head, device: torch.device, packed: PackedRows
+    source: str, config: Any, head: Head, device: torch.device, packed: packing.PackedRows
 ) -> PreTrainedModel:
-    model = _load(source, config, head, device, attn_implementation=ATTENTION)
-    compare_with_plain(packed, model)
+    model = _load(source, config, head, device, attn_implementation=packing.ATTENTION)
+    packing.compare_with_plain(packed, model)
     return model
 
 
 def _rows_of(
-    model: PreTrainedModel, packed: PackedRows, config: ModelTrainingConfig, trains_on: torch.device
-) -> InputRows:
+    model: PreTrainedModel, packed: packing.PackedRows, config: ModelTrainingConfig, trains_on: torch.device
+) -> packing.InputRows:
     rows = packed
     if config.shared_prefixes and not packed.recurrent:
-        rows = PrefixRows(model.config.get_text_config().hidden_size)
-        _, reason = attempt(partial(compare_with_plain, rows, model))
+        rows = packing.PrefixRows(model.config.get_text_config().hidden_size)
+        _, reason = attempt(partial(packing.compare_with_plain, rows, model))
         if reason:
             log.info("each sequence computes its prefix", reason=reason)
             rows = packed
     if not config.varlen_attention:
         return rows
-    _, reason = attempt(lambda: compare_varlen(rows, model, trains_on, getattr(torch, config.dtype)))
+    _, reason = attempt(lambda: packing.compare_varlen(rows, model, trains_on, getattr(torch, config.dtype)))
     if reason:
         log.warning("training.varlen_attention is not used", reason=reason)
         return rows
@@ -136,7 +128,7 @@ def load_empty(source: str, head: Head) -> None:
     load_whole(type(model), source, may_lack_head=head != "policy", **options)
 
 
-def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTrainedModel, InputRows]:
+def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTrainedModel, packing.InputRows]:
     """Make a model from its config alone, on torch's current device, and choose the form of its input rows by
     that config."""
     model_config = _without_dropout(AutoConfig.from_pretrained(source))
@@ -146,11 +138,11 @@ def empty_model(source: str, head: Head, may_be_packed: bool) -> tuple[PreTraine
     kinds = getattr(text_config, "layer_types", None)
     is_plain = {*kinds} <= {"full_attention"} if kinds else not getattr(text_config, "sliding_window", None)
     is_packed = is_plain and not reads_images(model_config) and may_be_packed
-    attention = ATTENTION if is_packed else None
+    attention = packing.ATTENTION if is_packed else None
     model = _kind_of(model_config, head).from_config(
         model_config, dtype=torch.float32, attn_implementation=attention
     )
-    return model.eval(), PackedRows() if is_packed else PaddedRows()
+    return model.eval(), packing.PackedRows() if is_packed else packing.PaddedRows()
 
 
 def names_in_files(model: PreTrainedModel, source: str | None) -> dict[str, str]:
@@ -187,7 +179,7 @@ def vision_tower(model: PreTrainedModel) -> str:
 
 def _vision_language(
     source: str, model_config: Any, config: ModelTrainingConfig, head: Head, device: torch.device
-) -> tuple[PreTrainedModel, InputRows]:
+) -> tuple[PreTrainedModel, packing.InputRows]:
     """Load a vision-language model, with padded rows: packed ones do not support its attention."""
     if head != "policy":
         raise EngineError(
@@ -197,7 +189,7 @@ def _vision_language(
     if config.packing == "packed":
         raise EngineError(f"training.packing is 'packed', and {source!r} reads images; leave it 'auto'")
     model = _load(source, model_config, head, device)
-    return model, PaddedRows(image_arguments(model))
+    return model, packing.PaddedRows(image_arguments(model))
 
 
 def image_arguments(model: PreTrainedModel) -> Callable[[Batch, Tensor], dict[str, Tensor]]:

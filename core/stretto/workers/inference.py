@@ -22,19 +22,7 @@ import structlog
 
 from stretto.array import Array, KeptTokens
 from stretto.assembly.contracts import expect_contract
-from stretto.bus.messages.inference import (
-    Abort,
-    AskLoad,
-    AskSharedRows,
-    ChunkBatch,
-    ChunkHead,
-    Confirm,
-    Generate,
-    LoadReport,
-    SharedRows,
-    Swap,
-    SwapDone,
-)
+from stretto.bus.messages import inference
 from stretto.bus.messages.membership import Heartbeat, WorkerProcess
 from stretto.engine import (
     Chunk,
@@ -106,7 +94,7 @@ class InferenceWorker:
         """Scope of the receipt of weights. A newer swap cancels it."""
         self._newest_order = (0, -1)
         """Lease epoch and number of the newest swap that was requested."""
-        self._served: SwapDone | None = None
+        self._served: inference.SwapDone | None = None
         self._order = (-1, -1)
         """Lease epoch and number of the swap to the version that is served."""
         self._note: WeightsNote | None = None
@@ -132,13 +120,13 @@ class InferenceWorker:
                     await self._sleep()  # it may be training's turn
                 tasks.start_soon(self._send)
                 tasks.start_soon(self._forget)
-                await self._bus.subscribe(context.subject("generate"), Generate, self._generate)
-                await self._bus.subscribe(context.subject("confirm"), Confirm, self._confirm)
+                await self._bus.subscribe(context.subject("generate"), inference.Generate, self._generate)
+                await self._bus.subscribe(context.subject("confirm"), inference.Confirm, self._confirm)
                 await self._bus.subscribe(
-                    context.subject("abort"), Abort, lambda each: self._drop(each.request)
+                    context.subject("abort"), inference.Abort, lambda each: self._drop(each.request)
                 )
-                await context.obey("swap", Swap, self._swap)
-                await self._bus.serve(context.subject("load"), AskLoad, self._load)
+                await context.obey("swap", inference.Swap, self._swap)
+                await self._bus.serve(context.subject("load"), inference.AskLoad, self._load)
                 ready()
         finally:
             if self._images.fetched:
@@ -162,7 +150,7 @@ class InferenceWorker:
 
     # -------------------------------------------------------------------------------- requests
 
-    def _generate(self, message: Generate) -> None:
+    def _generate(self, message: inference.Generate) -> None:
         """Pass a new request to the engine. For a known request, send again what the sender lacks."""
         request = message.request
         known_request = self._requests.get(request.id)
@@ -198,7 +186,7 @@ class InferenceWorker:
         if accepted is not None and self._requests.get(request.id) is accepted:  # not aborted in the meantime
             cast("VisionEngine", self._engine).generate(request, images)
 
-    def _confirm(self, message: Confirm) -> None:
+    def _confirm(self, message: inference.Confirm) -> None:
         for request in message.requests:
             self._requests.pop(request, None)
 
@@ -262,12 +250,12 @@ class InferenceWorker:
                 await self._bus.publish(self._context.names.chunks(inbox), batch)
             await anyio.sleep(min(_BASE_PAUSE_S + _SAMPLE_PAUSE_S * samples, _MAX_PAUSE_S))
 
-    async def _load(self, _: AskLoad) -> LoadReport:
-        return LoadReport(self._engine.load())
+    async def _load(self, _: inference.AskLoad) -> inference.LoadReport:
+        return inference.LoadReport(self._engine.load())
 
     # ----------------------------------------------------------------------------------- swaps
 
-    async def _swap(self, message: Swap) -> SwapDone:
+    async def _swap(self, message: inference.Swap) -> inference.SwapDone:
         """Serve a version. Skip a swap if a newer one is already done."""
         order = (message.lease_epoch, message.number)
         if order > self._newest_order:
@@ -289,13 +277,13 @@ class InferenceWorker:
             self._served = result if message.exact else await self._measure_engine_error(result, message)
             return self._served
 
-    async def _sleep(self) -> SwapDone:
+    async def _sleep(self) -> inference.SwapDone:
         """Drop unfinished requests, which nobody waits for any more, and free the engine's device."""
         self._drop_other_audiences("nobody")
         self._note = None
         await cast("SleepingEngine", self._engine).sleep()
         log.info("asleep")
-        return SwapDone(SwapReport(-1, "", 0.0))
+        return inference.SwapDone(SwapReport(-1, "", 0.0))
 
     def _drop_other_audiences(self, audience: Audience) -> None:
         """Drop unfinished requests of another audience, and accept none until the weights are loaded."""
@@ -304,7 +292,7 @@ class InferenceWorker:
             for request in [id for id, request in self._requests.items() if request.unfinished]:
                 self._drop(request)
 
-    async def _load_version(self, note: WeightsNote, audience: Audience) -> SwapDone:
+    async def _load_version(self, note: WeightsNote, audience: Audience) -> inference.SwapDone:
         served = self._note  # another trainer may publish the same weights again, at another address
         is_same = served is not None and (served.version, served.digest) == (note.version, note.digest)
         if self._served is not None and is_same and self._engine.load().version == note.version:
@@ -326,10 +314,10 @@ class InferenceWorker:
         log.info("swapped", version=report.version, pause_s=round(report.pause_s, 4))
         kernel_report = msgspec.structs.replace(report, hashes={})  # the kernel does not need the hashes
         if fault := swap_fault(report, update.note, update.hashes()):
-            return SwapDone(kernel_report, fault)
+            return inference.SwapDone(kernel_report, fault)
         drift, unscored = await self._compare(note.canary)
         fault = self._fault_of_canary(note, drift, unscored)
-        return SwapDone(kernel_report, fault, drift, unscored, receive_s=receive_s)
+        return inference.SwapDone(kernel_report, fault, drift, unscored, receive_s=receive_s)
 
     async def _receive(self, note: WeightsNote) -> WeightUpdate:
         """Receive an announced version. If it is an adapter, return the base model merged with it."""
@@ -376,15 +364,17 @@ class InferenceWorker:
             return None, f"the engine did not score the canary within {_SCORE_S:.0f} s"
         return drift_of_canary(canary, logprobs), ""
 
-    async def _measure_engine_error(self, result: SwapDone, swap: Swap) -> SwapDone:
+    async def _measure_engine_error(
+        self, result: inference.SwapDone, swap: inference.Swap
+    ) -> inference.SwapDone:
         """Add the engine's error at this version, if the run bounds divergence. Requests do not wait."""
         trainer = swap.trainer
         if self._context.composed.config.queue.max_divergence is None or trainer is None:
             return result
         try:
             subject = self._context.names.worker("trainer", trainer.worker, trainer.nonce, "shared_rows")
-            asked = AskSharedRows(result.report.version)
-            answer = await self._bus.request(subject, asked, SharedRows, deadline_s=_ROWS_S)
+            asked = inference.AskSharedRows(result.report.version)
+            answer = await self._bus.request(subject, asked, inference.SharedRows, deadline_s=_ROWS_S)
             if answer.rows:
                 with anyio.fail_after(_SCORE_S):
                     logprobs = await self._engine.logprobs([row.tokens.numpy() for row in answer.rows])
@@ -438,7 +428,7 @@ def _from(chunk: Chunk, have: int) -> Chunk | None:
     )
 
 
-def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
+def _batch(worker: str, chunks: list[Chunk]) -> inference.ChunkBatch:
     """Return one message with the chunks. Consecutive chunks of a sample are joined."""
     runs: list[list[Chunk]] = []
     newest_runs: dict[tuple[str, int], list[Chunk]] = {}
@@ -450,7 +440,7 @@ def _batch(worker: str, chunks: list[Chunk]) -> ChunkBatch:
             newest_runs[chunk.request, chunk.sample] = run = [chunk]
             runs.append(run)
     ordered = [chunk for run in runs for chunk in run]
-    return ChunkBatch(
+    return inference.ChunkBatch(
         worker,
         tuple(_head(run) for run in runs),
         Array.of(np.concatenate([chunk.tokens for chunk in ordered])),
@@ -467,7 +457,7 @@ def _kept_of(chunks: Sequence[Chunk]) -> tuple[Array, Array] | tuple[()]:
     return Array.of(kept_tokens.counts), Array.of(kept_tokens.ids)
 
 
-def _head(run: list[Chunk]) -> ChunkHead:
+def _head(run: list[Chunk]) -> inference.ChunkHead:
     first, last = run[0], run[-1]
     count = sum(len(chunk.tokens) for chunk in run)
-    return ChunkHead(first.request, first.sample, first.position, count, last.finish, last.error)
+    return inference.ChunkHead(first.request, first.sample, first.position, count, last.finish, last.error)

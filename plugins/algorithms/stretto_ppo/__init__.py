@@ -32,14 +32,7 @@ import msgspec
 from stretto import Component, Context, hookimpl
 from stretto.algorithm import Call, Loss, Model, forward, function, generate, score, train
 from stretto.component import PositiveFloat, PositiveInt, Share
-from stretto.rl.policy_gradient import (
-    ClippedConfig,
-    KLConfig,
-    KLEstimator,
-    PolicyGradient,
-    check_objective,
-    clipped_surrogate,
-)
+from stretto.rl import policy_gradient
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,10 +42,10 @@ if TYPE_CHECKING:
 __all__ = ["PPO", "PPOConfig", "PPOKLConfig"]
 
 
-class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PPOKLConfig(policy_gradient.KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A penalty that keeps the policy near a frozen model, `reference`."""
 
-    estimator: KLEstimator = "k1"
+    estimator: policy_gradient.KLEstimator = "k1"
     """Estimator of the KL, as in every policy gradient; k1 is the estimator of Ziegler et al."""
     where: Literal["loss", "reward"] = "reward"
     """Where the KL is subtracted, as in every policy gradient; PPO's default is the reward."""
@@ -69,7 +62,7 @@ class PPOKLConfig(KLConfig, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise ValueError("target is for a KL in the reward; expected where: reward")
 
 
-class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PPOConfig(policy_gradient.ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the algorithm `ppo`."""
 
     group_size: PositiveInt = 1
@@ -89,7 +82,7 @@ class PPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     """Half-width of the critic's trust region around its values at the start of the step; null for none."""
 
 
-class PPO(PolicyGradient[PPOConfig]):
+class PPO(policy_gradient.PolicyGradient[PPOConfig]):
     """Trains an actor and a critic on the same samples."""
 
     def __init__(self, config: PPOConfig, context: Context) -> None:
@@ -178,7 +171,9 @@ class PPO(PolicyGradient[PPOConfig]):
         self, logprobs: Tensor, anchor: Tensor, batch: Batch
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the clipped and dual-clipped surrogate, (T,)."""
-        loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
+        loss, statistics = policy_gradient.clipped_surrogate(
+            self.config, logprobs, anchor, batch["advantages"]
+        )
         if self.config.kl.target is None:
             return loss, statistics
         kl_coef = batch["kl_coef"][batch.sequence_index().to(logprobs.device)]
@@ -207,6 +202,6 @@ def stretto_algorithm() -> Iterator[Component[PPOConfig]]:
         PPO,
         PPOConfig,
         "proximal policy optimisation: critic, GAE, KL in the reward",
-        check_objective,
+        policy_gradient.check_objective,
         requires={"torch": "stretto[torch]"},
     )

@@ -13,17 +13,7 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline, FolderPublisher
-from stretto_collective.meeting import (
-    BACKEND,
-    Put,
-    Question,
-    Send,
-    Take,
-    Transfer,
-    buckets,
-    choose_backend,
-    gpu_for,
-)
+from stretto_collective import meeting
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +21,7 @@ if TYPE_CHECKING:
     from stretto.weights import Wire
     from stretto_collective import CollectiveConfig
 
-_decode = msgspec.msgpack.Decoder[Question](Question).decode
+_decode = msgspec.msgpack.Decoder[meeting.Question](meeting.Question).decode
 _MAX_STORES = 64
 """Number of newest transfers whose stores are kept."""
 
@@ -47,16 +37,16 @@ class CollectivePublisher(FolderPublisher):
         wire.answer(self._answer)
 
     async def _answer(self, question: bytes) -> bytes:
-        request: Question = _decode(question)
+        request: meeting.Question = _decode(question)
         match request:
             case AskOutline(version):
                 return msgspec.msgpack.encode(self.find(version).outline)
-            case Put(transfer, key, value):
+            case meeting.Put(transfer, key, value):
                 self._store(transfer).set(key, value)  # pyright: ignore[reportArgumentType] - takes bytes too
                 return b""
-            case Take(transfer, key):
+            case meeting.Take(transfer, key):
                 return await anyio.to_thread.run_sync(self._store(transfer).get, key)
-            case Send(transfer, version, gpu, files):
+            case meeting.Send(transfer, version, gpu, files):
                 if transfer not in self._sent:  # otherwise the files were sent, but the answer was lost
                     await anyio.to_thread.run_sync(self._send, self._store(transfer), version, gpu, files)
                     self._sent.add(transfer)
@@ -74,10 +64,10 @@ class CollectivePublisher(FolderPublisher):
         stored, config = self.find(version), self._config
         files = [(file, size) for file, size in stored.sizes.items() if file.name in names]
         try:
-            backend = choose_backend(config.backend, gpu_for(config.backend), gpu)
-            store.set(BACKEND, backend)
-            with Transfer(backend, store, 0, config.interface, config.deadline_s) as transfer:
-                for bucket in buckets(files, config.bucket_mb * 2**20, write=False):
+            backend = meeting.choose_backend(config.backend, meeting.gpu_for(config.backend), gpu)
+            store.set(meeting.BACKEND, backend)
+            with meeting.Transfer(backend, store, 0, config.interface, config.deadline_s) as transfer:
+                for bucket in meeting.buckets(files, config.bucket_mb * 2**20, write=False):
                     transfer.send(bucket)
         except RuntimeError as error:  # from torch.distributed, or because a file has just been removed
             raise WeightsError(f"version {version} cannot be sent: {error}", version=version) from error

@@ -19,17 +19,7 @@ import msgspec
 from stretto import Component, Context, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat
 from stretto.errors import WeightsError
-from stretto.models.version_files import (
-    FolderPublisher,
-    FolderUpdate,
-    FrozenFiles,
-    Outline,
-    RunFolders,
-    StoredVersion,
-    folder_name,
-    open_version,
-    stored_version,
-)
+from stretto.models import version_files
 from stretto.models.version_receiver import VersionReceiver
 from stretto.weights import KeptVersions
 
@@ -59,14 +49,16 @@ class FileTransport:
 
     def __init__(self, config: FileTransportConfig, context: Context) -> None:
         self._config = config
-        self._folders = RunFolders(context, config.folder, otherwise=context.path("weights"))
-        self.copies = RunFolders(context, None, otherwise=context.path("weights"))
+        self._folders = version_files.RunFolders(context, config.folder, otherwise=context.path("weights"))
+        self.copies = version_files.RunFolders(context, None, otherwise=context.path("weights"))
 
-    def publisher(self, wire: Wire) -> FolderPublisher:
+    def publisher(self, wire: Wire) -> version_files.FolderPublisher:
         """Return the trainer's end."""
         del wire
         config = self._config
-        return FolderPublisher(self._folders.own(), config.keep, config.shard_gb, deltas=config.deltas)
+        return version_files.FolderPublisher(
+            self._folders.own(), config.keep, config.shard_gb, deltas=config.deltas
+        )
 
     def subscriber(self, wire: Wire) -> FileSubscriber:
         """Return an engine's end."""
@@ -82,17 +74,17 @@ class FileTransport:
 class FileSubscriber:
     """Opens and checks versions. If they are published as deltas, it keeps a full copy in `folders`."""
 
-    def __init__(self, folders: RunFolders) -> None:
+    def __init__(self, folders: version_files.RunFolders) -> None:
         self._folders = folders
-        self._frozen = FrozenFiles()
+        self._frozen = version_files.FrozenFiles()
         self._copy: VersionReceiver | None = None
 
-    async def receive(self, note: WeightsNote) -> FolderUpdate:
+    async def receive(self, note: WeightsNote) -> version_files.FolderUpdate:
         """Map a version's files, or apply its delta to the copy; compare every tensor's hash."""
-        stored = await anyio.to_thread.run_sync(stored_version, note)
+        stored = await anyio.to_thread.run_sync(version_files.stored_version, note)
         if stored.manifest.whole and not (self._copy and self._copy.begins_here(stored.manifest)):
             # Hashing releases the interpreter lock, so the engine in this process continues meanwhile.
-            open_update = partial(open_version, note, stored.folder, frozen=self._frozen)
+            open_update = partial(version_files.open_version, note, stored.folder, frozen=self._frozen)
             return await anyio.to_thread.run_sync(open_update)
         if self._copy is None:
             folder = await anyio.to_thread.run_sync(self._folders.own, "copy")
@@ -106,16 +98,16 @@ class FileSubscriber:
 
 
 class _FileSource:
-    async def outline(self, note: WeightsNote) -> Outline:
+    async def outline(self, note: WeightsNote) -> version_files.Outline:
         return (await anyio.to_thread.run_sync(self._find, note)).outline
 
     async def fetch(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
         await anyio.to_thread.run_sync(self._copy, note, files)
 
-    def _find(self, note: WeightsNote) -> StoredVersion:
+    def _find(self, note: WeightsNote) -> version_files.StoredVersion:
         """Find the version `note.version` in the folder beside that of `note.address`."""
-        folder = Path(note.address).with_name(folder_name(note.version))
-        return stored_version(msgspec.structs.replace(note, address=str(folder)))
+        folder = Path(note.address).with_name(version_files.folder_name(note.version))
+        return version_files.stored_version(msgspec.structs.replace(note, address=str(folder)))
 
     def _copy(self, note: WeightsNote, files: Mapping[Path, int]) -> None:
         stored = self._find(note)

@@ -14,16 +14,7 @@ from typing import Any
 
 import msgspec
 
-from stretto import (
-    Component,
-    Context,
-    DatasetConfig,
-    LocalPath,
-    Problem,
-    RewardConfig,
-    WorkflowConfig,
-    hookimpl,
-)
+import stretto
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.dataset import Row
@@ -39,15 +30,15 @@ _LIST_S = 600.0
 """Time limit for importing an environment and listing its tasks."""
 
 
-class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerifiersConfig(stretto.DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the dataset `verifiers`."""
 
     environment: str
     """Id of the environment's taskset, such as `gsm8k-v1`: an installed package, or a module in `path`."""
-    python: LocalPath
+    python: stretto.LocalPath
     """Python interpreter in which `verifiers` and the environment are installed, such as
     `/opt/envs/gsm8k/bin/python`."""
-    path: LocalPath | None = None
+    path: stretto.LocalPath | None = None
     """Folder with environments that are not installed."""
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     """Further settings of the environment's own config, as under `[env]` in its files: `{taskset: {…}, agent:
@@ -59,7 +50,7 @@ class VerifiersConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_f
 class Verifiers:
     """A dataset with a row for each task: a prompt, for display and length, and the task's data."""
 
-    def __init__(self, config: VerifiersConfig, context: Context) -> None:
+    def __init__(self, config: VerifiersConfig, context: stretto.Context) -> None:
         del context
         taskset = {**config.options.get("taskset", {}), "id": config.environment}
         self._request = {
@@ -106,7 +97,7 @@ class Verifiers:
         return reply["tasks"]
 
 
-class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerifiersWorkflowConfig(stretto.WorkflowConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the workflow `verifiers`."""
 
     episode_timeout_s: PositiveFloat = 300.0
@@ -119,7 +110,7 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
     """Maximum number of tokens of a chat, prompt included. Default: only the engine's limit."""
     tool_parser: ParserName = "hermes"
     """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
-    readable: tuple[LocalPath, ...] = ()
+    readable: tuple[stretto.LocalPath, ...] = ()
     """Files and folders that the environment can read besides its interpreter's, such as a cache of data."""
     private: tuple[str, ...] = ()
     """Folders that each episode finds empty and may write, such as `[/tests, /logs]` for Harbor's tasks.
@@ -139,24 +130,24 @@ class VerifiersWorkflowConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_
             )
 
 
-def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[Problem]:
+def check_workflow(config: VerifiersWorkflowConfig, run: RunConfig) -> Iterator[stretto.Problem]:
     """Check that the rows come from the dataset `verifiers`, and that the sandbox works here."""
     held_out = None if run.evaluation is None else run.evaluation.dataset
     for path, dataset in (("dataset", run.dataset), ("evaluation.dataset", held_out)):
         if dataset is not None and dataset.use != "verifiers":
-            yield Problem(
+            yield stretto.Problem(
                 f"{path}.use", f"is {dataset.use!r}; the workflow 'verifiers' needs the dataset 'verifiers'"
             )
     if config.private and run.sandbox == "unsafe":
-        yield Problem("workflow.private", "needs a sandbox, and the run has sandbox 'unsafe'")
+        yield stretto.Problem("workflow.private", "needs a sandbox, and the run has sandbox 'unsafe'")
     yield from sandbox_problems(run, network=True)
 
 
-class VerifiersReward(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class VerifiersReward(stretto.RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `verifiers`."""
 
 
-def make_reward(config: VerifiersReward, context: Context) -> Callable[..., dict[str, float]]:
+def make_reward(config: VerifiersReward, context: stretto.Context) -> Callable[..., dict[str, float]]:
     """Return a function that returns the environment's own reward and metrics of the episode."""
     del config, context
 
@@ -168,14 +159,15 @@ def make_reward(config: VerifiersReward, context: Context) -> Callable[..., dict
     return verifiers
 
 
-@hookimpl
-def stretto_dataset() -> Iterator[Component[VerifiersConfig]]:
-    yield Component("verifiers", Verifiers, VerifiersConfig, "the tasks of an environment of `verifiers`")
+@stretto.hookimpl
+def stretto_dataset() -> Iterator[stretto.Component[VerifiersConfig]]:
+    summary = "the tasks of an environment of `verifiers`"
+    yield stretto.Component("verifiers", Verifiers, VerifiersConfig, summary)
 
 
-@hookimpl
-def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
-    yield Component(
+@stretto.hookimpl
+def stretto_workflow() -> Iterator[stretto.Component[VerifiersWorkflowConfig]]:
+    yield stretto.Component(
         "verifiers",
         "stretto_verifiers.workflow:VerifiersWorkflow",
         VerifiersWorkflowConfig,
@@ -185,6 +177,6 @@ def stretto_workflow() -> Iterator[Component[VerifiersWorkflowConfig]]:
     )
 
 
-@hookimpl
-def stretto_reward() -> Iterator[Component[VerifiersReward]]:
-    yield Component("verifiers", make_reward, VerifiersReward, "the environment's own reward")
+@stretto.hookimpl
+def stretto_reward() -> Iterator[stretto.Component[VerifiersReward]]:
+    yield stretto.Component("verifiers", make_reward, VerifiersReward, "the environment's own reward")

@@ -17,15 +17,7 @@ import msgspec
 
 from stretto.bus.messages.events import Evaluation
 from stretto.bus.messages.training import RowRef
-from stretto.cli.audit.audit_records import (
-    NamedMessage,
-    TrajectoryFacts,
-    chain_faults,
-    read_checkpoint,
-    read_journal,
-    read_json,
-    read_samples,
-)
+from stretto.cli.audit import audit_records
 from stretto.errors import ConfigError, RunError
 from stretto.kernel.durable.changes import values_file
 from stretto.records.document import read_document
@@ -98,10 +90,10 @@ class _Checker:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         folder = run.folder
-        self._journal = read_journal(folder)
+        self._journal = audit_records.read_journal(folder)
         self._history = history = self._journal.history
-        self._samples = read_samples(folder)
-        self._checkpoints = [*map(read_checkpoint, sorted(folder.glob("checkpoints/step-*")))]
+        self._samples = audit_records.read_samples(folder)
+        self._checkpoints = [*map(audit_records.read_checkpoint, sorted(folder.glob("checkpoints/step-*")))]
         for checkpoint in self._checkpoints:
             if not checkpoint.damage and checkpoint.incarnation > history.incarnation:
                 history.enter(checkpoint.incarnation, checkpoint.version)  # this incarnation has no batch yet
@@ -112,7 +104,7 @@ class _Checker:
             ticket: version for version, batch in self._batches.items() for ticket in batch.tickets
         }
         self._step_lines, self._evaluation_lines = run.steps, run.evaluations
-        self._summary = read_json(folder / "summary.json")
+        self._summary = audit_records.read_json(folder / "summary.json")
         self._terms: dict[int, _Terms] = {}
         self.lost = 0
         self.doubled = 0
@@ -154,18 +146,20 @@ class _Checker:
             name="journal unaltered",
             checked=f"{len(messages)} messages; {len(named)} are named elsewhere",
             unchecked="; ".join(unchecked),
-            violations=[*chain_faults(messages, named)],
+            violations=[*audit_records.chain_faults(messages, named)],
             empty=not messages,
         )
 
-    def _named_messages(self) -> tuple[list[NamedMessage], list[str]]:
+    def _named_messages(self) -> tuple[list[audit_records.NamedMessage], list[str]]:
         """Return the messages that files name, and the files older than the journal's newest loss."""
         records = [(f"checkpoint {each.name}", each.state) for each in self._checkpoints if not each.damage]
         records += [("summary.json", self._summary)] if self._summary is not None else []
         losses = {place: record["lost"]["journals"] for place, record in records}
         newest = max(losses.values(), default=0)
         named = [
-            NamedMessage(place, **record["journal"]) for place, record in records if losses[place] == newest
+            audit_records.NamedMessage(place, **record["journal"])
+            for place, record in records
+            if losses[place] == newest
         ]
         return named, [place for place in losses if losses[place] < newest]
 
@@ -483,7 +477,7 @@ class _Checker:
             if key in results:
                 violations.append(f"version {key[1]} has two results in incarnation {key[0]}")
             results[key] = evaluation.result
-        answers: defaultdict[int, list[TrajectoryFacts]] = defaultdict(list)
+        answers: defaultdict[int, list[audit_records.TrajectoryFacts]] = defaultdict(list)
         for facts in self._samples.evaluated:
             answers[facts.oldest].append(facts)
             if facts.oldest != facts.newest:
@@ -545,13 +539,13 @@ def _row_faults(version: int, batch: RecordedBatch) -> Iterator[str]:
             yield f"ticket {ticket} of version {version} has rows of {len(attempts[ticket])} attempts"
 
 
-def _result_of(answers: Sequence[TrajectoryFacts]) -> tuple[int, float | None]:
+def _result_of(answers: Sequence[audit_records.TrajectoryFacts]) -> tuple[int, float | None]:
     """Return an evaluation's number of samples, and their mean accuracy, or mean reward if one lacks it.
     The mean is None without samples, or if several kernels evaluated: the first kernel's do not count."""
     first_attempts: dict[int, int] = {}
     for answer in answers:
         first_attempts.setdefault(answer.ticket, answer.attempt)  # the first complete attempt counts
-    samples: dict[tuple[int, int], TrajectoryFacts] = {}
+    samples: dict[tuple[int, int], audit_records.TrajectoryFacts] = {}
     for answer in answers:
         if first_attempts[answer.ticket] == answer.attempt:
             samples.setdefault((answer.ticket, answer.sample), answer)  # the first part of the sample

@@ -10,31 +10,21 @@ from typing import Annotated
 
 import typer
 
-from stretto.cli.arguments import (
-    Detach,
-    DryRun,
-    NoMemoryLimit,
-    Overrides,
-    RunFile,
-    Supervise,
-    TrustPlugins,
-    WithOverrides,
-    WithPage,
-)
+from stretto.cli import arguments
 from stretto.errors import ConfigError
 
 app = typer.Typer()
 
 
-@app.command(cls=WithOverrides)
+@app.command(cls=arguments.WithOverrides)
 def run(
-    file: RunFile,
-    overrides: Overrides = None,
-    detach: Detach = False,
-    supervise: Supervise = False,
-    dry_run: DryRun = False,
-    ui: WithPage = False,
-    no_memory_limit: NoMemoryLimit = False,
+    file: arguments.RunFile,
+    overrides: arguments.Overrides = None,
+    detach: arguments.Detach = False,
+    supervise: arguments.Supervise = False,
+    dry_run: arguments.DryRun = False,
+    ui: arguments.WithPage = False,
+    no_memory_limit: arguments.NoMemoryLimit = False,
 ) -> None:
     """Train: read the run file, start the run's processes, and show the run until it ends.
 
@@ -57,9 +47,9 @@ def run(
     if detach or supervise:
         if (folder / "config.yaml").exists():
             raise ConfigError(f"{assembly.composed.place('out')}: {folder} already holds a run", path="out")
-        arguments = ["run", str(file), *(overrides or ()), f"out={folder}"]
-        arguments += ["--no-memory-limit"] if no_memory_limit else []
-        _apart(arguments, folder, [], detach, supervise)
+        words = ["run", str(file), *(overrides or ()), f"out={folder}"]
+        words += ["--no-memory-limit"] if no_memory_limit else []
+        _apart(words, folder, [], detach, supervise)
         return
     with accepted_start(assembly, memory_limit=not no_memory_limit) as forks, page_of(folder, serve=ui):
         from stretto.runs.life import run_to_end
@@ -68,13 +58,13 @@ def run(
     raise typer.Exit(status)
 
 
-@app.command(cls=WithOverrides)
+@app.command(cls=arguments.WithOverrides)
 def quickstart(
     folder: Annotated[
         str, typer.Argument(metavar="[FOLDER]", help="A folder to make, or an empty one.")
     ] = "quickstart",
-    overrides: Overrides = None,
-    ui: WithPage = False,
+    overrides: arguments.Overrides = None,
+    ui: arguments.WithPage = False,
 ) -> None:
     """Copy the quickstart into FOLDER and run it: a first run, on this machine's CPU."""
     from stretto.assembly.assembly import Assembly
@@ -98,11 +88,11 @@ def quickstart(
     raise typer.Exit(status)
 
 
-@app.command(cls=WithOverrides)
+@app.command(cls=arguments.WithOverrides)
 def resume(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="The run's folder.")],
-    overrides: Overrides = None,
-    trust_plugins: TrustPlugins = False,
+    overrides: arguments.Overrides = None,
+    trust_plugins: arguments.TrustPlugins = False,
     accept_dataset: Annotated[
         bool, typer.Option("--accept-dataset", help="Continue although the rows of a dataset have changed.")
     ] = False,
@@ -112,9 +102,9 @@ def resume(
             "--expire-batch", help="Expire the groups of the batch under way, which ends the trainers."
         ),
     ] = False,
-    detach: Detach = False,
-    supervise: Supervise = False,
-    dry_run: DryRun = False,
+    detach: arguments.Detach = False,
+    supervise: arguments.Supervise = False,
+    dry_run: arguments.DryRun = False,
 ) -> None:
     """Resume a run from its newest checkpoint and its journal. Overrides change its values.
 
@@ -142,8 +132,8 @@ def resume(
         return
     if detach or supervise:
         later = [option for option in chosen if option != "--expire-batch"]
-        arguments = ["resume", str(folder), *(overrides or ()), *chosen]
-        _apart(arguments, folder, later, detach, supervise, overrides or ())
+        words = ["resume", str(folder), *(overrides or ()), *chosen]
+        _apart(words, folder, later, detach, supervise, overrides or ())
         return
     from stretto.cli.start.acceptance import accepted
     from stretto.runs.life import owned, resume_to_end
@@ -158,17 +148,17 @@ def resume(
     raise typer.Exit(status)
 
 
-@app.command(cls=WithOverrides)
+@app.command(cls=arguments.WithOverrides)
 def check(
-    file: RunFile,
-    overrides: Overrides = None,
+    file: arguments.RunFile,
+    overrides: arguments.Overrides = None,
     graph: Annotated[
         bool, typer.Option("--graph", help="Print only the algorithm's dataflow, as text.")
     ] = False,
     mermaid: Annotated[
         bool, typer.Option("--mermaid", help="Print only the dataflow, as a Mermaid flowchart.")
     ] = False,
-    no_memory_limit: NoMemoryLimit = False,
+    no_memory_limit: arguments.NoMemoryLimit = False,
     gpu_memory: Annotated[
         float | None,
         typer.Option(min=1, metavar="GIB", help="Memory of each GPU, for a machine that is not this one."),
@@ -197,7 +187,7 @@ def check(
 
 
 def _apart(
-    arguments: Sequence[str],
+    words: Sequence[str],
     folder: Path,
     options: Sequence[str],
     detach: bool,
@@ -208,8 +198,8 @@ def _apart(
     from stretto.cli.start.detach import run_detached
 
     if not detach:
-        raise typer.Exit(supervisor.supervise(arguments, folder, options, overrides))
-    process = run_detached([*arguments, *(["--supervise"] if supervise else [])], folder)
+        raise typer.Exit(supervisor.supervise(words, folder, options, overrides))
+    process = run_detached([*words, *(["--supervise"] if supervise else [])], folder)
     where = shlex.quote(str(folder))
     typer.echo(f"the run in {folder} trains (pid {process}); follow it: stretto watch {where}")
     typer.echo(f"in a browser: stretto ui {where}; its log: stretto logs -f {where}")

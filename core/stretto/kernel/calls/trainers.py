@@ -15,28 +15,11 @@ import anyio
 from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.bus.client import Bus
 from stretto.bus.gathered import Gathered
+from stretto.bus.messages import training
 from stretto.bus.messages.base import Message
 from stretto.bus.messages.events import CallEnded, CallTime
 from stretto.bus.messages.membership import WorkerProcess
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.training import (
-    AskPublished,
-    AskSaved,
-    AskState,
-    CallDone,
-    Copied,
-    EndStep,
-    LoadCheckpoint,
-    Loaded,
-    Prefetch,
-    Published,
-    RowRef,
-    RunCall,
-    Save,
-    Saved,
-    StepEnded,
-    TrainerState,
-)
 from stretto.errors import BusError, together
 from stretto.kernel.durable.checkpoint import Draft, place_of
 from stretto.kernel.durable.journal import JournalWriter
@@ -102,7 +85,7 @@ class Trainers:
         """Set while no trainer is lost."""
         self._present.set()
         self._work: list[anyio.CancelScope] = []
-        self.ahead = Gathered[tuple[RowRef, ...]](self._prefetch_all, _TOGETHER_S)
+        self.ahead = Gathered[tuple[training.RowRef, ...]](self._prefetch_all, _TOGETHER_S)
         """Collects rows for `_TOGETHER_S`, then asks every rank to fetch them."""
 
     @property
@@ -157,8 +140,8 @@ class Trainers:
     ) -> tuple[WeightsNote, ...]:
         """Load `folder`, or the initial models, in all groups. Return the notes, that of `version` last."""
         place, manifest = place_of(folder)
-        request = LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
-        answers = await self._ask_all("load", request, Loaded)
+        request = training.LoadCheckpoint(self._lease_epoch, place, version, needed, manifest)
+        answers = await self._ask_all("load", request, training.Loaded)
         needed_notes = [note for answer in answers for note in answer.needed]
         [note] = [answer.note for answer in answers if answer.note is not None]
         return (*needed_notes, note)
@@ -167,8 +150,8 @@ class Trainers:
         self,
         incarnation: int,
         version: int,
-        rows: tuple[RowRef, ...],
-        ahead: tuple[RowRef, ...] = (),
+        rows: tuple[training.RowRef, ...],
+        ahead: tuple[training.RowRef, ...] = (),
     ) -> StepResult:
         """Run the calls of a train step; `end` must follow. Meanwhile trainers fetch the rows `ahead`."""
         graph, journal, began_s = self.placement.graph, self._journal, clock.now()
@@ -185,8 +168,8 @@ class Trainers:
                 if call.op == "train" and call.model == graph.lead and ahead:
                     await self.prefetch((*rows, *ahead), complete=True)
                 start_s, start = clock.now() - began_s, journal.now()
-                request = RunCall(self._lease_epoch, incarnation, version, call.name, rows)
-                answer = await self.ask(group, "call", request, CallDone)
+                request = training.RunCall(self._lease_epoch, incarnation, version, call.name, rows)
+                answer = await self.ask(group, "call", request, training.CallDone)
                 prefix = "" if call.model in (None, graph.lead) else f"{call.model}/"
                 statistics.update({f"{prefix}{name}": value for name, value in answer.statistics.items()})
                 times.append(CallTime(call.name, group.path, start_s, start_s + answer.seconds))
@@ -200,32 +183,36 @@ class Trainers:
 
     async def end(self, version: int, needed: tuple[int, ...] = ()) -> None:
         """End a version's step: trainers prepare the next step, publish, and keep the `needed` versions."""
-        await self._ask_all("end", EndStep(self._lease_epoch, version, needed), StepEnded)
+        await self._ask_all("end", training.EndStep(self._lease_epoch, version, needed), training.StepEnded)
 
     async def published(self, version: int) -> WeightsNote:
         """Wait until the weights of the last ended step are published, and return their note."""
-        request = AskPublished(self._lease_epoch, version)
-        return (await self.ask(self.placement.lead, "published", request, Published)).note
+        request = training.AskPublished(self._lease_epoch, version)
+        return (await self.ask(self.placement.lead, "published", request, training.Published)).note
 
-    async def states(self) -> list[TrainerState]:
+    async def states(self) -> list[training.TrainerState]:
         """Return the groups' states, that of the lead model's group first."""
         groups = [self.placement.lead, *self.placement.groups.values()]
         distinct = [each for number, each in enumerate(groups) if each not in groups[:number]]
-        request = AskState(self._lease_epoch)
-        return [await self.ask(group, "state", request, TrainerState) for group in distinct]
+        request = training.AskState(self._lease_epoch)
+        return [await self.ask(group, "state", request, training.TrainerState) for group in distinct]
 
     async def save(self, draft: Draft, version: int, needed: tuple[int, ...] = ()) -> None:
         """Ask all groups to copy their state for a draft and write `needed` versions; `saved` must follow."""
-        await self._ask_all("save", Save(self._lease_epoch, draft.place, version, needed), Copied)
+        await self._ask_all(
+            "save", training.Save(self._lease_epoch, draft.place, version, needed), training.Copied
+        )
 
     async def saved(self, draft: Draft, version: int) -> None:
         """Wait until all groups have written what they copied."""
-        for answer in await self._ask_all("saved", AskSaved(self._lease_epoch, version), Saved):
+        for answer in await self._ask_all(
+            "saved", training.AskSaved(self._lease_epoch, version), training.Saved
+        ):
             draft.uploaded.update(answer.uploaded)
 
-    async def prefetch(self, rows: tuple[RowRef, ...], *, complete: bool) -> None:
+    async def prefetch(self, rows: tuple[training.RowRef, ...], *, complete: bool) -> None:
         """Ask every rank to fetch rows and, if `complete`, to drop all but these and the current batch."""
-        message = Prefetch(rows, complete)
+        message = training.Prefetch(rows, complete)
         for group in self.placement.groups.values():
             for worker in group.workers:
                 await self._bus.publish(self._subject(worker, "prefetch"), message)
@@ -235,7 +222,7 @@ class Trainers:
         subject = self._subject(group.workers[0], verb)
         return await self._bus.request(subject, message, answer, deadline_s=_DEADLINE_S)
 
-    async def _prefetch_all(self, parts: tuple[tuple[RowRef, ...], ...]) -> None:
+    async def _prefetch_all(self, parts: tuple[tuple[training.RowRef, ...], ...]) -> None:
         await self.prefetch(tuple(chain.from_iterable(parts)), complete=False)
 
     def _subject(self, worker: str, verb: str) -> str:

@@ -21,22 +21,7 @@ import msgspec
 import structlog
 
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import (
-    BatchExpired,
-    BatchStarted,
-    Evaluation,
-    EvaluationEnded,
-    Event,
-    EventBatch,
-    Input,
-    OutcomeRead,
-    RetiredTicket,
-    RowsDrawn,
-    RunOwned,
-    StepMeasured,
-    StepTrained,
-    VersionPublished,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import GroupDone, GroupFailed, Purpose
 from stretto.bus.store import Extent
@@ -56,7 +41,7 @@ log = structlog.get_logger()
 
 Name = tuple[Purpose, int, int]
 """(purpose, ticket, attempt) of an outcome."""
-OnRepeated = Callable[[StartBatch, StepResult | StepMeasured | None, float | None, str], None]
+OnRepeated = Callable[[StartBatch, StepResult | events.StepMeasured | None, float | None, str], None]
 
 
 class Heard(msgspec.Struct):
@@ -64,8 +49,8 @@ class Heard(msgspec.Struct):
 
     sequence: int
     """Sequence number of the journal's message with the event."""
-    event: Input
-    batch: BatchStarted | None = None
+    event: events.Input
+    batch: events.BatchStarted | None = None
     """The batch that the event started."""
 
 
@@ -75,9 +60,9 @@ class Journal(msgspec.Struct):
     heard: list[Heard] = []
     started: set[int] = set()
     """Versions with a batch of the checkpoint's incarnation."""
-    results: list[Evaluation] = []
+    results: list[events.Evaluation] = []
     """Results of evaluations of the checkpoint's incarnation."""
-    measured: dict[int, StepMeasured] = {}
+    measured: dict[int, events.StepMeasured] = {}
     """Version -> the newest figures of the step that led to it."""
     digests: dict[int, str] = {}
     """Version -> digest of its weights in the checkpoint's incarnation."""
@@ -97,7 +82,7 @@ class Fold(msgspec.Struct):
     """Sequence number in the journal's stream of the last event."""
     log_sequence: int
     """Sequence number in the log of the last outcome."""
-    events: list[tuple[Input, Outcome | None]] = []
+    inputs: list[tuple[events.Input, Outcome | None]] = []
     version: int = 0
     """Training version after the batches that the events start."""
     end: Snapshot = msgspec.field(default_factory=Snapshot)
@@ -176,7 +161,7 @@ class Recovered(msgspec.Struct, frozen=True):
     """Number of steps that were trained again."""
     is_exact: bool
     """Whether later events can continue the stored ones. If not, a checkpoint has to come first."""
-    retired: tuple[RetiredTicket, ...]
+    retired: tuple[events.RetiredTicket, ...]
 
 
 async def read_store(
@@ -228,7 +213,7 @@ async def read_store(
         )
     if is_cut:
         lost |= {_name(group) for group in groups if any(each.newest > end for each in group.members)}
-    taken = {event.sequence for event, _ in fold.events if isinstance(event, OutcomeRead)}
+    taken = {event.sequence for event, _ in fold.inputs if isinstance(event, events.OutcomeRead)}
     later = tuple(  # a failed ticket may be one that was admitted after the lost steps
         (sequence, each)
         for sequence, each in outcomes
@@ -267,7 +252,7 @@ class Repetition:
     def __post_init__(self) -> None:
         self._trained = 0
         self._notes: list[WeightsNote] = []
-        self._retired: list[RetiredTicket] = []
+        self._retired: list[events.RetiredTicket] = []
         self._differs = False
         """Whether the last step did not reach its recorded digest."""
         self.has_expired = False
@@ -294,8 +279,8 @@ class Repetition:
         expires. If a repeated step has another digest than recorded, a new incarnation begins: samples of
         the previous weights expire, and later events are not taken in."""
         start: StartBatch | None = None
-        for event, outcome in self._stored.fold.events:
-            if start is not None and isinstance(event, StepTrained):
+        for event, outcome in self._stored.fold.inputs:
+            if start is not None and isinstance(event, events.StepTrained):
                 start = await self._repeat(start, event)
             else:
                 start = _batch_in(self._take_in(event, outcome)) or start
@@ -309,7 +294,7 @@ class Repetition:
             await self._train_next(start)
         return self._recovered()
 
-    async def _repeat(self, start: StartBatch, event: StepTrained) -> StartBatch | None:
+    async def _repeat(self, start: StartBatch, event: events.StepTrained) -> StartBatch | None:
         """Train a batch again, unless living trainers have its step. Return the batch that follows."""
         is_done = self._living is not None and start.version < self._living.version
         step = None if is_done else await self._train(start)
@@ -329,7 +314,7 @@ class Repetition:
 
     def _expire_batch(self) -> StartBatch | None:
         """Expire the batch under way. Return the batch that takes its place, if one is complete."""
-        self.has_expired, expired = True, BatchExpired(self._scheduler.version)
+        self.has_expired, expired = True, events.BatchExpired(self._scheduler.version)
         self._writer.hear(expired)
         commands = self._take_in(expired)
         self._record(commands)
@@ -345,22 +330,24 @@ class Repetition:
     async def _train_next(self, start: StartBatch) -> None:
         """Train a batch whose step the journal does not record, and record it."""
         step = await self._train(start)
-        event = StepTrained(step.version, hold=True, skipped=bool(step.skipped))
+        event = events.StepTrained(step.version, hold=True, skipped=bool(step.skipped))
         self._writer.hear(event)
         self._record(self._take_in_step(start, step, event))
         await self._writer.flush()
 
-    def _take_in_step(self, start: StartBatch, step: StepResult | None, event: StepTrained) -> list[Command]:
+    def _take_in_step(
+        self, start: StartBatch, step: StepResult | None, event: events.StepTrained
+    ) -> list[Command]:
         commands = self._take_in(event)
         journal, version = self._stored.journal, start.version + 1
         digest = journal.digests.get(version, "") if step is None else self._notes[-1].digest
         self._on_repeated(start, step or journal.measured.get(version), event.divergence, digest)
         return commands
 
-    def _take_in(self, event: Input, outcome: Outcome | None = None) -> list[Command]:
+    def _take_in(self, event: events.Input, outcome: Outcome | None = None) -> list[Command]:
         apply(self._scheduler, event, outcome)
         commands = self._scheduler.commands()
-        self._retired += (each for each in commands if isinstance(each, RetiredTicket))
+        self._retired += (each for each in commands if isinstance(each, events.RetiredTicket))
         return commands
 
     def _record(self, commands: Iterable[Command]) -> None:
@@ -386,7 +373,7 @@ class Repetition:
         """Compare the digest of a version with the recorded one, or record it."""
         recorded = self._stored.journal.digests.get(note.version)
         if recorded is None:
-            self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
+            self._writer.hear(events.VersionPublished(self._state.incarnation, note.version, note.digest))
         elif recorded != note.digest:
             log.error("repetition differs", version=note.version, digest=note.digest, expected=recorded)
             self._differs = True
@@ -407,7 +394,7 @@ class Repetition:
             scheduler.fit(expired)
             later = ()
             commands = scheduler.commands()
-            self._retired += (each for each in commands if isinstance(each, RetiredTicket))
+            self._retired += (each for each in commands if isinstance(each, events.RetiredTicket))
             self._record(commands)
             self._writer.events_after = self._writer.stored_to  # stored events do not lead to this state
         needed = scheduler.evaluation.needed_versions
@@ -423,25 +410,25 @@ class Repetition:
 
 
 def _fold(
-    scheduler: Scheduler, events: Iterable[Heard], outcomes: Mapping[int, Outcome], state: KernelState
+    scheduler: Scheduler, heard_events: Iterable[Heard], outcomes: Mapping[int, Outcome], state: KernelState
 ) -> Fold:
     """Let a scheduler take in the journal's events, without training. Stop at another incarnation, and where
     an event does not start the recorded batch. Skip an event whose outcome is missing, or stop there if the
     event started a batch."""
     fold = Fold(state.events_after, state.log_sequence, version=state.version)
     expected = state.incarnation, state.values
-    for heard in events:
+    for heard in heard_events:
         event = heard.event
-        if isinstance(event, RunOwned) and (event.incarnation, event.values) != expected:
+        if isinstance(event, events.RunOwned) and (event.incarnation, event.values) != expected:
             fold.is_whole, fold.is_left = False, True
             break
-        outcome = outcomes.get(event.sequence) if isinstance(event, OutcomeRead) else None
-        if isinstance(event, OutcomeRead) and outcome is None:
+        outcome = outcomes.get(event.sequence) if isinstance(event, events.OutcomeRead) else None
+        if isinstance(event, events.OutcomeRead) and outcome is None:
             fold.is_whole = False
             if heard.batch is None:
                 continue
             break
-        if isinstance(event, StepTrained) and not scheduler.training:
+        if isinstance(event, events.StepTrained) and not scheduler.training:
             fold.is_whole = False
             break
         apply(scheduler, event, outcome)
@@ -451,8 +438,8 @@ def _fold(
             break
         fold.version = scheduler.version + scheduler.training
         fold.position = heard.sequence
-        fold.events.append((event, outcome))
-        if isinstance(event, OutcomeRead):
+        fold.inputs.append((event, outcome))
+        if isinstance(event, events.OutcomeRead):
             fold.log_sequence = event.sequence
     fold.end = scheduler.snapshot()
     return fold
@@ -491,7 +478,7 @@ async def _read_journal(bus: Bus, names: Subjects, state: KernelState) -> Journa
     former_digest = None if state.journal.sequence > after else state.journal.digest
     if last <= after:
         return journal
-    async for sequence, batch in bus.store.follow(stream, names.events, EventBatch, start=after + 1):
+    async for sequence, batch in bus.store.follow(stream, names.events, events.EventBatch, start=after + 1):
         journal.is_damaged |= former_digest not in (None, batch.former)
         former_digest = batch.digest
         journal.heard_at = batch.times[-1]
@@ -509,13 +496,13 @@ async def _lacks(bus: Bus, names: Subjects, state: KernelState) -> bool:
     if not state.journal.sequence:
         return False
     try:
-        newest = await bus.store.read(names.journal_stream, state.journal.sequence, EventBatch)
+        newest = await bus.store.read(names.journal_stream, state.journal.sequence, events.EventBatch)
     except (MessageGone, Malformed):
         return True
     return newest.digest != state.journal.digest
 
 
-def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
+def _events_of(batch: events.EventBatch, sequence: int) -> list[events.Event]:
     try:
         return batch.decoded()
     except msgspec.DecodeError as error:
@@ -525,25 +512,25 @@ def _events_of(batch: EventBatch, sequence: int) -> list[Event]:
         ) from error
 
 
-def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> None:
+def _add(journal: Journal, sequence: int, event: events.Event, incarnation: int) -> None:
     match event:
-        case RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
+        case events.RowsDrawn(version, draws):  # a new incarnation keeps the draws of the previous one
             journal.draws |= {ticket: RecordedDraw(version, row) for ticket, row in draws}
-        case BatchStarted(version):
+        case events.BatchStarted(version):
             if journal.incarnation in (None, incarnation):
                 journal.started.add(version)
             if journal.heard and not journal.is_damaged:
                 journal.heard[-1].batch = event
-        case StepMeasured(version):
+        case events.StepMeasured(version):
             journal.measured[version] = event
-        case EvaluationEnded(result):
+        case events.EvaluationEnded(result):
             if journal.incarnation in (None, incarnation):
                 journal.results.append(result)
-        case VersionPublished(published_in, version, digest):
+        case events.VersionPublished(published_in, version, digest):
             if published_in == incarnation:
                 journal.digests.setdefault(version, digest)
-        case _ if isinstance(event, Input):
-            if isinstance(event, RunOwned):
+        case _ if isinstance(event, events.Input):
+            if isinstance(event, events.RunOwned):
                 journal.incarnation = event.incarnation
             if not journal.is_damaged:
                 journal.heard.append(Heard(sequence, event))
@@ -551,7 +538,7 @@ def _add(journal: Journal, sequence: int, event: Event, incarnation: int) -> Non
             pass
 
 
-def _with_other_values(snapshot: Snapshot, results: Iterable[Evaluation]) -> Snapshot:
+def _with_other_values(snapshot: Snapshot, results: Iterable[events.Evaluation]) -> Snapshot:
     """Return the snapshot without its failure, and with only those evaluations due that have no result."""
     state = snapshot.evaluation
     all_results = [*state.results, *(each for each in results if each.version <= snapshot.version)]

@@ -6,29 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from stretto.bus.messages.events import (
-    BatchExpired,
-    BatchStarted,
-    CallEnded,
-    Cause,
-    Evaluation,
-    EvaluationEnded,
-    Event,
-    FleetChanged,
-    GroupFigures,
-    IssuedTicket,
-    KernelBegan,
-    OutcomeRead,
-    RetiredTicket,
-    RowsDrawn,
-    RunEnded,
-    RunOwned,
-    StepMeasured,
-    TicketsIssued,
-    TicketsRetired,
-    VersionPublished,
-    WeightsServed,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.tickets import Purpose, TicketStarted
 from stretto.bus.messages.training import RowRef
 
@@ -71,7 +49,7 @@ class StepSpan:
     """A train step that is complete. It waited, then it began, then it ended."""
 
     ended: float
-    figures: StepMeasured
+    figures: events.StepMeasured
 
     @property
     def version(self) -> int:
@@ -83,7 +61,7 @@ class StepSpan:
         """Time at which the step's first call began."""
         return self.figures.began
 
-    def waits(self) -> Iterator[tuple[Cause, float, float]]:
+    def waits(self) -> Iterator[tuple[events.Cause, float, float]]:
         """Yield what training waited for before the step, each with its beginning and end."""
         waits = [wait for wait in self.figures.waits if wait[0].kind != "publication"]
         start = self.began - sum(seconds for _, seconds in waits)
@@ -102,7 +80,7 @@ class CallSpan:
     """A call of a step that a worker group has carried out."""
 
     ended: float
-    figures: CallEnded
+    figures: events.CallEnded
 
 
 @dataclass
@@ -110,7 +88,7 @@ class SwapSpan:
     """A change of the weights that an inference worker serves, or of the purpose for which it serves them."""
 
     ended: float
-    figures: WeightsServed
+    figures: events.WeightsServed
 
 
 @dataclass(frozen=True)
@@ -135,7 +113,7 @@ class EvaluationSpan:
     """Time at which its first ticket was issued."""
     ended: float
     incarnation: int
-    result: Evaluation
+    result: events.Evaluation
 
     @property
     def score(self) -> str:
@@ -153,13 +131,13 @@ class Attempt:
     purpose: Purpose
     ticket: int
     attempt: int
-    issued: IssuedTicket | None = None
+    issued: events.IssuedTicket | None = None
     """None if the ticket was issued before the first event."""
     issued_at: float | None = None
     worker: str = ""
     """The rollout worker that took it; empty if none has."""
     taken: float | None = None
-    done: GroupFigures | None = None
+    done: events.GroupFigures | None = None
     """Figures of its group, once all trajectories of the group are in the log."""
     ended: float | None = None
     """Time at which the worker finished it, or at which the kernel stopped waiting for it."""
@@ -236,59 +214,59 @@ class RunHistory:
     _evaluation_began: dict[int, float] = field(default_factory=dict[int, float])
 
     @classmethod
-    def of(cls, events: Iterable[tuple[float, Event]]) -> RunHistory:
+    def of(cls, timed_events: Iterable[tuple[float, events.Event]]) -> RunHistory:
         """Return the history of (time, event) pairs in order."""
         history = cls()
-        for time, event in events:
+        for time, event in timed_events:
             history.add(time, event)
         return history
 
-    def add(self, time: float, event: Event) -> None:
+    def add(self, time: float, event: events.Event) -> None:
         """Add the next event to the history."""
         self.began = time if self.began is None else self.began
         previous_time, self.ended = self.ended, time
         match event:
-            case RunOwned(incarnation, version, values, layout):
+            case events.RunOwned(incarnation, version, values, layout):
                 self.layout = layout
                 self.enter(incarnation, version)
                 if self.values[-1][1] != values:
                     self.values = [entry for entry in self.values if entry[1] < values]
                     self.values.append((version, values))
-            case BatchStarted(version, tickets, rows):
+            case events.BatchStarted(version, tickets, rows):
                 batch = RecordedBatch(version, tickets, rows, self.incarnation, self.layout)
                 self.batches[version] = batch
-            case BatchExpired(version):
+            case events.BatchExpired(version):
                 self.batches.pop(version, None)
-            case VersionPublished(incarnation, version, digest):
+            case events.VersionPublished(incarnation, version, digest):
                 self.digests.setdefault((incarnation, version), []).append(digest)
-            case RowsDrawn(draws=draws):
+            case events.RowsDrawn(draws=draws):
                 self.draws |= dict(draws)
-            case KernelBegan(lease_epoch, version):
+            case events.KernelBegan(lease_epoch, version):
                 self._end_kernel(previous_time, "")
                 self.kernels.append(KernelLife(time, lease_epoch, version))
-            case RunEnded(status):
+            case events.RunEnded(status):
                 self._end_kernel(time, status)
-            case FleetChanged():
+            case events.FleetChanged():
                 self._worker(time, event)
-            case TicketsIssued(tickets):
+            case events.TicketsIssued(tickets):
                 for entry in tickets:
                     self._issue(time, entry)
             case TicketStarted(worker, purpose, ticket, number):
                 attempt = self._attempt(purpose, ticket, number)
                 if attempt is not None:
                     attempt.taken, attempt.worker = time, worker
-            case OutcomeRead(_, GroupFigures() as group):
+            case events.OutcomeRead(_, events.GroupFigures() as group):
                 self._finish(time, group)
-            case TicketsRetired(tickets):
+            case events.TicketsRetired(tickets):
                 for entry in tickets:
                     self._retire(time, entry)
-            case StepMeasured(known=False):
+            case events.StepMeasured(known=False):
                 self._train(StepSpan(time, event))
-            case CallEnded():
+            case events.CallEnded():
                 self.calls.append(CallSpan(time, event))
-            case WeightsServed():
+            case events.WeightsServed():
                 self.swaps.append(SwapSpan(time, event))
-            case EvaluationEnded(result):
+            case events.EvaluationEnded(result):
                 began = self._evaluation_began.pop(result.version, time)
                 self.evaluations.append(EvaluationSpan(began, time, self.incarnation, result))
             case _:
@@ -344,7 +322,7 @@ class RunHistory:
         if self.kernels and self.kernels[-1].ended is None:
             self.kernels[-1].ended, self.kernels[-1].status = time, status
 
-    def _worker(self, time: float, event: FleetChanged) -> None:
+    def _worker(self, time: float, event: events.FleetChanged) -> None:
         life = self._lives.get(event.worker)
         if event.state == "joined" or life is None:  # it may have joined before the first event
             life = self._lives[event.worker] = WorkerLife(event.worker, time)
@@ -358,7 +336,7 @@ class RunHistory:
 
     # ----------------------------------------------------------------------------------- attempts
 
-    def _issue(self, time: float, issued: IssuedTicket) -> None:
+    def _issue(self, time: float, issued: events.IssuedTicket) -> None:
         key = issued.purpose, issued.ticket
         if (withdrawn := self._open.get(key)) is not None:
             self._withdrawn[key, withdrawn.attempt] = withdrawn
@@ -380,7 +358,7 @@ class RunHistory:
             self.attempts.append(newest)
         return newest if newest is not None and newest.attempt == number else None
 
-    def _finish(self, time: float, group: GroupFigures) -> None:
+    def _finish(self, time: float, group: events.GroupFigures) -> None:
         key = group.purpose, group.ticket
         attempt = self._attempt(*key, group.attempt)
         if attempt is None:  # an attempt that was given up may finish after all, and counts
@@ -394,7 +372,7 @@ class RunHistory:
         if group.purpose == "train":
             self._done[group.ticket] = attempt
 
-    def _retire(self, time: float, retired: RetiredTicket) -> None:
+    def _retire(self, time: float, retired: events.RetiredTicket) -> None:
         key = retired.purpose, retired.ticket
         attempt = self._close(key, time, retired.account) or self._cut.pop(key, None)
         if retired.purpose == "train":

@@ -19,26 +19,16 @@ import numpy as np
 import pyarrow as pa
 import structlog
 
-from stretto.bus.messages.tickets import (
-    GroupDone,
-    GroupFailed,
-    Purpose,
-    RetiredTickets,
-    TicketRecord,
-    TrainedRow,
-    TrainedRows,
-    TrajectoryBundle,
-    WireTrajectory,
-)
+from stretto.bus.messages import tickets
 from stretto.errors import printable
 from stretto.records.samples.files import Table, schema
 from stretto.records.samples.kept_sample import KeptSample, digest_of, kept_samples
 
 log = structlog.get_logger()
 
-Attempt = tuple[Purpose, int, int]
+Attempt = tuple[tickets.Purpose, int, int]
 """(purpose, ticket, attempt)."""
-Outcome = GroupDone | GroupFailed
+Outcome = tickets.GroupDone | tickets.GroupFailed
 
 _FORGET_S = 600.0
 """Seconds after which an attempt without an outcome is forgotten; an outage may last `bus.outage_s`."""
@@ -52,8 +42,8 @@ class _UnfinishedAttempt:
     first: int
     """Sequence number of its first message."""
     since: float = field(default_factory=time.monotonic)
-    trajectories: tuple[WireTrajectory, ...] = ()
-    record: TicketRecord | None = None
+    trajectories: tuple[tickets.WireTrajectory, ...] = ()
+    record: tickets.TicketRecord | None = None
 
     @property
     def images(self) -> list[str]:
@@ -89,7 +79,7 @@ class Joiner:
         self._unfinished: dict[Attempt, _UnfinishedAttempt] = {}
         self._groups: dict[Attempt, _FinishedGroup] = {}
         """Training groups that wait for their fate."""
-        self._rows: dict[Purpose, list[dict[str, Any]]] = {}
+        self._rows: dict[tickets.Purpose, list[dict[str, Any]]] = {}
         self._images: set[str] = set()
 
     @property
@@ -105,28 +95,30 @@ class Joiner:
 
     def images_of(self, message: Any) -> list[str]:
         """Return the names of the added images of the attempt that a message finishes, each once."""
-        attempt = self._to_keep(message) if isinstance(message, GroupDone | GroupFailed) else None
+        attempt = (
+            self._to_keep(message) if isinstance(message, tickets.GroupDone | tickets.GroupFailed) else None
+        )
         return attempt.images if attempt is not None else []
 
     def add(self, sequence: int, message: Any) -> None:
         """Add the next message of the log."""
         self.following = sequence + 1
         match message:
-            case TrajectoryBundle(trajectories=trajectories) if trajectories:
+            case tickets.TrajectoryBundle(trajectories=trajectories) if trajectories:
                 if attempt := _attempt_of(trajectories[0].id):
                     self._attempt(attempt, sequence).trajectories += trajectories
-            case TicketRecord(purpose, ticket, attempt):
+            case tickets.TicketRecord(purpose, ticket, attempt):
                 self._attempt((purpose, ticket, attempt), sequence).record = message
-            case GroupDone() | GroupFailed():
+            case tickets.GroupDone() | tickets.GroupFailed():
                 self._finish(sequence, message)
-            case TrainedRows():
+            case tickets.TrainedRows():
                 self._train(message)
-            case RetiredTickets(tickets):
-                self._settle({ticket: (account, reason) for ticket, account, reason in tickets})
+            case tickets.RetiredTickets(retired):
+                self._settle({ticket: (account, reason) for ticket, account, reason in retired})
             case _:
                 pass
 
-    def pop_rows(self) -> dict[Purpose, Table]:
+    def pop_rows(self) -> dict[tickets.Purpose, Table]:
         """Return the complete rows, and forget them. Also forget attempts that will not be finished."""
         now = time.monotonic()
         for attempt, waiting in list(self._unfinished.items()):
@@ -161,19 +153,19 @@ class Joiner:
         except (ValueError, TypeError) as error:
             log.warning("malformed samples", attempt=attempt, reason=printable(str(error)))
             return
-        if isinstance(outcome, GroupDone) and outcome.digest != digest_of(samples):
+        if isinstance(outcome, tickets.GroupDone) and outcome.digest != digest_of(samples):
             log.warning("the samples of a group differ from its digest", attempt=attempt)
         rows = [_row(sample, waiting.record, outcome, sequence) for sample in samples]
         oldest = min((row["oldest"] for row in rows if row["oldest"] is not None), default=0)
         group = _FinishedGroup(waiting.first, waiting.images, oldest, rows)
-        if isinstance(outcome, GroupFailed):
+        if isinstance(outcome, tickets.GroupFailed):
             self._complete(attempt[0], group, "filtered" if outcome.filtered else "failed", outcome.reason)
         elif outcome.purpose == "eval":
             self._complete("eval", group, "evaluated")
         else:
             self._groups[attempt] = group
 
-    def _train(self, message: TrainedRows) -> None:
+    def _train(self, message: tickets.TrainedRows) -> None:
         step = message.version + 1
         self.newest_step = max(self.newest_step, step)
         ended: dict[int, tuple[str, None]] = {}
@@ -206,7 +198,7 @@ class Joiner:
             self._complete("train", self._groups.pop(attempt), *fate)
 
     def _complete(
-        self, purpose: Purpose, group: _FinishedGroup, outcome: str, reason: str | None = None
+        self, purpose: tickets.Purpose, group: _FinishedGroup, outcome: str, reason: str | None = None
     ) -> None:
         for row in group.rows:
             row |= {"outcome": outcome, "reason": reason} | group.figures.get(row["id"], {})
@@ -232,7 +224,7 @@ def _attempt_of(id: str) -> Attempt | None:
     return ("eval" if id.startswith("eval-") else "train"), int(ticket), int(attempt)
 
 
-def _figures(row: TrainedRow) -> dict[str, Any]:
+def _figures(row: tickets.TrainedRow) -> dict[str, Any]:
     arrays = {"advantages": row.advantages, "importance_weights": row.importance_weights}
     try:
         return {name: array.numpy().astype(np.float32).ravel() for name, array in arrays.items()}
@@ -241,7 +233,7 @@ def _figures(row: TrainedRow) -> dict[str, Any]:
         return {}
 
 
-def _row(kept: KeptSample, record: TicketRecord, outcome: Outcome, sequence: int) -> dict[str, Any]:
+def _row(kept: KeptSample, record: tickets.TicketRecord, outcome: Outcome, sequence: int) -> dict[str, Any]:
     sampled = kept.versions[kept.loss_mask]
     return {
         **vars(kept),
@@ -259,5 +251,5 @@ def _row(kept: KeptSample, record: TicketRecord, outcome: Outcome, sequence: int
         "seconds": record.seconds,
         "generate_s": record.generate_s,
         "score_s": record.score_s,
-        "digest": outcome.digest if isinstance(outcome, GroupDone) else None,
+        "digest": outcome.digest if isinstance(outcome, tickets.GroupDone) else None,
     }

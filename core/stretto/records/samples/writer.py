@@ -27,20 +27,8 @@ from anyio.abc import TaskStatus
 from stretto.assembly.logs import log_to
 from stretto.bus.client import Bus, connect
 from stretto.bus.lock import KernelLock
+from stretto.bus.messages import tickets
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import (
-    Follow,
-    Following,
-    GroupDone,
-    GroupFailed,
-    Kept,
-    Purpose,
-    RetiredTickets,
-    StoredImage,
-    TicketRecord,
-    TrainedRows,
-    TrajectoryBundle,
-)
 from stretto.bus.server import Bootstrap
 from stretto.errors import Malformed, MessageGone, NoAnswer, RunError, leaves
 from stretto.machine.private_file import write_private
@@ -81,11 +69,11 @@ class Keeping:
     answers: bool
     """Keep the samples of all evaluations."""
 
-    def prunes(self, purpose: Purpose) -> bool:
+    def prunes(self, purpose: tickets.Purpose) -> bool:
         """Return whether old samples of a purpose are removed."""
         return bool(self.last) and not (purpose == "eval" and self.answers)
 
-    def flushes(self, purpose: Purpose) -> int:
+    def flushes(self, purpose: tickets.Purpose) -> int:
         """Return the number of flushes in a segment, so that old segments can be removed."""
         return min(FLUSHES, max(1, self.last // _PARTS)) if self.prunes(purpose) else FLUSHES
 
@@ -140,7 +128,7 @@ class _SampleWriter:
         """Held while the images of a row are kept and the row is added to the joiner, and while images
         without a row are removed."""
         self._joiner = Joiner(1, staleness=keeping.staleness)
-        self._unwritten: dict[Purpose, Table] = {}
+        self._unwritten: dict[tickets.Purpose, Table] = {}
         """Rows that were taken from the joiner and are not on disk yet."""
         self._position = 0
         """The cursor once `_unwritten` is on disk."""
@@ -176,19 +164,19 @@ class _SampleWriter:
 
     # ------------------------------------------------------------------------------------ the log
 
-    async def _follow(self, first: Following) -> None:
+    async def _follow(self, first: tickets.Following) -> None:
         unused = [first]
 
         async def consumer_at(start: int) -> str:
             return (unused.pop() if unused else await self._ask(start)).consumer
 
         kinds: dict[str, Any] = {
-            self._names.trajectories: TrajectoryBundle,
-            self._names.kept_trajectories: TrajectoryBundle,
-            self._names.records: TicketRecord,
-            self._names.groups: GroupDone | GroupFailed,
-            self._names.trained: TrainedRows,
-            self._names.retired: RetiredTickets,
+            self._names.trajectories: tickets.TrajectoryBundle,
+            self._names.kept_trajectories: tickets.TrajectoryBundle,
+            self._names.records: tickets.TicketRecord,
+            self._names.groups: tickets.GroupDone | tickets.GroupFailed,
+            self._names.trained: tickets.TrainedRows,
+            self._names.retired: tickets.RetiredTickets,
         }
         messages = self._bus.store.follow_consumer(
             self._names.log_stream, kinds, consumer_at, start=self._joiner.following
@@ -225,7 +213,9 @@ class _SampleWriter:
             return
         names = self._names
         try:
-            stored = await self._bus.store.read_newest(names.log_stream, names.image(name), StoredImage)
+            stored = await self._bus.store.read_newest(
+                names.log_stream, names.image(name), tickets.StoredImage
+            )
         except (MessageGone, Malformed) as error:
             log.warning("an image of a sample is not in the log", image=name, reason=str(error))
             return
@@ -235,9 +225,11 @@ class _SampleWriter:
             return
         await anyio.to_thread.run_sync(self._images.write, image)
 
-    async def _ask(self, start: int) -> Following:
+    async def _ask(self, start: int) -> tickets.Following:
         subject = self._names.kernel("samples", "follow")
-        return await self._bus.request(subject, Follow(start), Following, deadline_s=_ANSWER_S)
+        return await self._bus.request(
+            subject, tickets.Follow(start), tickets.Following, deadline_s=_ANSWER_S
+        )
 
     async def _read_the_rest(self) -> bool:
         with anyio.move_on_after(_DRAIN_S):
@@ -306,16 +298,16 @@ class _SampleWriter:
 
     async def _report(self) -> None:
         if self._bus.connected:
-            await self._bus.publish(self._names.kernel("samples", "kept"), Kept(self._confirmed))
+            await self._bus.publish(self._names.kernel("samples", "kept"), tickets.Kept(self._confirmed))
 
-    async def _change_files(self, work: Callable[[Purpose], None]) -> None:
+    async def _change_files(self, work: Callable[[tickets.Purpose], None]) -> None:
         try:
-            for purpose in get_args(Purpose):
+            for purpose in get_args(tickets.Purpose):
                 await anyio.to_thread.run_sync(work, purpose)
         except OSError as error:
             log.warning("segments of samples cannot be changed", error=str(error))
 
-    def _prune(self, purpose: Purpose) -> None:
+    def _prune(self, purpose: tickets.Purpose) -> None:
         # A trajectory whose newest token has version v is trained at step v + staleness + 1 or before.
         below = self._joiner.newest_step - self._keeping.last - self._keeping.staleness
         if self._keeping.prunes(purpose) and self._segments.prune(purpose, below):

@@ -17,15 +17,8 @@ from anyio.abc import TaskGroup
 from stretto.assembly.logs import bound
 from stretto.assembly.variants import runs_of
 from stretto.bus.gathered import Gathered
+from stretto.bus.messages import tickets
 from stretto.bus.messages.membership import Heartbeat, Routes
-from stretto.bus.messages.tickets import (
-    AbortTicket,
-    Progress,
-    Purpose,
-    Ticket,
-    TicketsStarted,
-    TicketStarted,
-)
 from stretto.bus.store import Delivery
 from stretto.config import RunConfig
 from stretto.dataset import Dataset, DatasetConfig
@@ -58,25 +51,27 @@ class RolloutWorker:
         context.on_routes(self._concurrency.follow)
         self._verifiers = Router(context, "verifier")
         self._generations = Generations(context, Router(context, "inference"))
-        self._running: dict[tuple[Purpose, int, int], tuple[anyio.CancelScope, Delivery[Ticket]]] = {}
+        self._running: dict[
+            tuple[tickets.Purpose, int, int], tuple[anyio.CancelScope, Delivery[tickets.Ticket]]
+        ] = {}
         self._draining = anyio.Event()
         self._takers = 0
         """Number of tasks that still take tickets."""
-        self._starts = Gathered[TicketStarted](self._report_starts)
+        self._starts = Gathered[tickets.TicketStarted](self._report_starts)
         self._progress = Gathered[tuple[int, int, int]](self._report_progress, _PROGRESS_S)
         context.held = self._held
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Take tickets until cancelled."""
         context, config = self._context, self._context.composed.config
-        datasets: dict[Purpose, Dataset] = {"train": await context.dataset("dataset")}
+        datasets: dict[tickets.Purpose, Dataset] = {"train": await context.dataset("dataset")}
         if config.evaluation is not None:
             datasets["eval"] = await context.dataset("evaluation.dataset")
         model = context.component_context.model
         vision = await anyio.to_thread.run_sync(_vision_of, model, config.dataset)
         images = None if vision is None else RolloutImages(context, vision)
         runner = TicketRunner(context, await self._variants(images), datasets)
-        await self._bus.subscribe(context.names.abort_ticket, AbortTicket, self._abort)
+        await self._bus.subscribe(context.names.abort_ticket, tickets.AbortTicket, self._abort)
         await self._bus.subscribe(context.subject("routes"), Routes, context.receive_routes)
         if images is not None:
             await images.open()
@@ -101,8 +96,8 @@ class RolloutWorker:
         while self._takers or self._running:
             await anyio.sleep(_DRAIN_POLL_S)
 
-    def _held(self) -> tuple[TicketStarted, ...]:
-        return tuple(TicketStarted(self._context.worker, *key) for key in self._running)
+    def _held(self) -> tuple[tickets.TicketStarted, ...]:
+        return tuple(tickets.TicketStarted(self._context.worker, *key) for key in self._running)
 
     async def _variants(self, images: RolloutImages | None) -> dict[str, VariantServices]:
         context = self._context
@@ -125,21 +120,21 @@ class RolloutWorker:
             for variant, composed in runs_of(context.composed).items()
         }
 
-    async def _take(self, purpose: Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
+    async def _take(self, purpose: tickets.Purpose, runner: TicketRunner, tasks: TaskGroup) -> None:
         """Take tickets from the queue whenever more may run, until the worker drains. Each purpose is counted
         apart: training tickets count while their engine is lent, and must not delay an evaluation."""
         names = self._context.names
-        tickets = self._bus.store.take(
-            *(names.tickets_stream, names.ticket(purpose), Ticket),
+        deliveries = self._bus.store.take(
+            *(names.tickets_stream, names.ticket(purpose), tickets.Ticket),
             room=partial(self._concurrency.room, purpose),
             until=self._draining,
         )
-        async for delivery in tickets:
+        async for delivery in deliveries:
             self._concurrency.begin(purpose)
             tasks.start_soon(self._work, delivery, runner)
         self._takers -= 1
 
-    async def _work(self, delivery: Delivery[Ticket], runner: TicketRunner) -> None:
+    async def _work(self, delivery: Delivery[tickets.Ticket], runner: TicketRunner) -> None:
         ticket = delivery.message
         key = (ticket.purpose, ticket.id, ticket.attempt)
         if key in self._running:  # delivered again, for example because the server was killed
@@ -149,7 +144,7 @@ class RolloutWorker:
         with bound(ticket=ticket.name), anyio.CancelScope() as scope:
             self._running[key] = (scope, delivery)
             try:
-                self._starts.add(TicketStarted(self._context.worker, *key))
+                self._starts.add(tickets.TicketStarted(self._context.worker, *key))
                 outcome = await runner.outcome(ticket)
                 await self._bus.store.append(self._context.names.groups, outcome, id=f"{ticket.name}/end")
             finally:
@@ -159,7 +154,7 @@ class RolloutWorker:
                     with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                         await newest_delivery.acknowledge()
 
-    def _abort(self, message: AbortTicket) -> None:
+    def _abort(self, message: tickets.AbortTicket) -> None:
         if message.lease_epoch != self._context.kernel_epoch:
             return  # a kernel that was replaced does not know this attempt
         if running := self._running.get((message.purpose, message.ticket, message.attempt)):
@@ -172,16 +167,16 @@ class RolloutWorker:
             for _, delivery in list(self._running.values()):
                 await delivery.in_progress()
 
-    def _note_oldest_version(self, ticket: Ticket, version: int) -> None:
+    def _note_oldest_version(self, ticket: tickets.Ticket, version: int) -> None:
         """Report the version to the kernel, which may be able to use it before the ticket is done."""
         if ticket.purpose == "train":
             self._progress.add((ticket.id, ticket.attempt, version))
 
-    async def _report_starts(self, started: tuple[TicketStarted, ...]) -> None:
-        await self._bus.publish(self._context.names.tickets_started, TicketsStarted(started))
+    async def _report_starts(self, started: tuple[tickets.TicketStarted, ...]) -> None:
+        await self._bus.publish(self._context.names.tickets_started, tickets.TicketsStarted(started))
 
     async def _report_progress(self, oldest: tuple[tuple[int, int, int], ...]) -> None:
-        await self._bus.publish(self._context.names.progress, Progress(self._context.worker, oldest))
+        await self._bus.publish(self._context.names.progress, tickets.Progress(self._context.worker, oldest))
 
 
 def _smallest_vocabulary(config: RunConfig) -> tuple[float, str]:

@@ -11,17 +11,8 @@ import structlog
 from numpy.typing import NDArray
 
 from stretto.assembly.variants import BASE
+from stretto.bus.messages import tickets
 from stretto.bus.messages.membership import Routes
-from stretto.bus.messages.tickets import (
-    GroupDone,
-    GroupFailed,
-    Member,
-    Purpose,
-    StoredImage,
-    Ticket,
-    TicketRecord,
-    WireTrajectory,
-)
 from stretto.config import RunConfig
 from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
@@ -54,7 +45,7 @@ class TicketRunner:
         self,
         context: WorkerContext,
         variants: Mapping[str, VariantServices],
-        datasets: Mapping[Purpose, Dataset],
+        datasets: Mapping[tickets.Purpose, Dataset],
     ) -> None:
         self._context = context
         self._variants = variants
@@ -62,13 +53,13 @@ class TicketRunner:
         self._datasets = datasets
         self._limits = _TicketLimits(context)
 
-    async def outcome(self, ticket: Ticket) -> GroupDone | GroupFailed:
+    async def outcome(self, ticket: tickets.Ticket) -> tickets.GroupDone | tickets.GroupFailed:
         """Run a ticket. After `GroupDone` the trajectories are in the log; those of an evaluation only if the
         run keeps samples. Every exception of a ticket is caught here and reported as a failed group."""
         context = self._context
         if ticket.variant not in self._variants:
             reason = f"the run of this worker has no variant {ticket.variant!r}"
-            return GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
+            return tickets.GroupFailed(ticket.purpose, ticket.id, ticket.attempt, context.worker, reason)
         attempt = _RunningTicket(ticket, self._variants[ticket.variant])
         timeout_s = _timeout_s(ticket, attempt.services.config)
         try:
@@ -87,7 +78,7 @@ class TicketRunner:
             reason = text if isinstance(cause, StrettoError) else context.explain(cause)
             return await self._failed(attempt, reason)
         session = attempt.session
-        return GroupDone(
+        return tickets.GroupDone(
             ticket.purpose,
             ticket.id,
             ticket.attempt,
@@ -107,7 +98,9 @@ class TicketRunner:
             prompt=attempt.prompt_tokens,
         )
 
-    async def _failed(self, attempt: _RunningTicket, reason: str, *, filtered: bool = False) -> GroupFailed:
+    async def _failed(
+        self, attempt: _RunningTicket, reason: str, *, filtered: bool = False
+    ) -> tickets.GroupFailed:
         ticket, worker = attempt.ticket, self._context.worker
         try:
             attempt.trajectories = attempt.trajectories or attempt.session.finished()
@@ -115,7 +108,7 @@ class TicketRunner:
         except Exception as error:  # a workflow may have returned anything
             log.warning("samples of a failed ticket are not kept", exc_info=error)
             record = 0
-        return GroupFailed(
+        return tickets.GroupFailed(
             *(ticket.purpose, ticket.id, ticket.attempt, worker, reason[:500], filtered),
             record=record,
             prompt=attempt.prompt_tokens,
@@ -163,7 +156,7 @@ class TicketRunner:
             return await attempt.session.images.encode_row(row, tools)
         return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"], tools=tools), characters)
 
-    async def _store(self, attempt: _RunningTicket) -> tuple[list[Member], list[int]]:
+    async def _store(self, attempt: _RunningTicket) -> tuple[list[tickets.Member], list[int]]:
         """Write the trajectories to the log in a few messages, then the images that they name. Return the
         members, and the sequence numbers of the images. For an evaluation, write nothing: `_keep` does."""
         ticket, wires = attempt.ticket, attempt.wires()
@@ -175,7 +168,9 @@ class TicketRunner:
         members = members_of(await append_bundles(store, subject, ticket, wires))
         return members, await self._append_images(attempt, wires)
 
-    async def _append_images(self, attempt: _RunningTicket, wires: Sequence[WireTrajectory]) -> list[int]:
+    async def _append_images(
+        self, attempt: _RunningTicket, wires: Sequence[tickets.WireTrajectory]
+    ) -> list[int]:
         """Write to the log, once each, the images that the workflow added. They follow the trajectories, and
         so stay at least as long. A failed ticket's trajectories may name images that the ticket never had."""
         images, names = attempt.session.images, self._context.names
@@ -184,7 +179,7 @@ class TicketRunner:
         added = dict.fromkeys(name for wire in wires for name in wire.added_images if name in images)
         return [
             await self._context.bus.store.append(
-                names.image(digest), StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
+                names.image(digest), tickets.StoredImage(file), id=f"{attempt.ticket.name}/{digest}"
             )
             for digest, file in zip(added, images.files(list(added)), strict=True)
         ]
@@ -204,7 +199,7 @@ class TicketRunner:
         seconds, dataset = attempt.seconds, self._datasets[ticket.purpose]
         source = dataset.source_of(ticket.row) if isinstance(dataset, CurriculumDataset) else ""
 
-        def make_record() -> tuple[TicketRecord, str]:
+        def make_record() -> tuple[tickets.TicketRecord, str]:
             worker, tokenizer = self._context.worker, self._services.tokenizer
             record = record_of(ticket, worker, attempt.row, attempt.trajectories, tokenizer, seconds, source)
             return record, digest_of(kept_samples(record, wires))
@@ -215,7 +210,7 @@ class TicketRunner:
 
 
 class _RunningTicket:
-    def __init__(self, ticket: Ticket, services: VariantServices) -> None:
+    def __init__(self, ticket: tickets.Ticket, services: VariantServices) -> None:
         self.ticket = ticket
         self.services = services
         self.session = RolloutSession(services, ticket)
@@ -229,7 +224,7 @@ class _RunningTicket:
         """See `GroupDone.own_s`; known when the workflow has returned."""
         self._start = clock.now()
 
-    def wires(self) -> list[WireTrajectory]:
+    def wires(self) -> list[tickets.WireTrajectory]:
         of_row = self.session.images.of_row if self.session.images is not None else ()
         return wire_trajectories(self.ticket, self.trajectories, of_row)
 
@@ -252,7 +247,7 @@ class _TicketLimits:
         context.on_routes(self._on_routes)
 
     @contextmanager
-    def of(self, ticket: Ticket, timeout_s: float) -> Generator[anyio.CancelScope]:
+    def of(self, ticket: tickets.Ticket, timeout_s: float) -> Generator[anyio.CancelScope]:
         """Cancel the block if it takes longer than `timeout_s` and its extensions together."""
         with anyio.move_on_after(timeout_s) as limit:
             entry = (ticket.exact_version, limit)
@@ -272,7 +267,7 @@ class _TicketLimits:
         self._serving = {peer.exact_version for peer in routes.peers if peer.role == "inference"}
 
 
-def _timeout_s(ticket: Ticket, config: RunConfig) -> float:
+def _timeout_s(ticket: tickets.Ticket, config: RunConfig) -> float:
     """Return a ticket's time limit: the config's, and longer for an engine of low priority."""
     has_own_engine = config.evaluation is not None and config.evaluation.own_engine
     return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own_engine else 1)

@@ -9,17 +9,8 @@ from typing import Any, TypeVar
 import anyio
 import msgspec
 
+from stretto.bus.messages import scoring
 from stretto.bus.messages.base import Message
-from stretto.bus.messages.scoring import (
-    AskTools,
-    EnvironmentAnswer,
-    EnvironmentTurn,
-    RunTool,
-    Scored,
-    ScoreSamples,
-    ToolDone,
-    ToolList,
-)
 from stretto.config import RunConfig
 from stretto.environment import ENVIRONMENTS, Feedback
 from stretto.errors import ConfigError, RewardError
@@ -55,8 +46,8 @@ class VerifierClient:
                 "the run has no `reward`, so its environment must return a reward for every conversation"
             )
         columns_data = msgspec.msgpack.encode(columns)
-        message = ScoreSamples(encode_row(row), tuple(texts), columns_data, self._variant)
-        answer = await self._ask("score", message, Scored)
+        message = scoring.ScoreSamples(encode_row(row), tuple(texts), columns_data, self._variant)
+        answer = await self._ask("score", message, scoring.Scored)
         if len(answer.scores) != len(texts):
             raise RewardError(f"the verifier scored {len(answer.scores)} of {len(texts)} answers")
         return answer.scores
@@ -67,21 +58,21 @@ class VerifierClient:
             raise ConfigError("this workflow has no tools: its config must extend `ToolsConfig`")
         async with self._listing:
             if self._schemas is None:
-                answer = await self._ask("tools", AskTools(variant=self._variant), ToolList)
+                answer = await self._ask("tools", scoring.AskTools(variant=self._variant), scoring.ToolList)
                 self._schemas = msgspec.msgpack.decode(answer.schemas, type=list[dict[str, Any]])
         return self._schemas
 
     async def call(self, name: str, arguments: Mapping[str, Any], *, images: bool = False) -> ToolAnswer:
         await self.tools()
-        message = RunTool(name, json.dumps(arguments).encode(), self._variant, images)
-        return (await self._ask("tool", message, ToolDone)).answer
+        message = scoring.RunTool(name, json.dumps(arguments).encode(), self._variant, images)
+        return (await self._ask("tool", message, scoring.ToolDone)).answer
 
     async def feedback(self, question: Mapping[str, Any]) -> Feedback:
         """Call the environment, and return its feedback."""
         if not isinstance(self._config.workflow, ENVIRONMENTS):
             raise ConfigError("this workflow has no environment: its config must extend `EnvironmentConfig`")
-        message = EnvironmentTurn(encode_row(question), self._variant)
-        answer = await self._ask("environment", message, EnvironmentAnswer)
+        message = scoring.EnvironmentTurn(encode_row(question), self._variant)
+        answer = await self._ask("environment", message, scoring.EnvironmentAnswer)
         if answer.fault:
             raise answer.fault.raised()
         return answer.feedback
