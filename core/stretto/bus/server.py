@@ -39,6 +39,7 @@ from stretto.config import BusConfig
 from stretto.errors import BusError, ConfigError
 from stretto.launcher import ROLES
 from stretto.machine import clock
+from stretto.machine.child_process import start_apart
 from stretto.machine.former_process import FormerProcess
 from stretto.machine.private_file import write_private
 
@@ -58,7 +59,7 @@ _INFO_S = 2.0  # for the first line of a server that accepts a connection
 _NO_INFO = (anyio.EndOfStream, anyio.IncompleteRead, anyio.DelimiterNotFound, anyio.BrokenResourceError)
 _GUARD_END_S = 15.0
 """A guard that does not end its server and itself within this many seconds hangs."""
-_CONFIGURATION = "nats.conf"
+_CONFIGURATION, _GUARD_LOG = "nats.conf", "guard.log"
 _CERTIFICATE_DAYS = 1000
 _KEPT_DAYS = 500
 """Certificates of a former kernel are used again up to this age: they stay valid for 500 days or more."""
@@ -247,7 +248,7 @@ class NatsServer:
         place = _with_port(listening(config))
         _write_new_files(folder, run, config, logs, place)
         url, _ = _urls(place, config)
-        server = cls(url, folder, command, _start_guard(folder, command))
+        server = cls(url, folder, command, start_apart(command, folder / _GUARD_LOG))
         try:
             await server._until_ready(place, run)
         except BaseException:
@@ -262,7 +263,7 @@ class NatsServer:
             await anyio.sleep(_GUARD_POLL_S)
             if (status := self.process.poll()) is not None:
                 log.warning("the guard of nats-server ended; starting it again", status=status)
-                self.process = _start_guard(self.folder, self.command)
+                self.process = start_apart(self.command, self.folder / _GUARD_LOG)
 
     async def stop(self) -> None:
         """Stop the server and its guard. Stored messages stay in the folder."""
@@ -313,17 +314,6 @@ def restart_server(folder: Path) -> None:
     """Kill the bundled server whose folder is `folder`. Its guard starts it again, with the same store."""
     with suppress(OSError, ValueError):  # the server is just starting
         os.kill(int((folder / "nats.pid").read_text()), signal.SIGKILL)
-
-
-def _start_guard(folder: Path, command: list[str]) -> subprocess.Popen[bytes]:
-    with (folder / "guard.log").open("ab") as log_file:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def _former_guard(pid_file: Path) -> FormerProcess | None:

@@ -21,6 +21,7 @@ import yaml
 
 from stretto.cli.arguments import RunFile, WithOverrides
 from stretto.errors import ConfigError, StrettoError, printable
+from stretto.machine.child_process import start_apart
 
 _LOOK_S = 0.25  # seconds between two looks at the processes: a run takes at least some seconds
 _MOST_CHARACTERS = 40  # of one value in the name of a run's folder
@@ -185,16 +186,9 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
             if slot in running or interrupts or not (name := next(waiting, "")):
                 continue
             environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if gpus else {})}
-            with (folder / f"{name}.txt").open("ab") as output:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "stretto", *commands[name]],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,  # a signal reaches the runs through this process, once
-                )
-            running[slot] = name, process
+            command = [sys.executable, "-m", "stretto", *commands[name]]
+            # A signal reaches the runs through this process, once.
+            running[slot] = name, start_apart(command, folder / f"{name}.txt", environment)
         if not running:
             return bool(interrupts)
         time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Run a child process that reads its input, writes its output, and ends."""
+"""Run a child process that reads its input, writes its output, and ends; or start one that lives on."""
 
 from __future__ import annotations
 
@@ -25,6 +25,22 @@ def run_child(
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError from error
+
+
+def start_apart(
+    argv: Sequence[str], output: Path, env: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process whose output is appended to a file. It has a session of its own, which ^C at this one's
+    terminal does not reach."""
+    with output.open("ab") as file:
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+        )
 
 
 def last_line(errors: bytes) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from stretto.cli.start.folders import OUTPUT
 from stretto.errors import ConfigError, RunError
 from stretto.machine import clock
+from stretto.machine.child_process import start_apart
 from stretto.records.status import read_status
 
 _LOOK_S = 0.2  # a run takes some seconds until it trains
@@ -23,15 +23,8 @@ def run_detached(arguments: Sequence[str], folder: Path) -> int:
     output, began = folder / OUTPUT, clock.wall()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with output.open("ab") as file:
-            start = file.tell()
-            process = subprocess.Popen(
-                [sys.executable, "-m", "stretto", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        start = output.stat().st_size if output.exists() else 0
+        process = start_apart([sys.executable, "-m", "stretto", *arguments], output)
     except OSError as error:
         raise ConfigError(f"out: cannot write to {folder}: {error}", path="out") from error
     while not _trains(folder, began):

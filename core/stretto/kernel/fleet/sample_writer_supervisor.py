@@ -18,6 +18,7 @@ from stretto.kernel.fleet.forks import ForkedProcess
 from stretto.kernel.setup import RunSetup
 from stretto.kernel.supervised import Failure, ended, supervised
 from stretto.machine import clock
+from stretto.machine.child_process import start_apart
 
 log = structlog.get_logger()
 
@@ -166,14 +167,7 @@ class SampleWriterSupervisor:
             process = await forks.fork(command, output_file, ())
             if process is not None:
                 return process
-        with output_file.open("ab") as output:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # so that ^C reaches only the kernel
-            )
+        return start_apart(command, output_file)  # ^C reaches only the kernel
 
     async def _follow(self, message: Follow) -> Following:
         names = self._names
