@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
@@ -67,12 +66,8 @@ class RecordedGroup:
     """SHA-256 -> file, of the images that the workflow added."""
 
 
-class GroupSource(Protocol):
-    """The place where a run has kept its groups."""
-
-    def groups(self, rows: Mapping[Attempt, Sequence[RowRef]]) -> AsyncIterator[RecordedGroup]:
-        """Yield the groups of these attempts, in any order."""
-        ...
+GroupSource = Callable[[Mapping[Attempt, Sequence[RowRef]]], AsyncIterator[RecordedGroup]]
+"""Yields the groups of these attempts, in any order, from where a run has kept them."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +171,7 @@ async def _fill(setup: RunSetup, segment: ReplaySegment, source: GroupSource, re
     async with served(setup) as bus:
         await bus.store.make_log(names.log_stream, names.of_log)
         if setup.graph.samples:
-            async for group in source.groups(rows):
+            async for group in source(rows):
                 groups[group.ticket] = await _append_group(bus, setup, group)
                 replay.draws[group.ticket] = group.row
         else:

@@ -15,12 +15,12 @@ Not thread-safe: the engine calls it from one thread. Others may read `waiting`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,15 +97,6 @@ class OpenSample:
 
 
 Sample = TypeVar("Sample", bound=OpenSample)
-_SampleT = TypeVar("_SampleT", bound=OpenSample, covariant=True)
-
-
-class _MakeSample(Protocol[_SampleT]):
-    """Makes the engine's sample: the class of the sample, or a function with these parameters."""
-
-    def __call__(
-        self, source: OpenRequest, index: int, begun: NDArray[np.int32], sent: int, place: int
-    ) -> _SampleT: ...
 
 
 class Intake(Generic[Sample]):
@@ -119,7 +110,12 @@ class Intake(Generic[Sample]):
     """
 
     def __init__(
-        self, sample: _MakeSample[Sample], *, vocabulary: int, room: int, eos: Collection[int] = ()
+        self,
+        sample: Callable[[OpenRequest, int, NDArray[np.int32], int, int], Sample],
+        *,
+        vocabulary: int,
+        room: int,
+        eos: Collection[int] = (),
     ) -> None:
         self.vocabulary = vocabulary
         self.eos = frozenset(eos)

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -18,7 +19,6 @@ from stretto.tools import MCPServer, Tool, ToolResult
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
     from mcp.types import Tool as MCPTool
 
 _MOST_RESTARTS = 3
@@ -63,12 +63,13 @@ class ToolServer:
         except Exception as error:
             raise await self._lost(error) from error
         return [
-            Tool(tool.name, tool.description or "", tool.input_schema, _Remote(self, tool.name))
+            Tool(tool.name, tool.description or "", tool.input_schema, partial(self.call, tool.name))
             for tool in listed
         ]
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> CallToolResult:
-        """Call a tool. Raise ToolServerError if the server is lost in the call, or does not start."""
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Call a tool. Raise ToolServerError if it reports an error, or if the server is lost in the call, or
+        does not start."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -80,7 +81,15 @@ class ToolServer:
                 raise
             raise await self._lost(error) from error
         self._losses = 0
-        return result
+        text = "\n".join(
+            part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
+            for part in result.content
+            if part.type != "image"
+        )
+        if result.is_error:
+            raise ToolServerError(text)
+        images = [base64.b64decode(part.data) for part in result.content if part.type == "image"]
+        return ToolResult(text or result.structured_content or "", images)
 
     async def _running(self) -> Client:
         if self._client is not None:
@@ -141,26 +150,6 @@ class ToolServer:
         if self._losses > _MOST_RESTARTS:
             self.given_up = f"lost {self._losses} times in a row: {text}"
         return ToolServerError(text)
-
-
-class _Remote:
-    """A tool of an MCP server as a function."""
-
-    def __init__(self, server: ToolServer, name: str) -> None:
-        self._server = server
-        self._name = name
-
-    async def __call__(self, arguments: Mapping[str, Any]) -> ToolResult:
-        result = await self._server.call(self._name, arguments)
-        text = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
-            for part in result.content
-            if part.type != "image"
-        )
-        if result.is_error:
-            raise ToolServerError(text)
-        images = [base64.b64decode(part.data) for part in result.content if part.type == "image"]
-        return ToolResult(text or result.structured_content or "", images)
 
 
 class _StandardError:

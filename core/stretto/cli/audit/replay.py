@@ -71,7 +71,7 @@ def replay_run(folder: Path, options: ReplayOptions, overrides: Sequence[str]) -
     report.write(out)
     if (fingerprints := folder / "fingerprints.json").exists():
         shutil.copy(fingerprints, out)
-    summary, trained = train_again(out, segments, start, kept)
+    summary, trained = train_again(out, segments, start, kept.groups)
     if summary["status"] != "completed":
         return Replayed(out, summary, None)
     weights = kept_weights(folder), trained
