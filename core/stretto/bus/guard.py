@@ -53,8 +53,7 @@ def folder_id(folder: Path) -> str:
 
 def _start(server: str, configuration: str) -> subprocess.Popen[bytes]:
     def die_with_guard() -> None:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     # With Go's default of 100, garbage of large messages doubles the server's memory.
     environment = {"GOGC": "40", **os.environ}

@@ -23,7 +23,7 @@ _LIST_S = 5.0
 
 def available_cores() -> float:
     """Return the number of cores that this process may use. The limit of a container may be a fraction."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = float(len(os.sched_getaffinity(0)))
     quota = _quota()
     return cores if quota is None else min(cores, quota)
 
@@ -39,7 +39,7 @@ def memory_limits(
     """Yield the memory limits of this process's control groups, in version 1 or 2 of Linux's interface."""
     try:
         groups = groups_file.read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # a system without control groups
         return
     for controllers, path in (group.split(":", 2)[1:] for group in groups):
         if controllers not in ("", "memory"):
@@ -74,7 +74,7 @@ class MemoryKills:
     def _count(self) -> int:
         try:
             return int(self._counters.read_text().partition("\noom_kill ")[2].split()[0])
-        except (OSError, IndexError):  # no Linux
+        except (OSError, IndexError):  # a system that does not count them
             return 0
 
 
@@ -150,8 +150,8 @@ def _roles_of_family(kernel: psutil.Process) -> dict[psutil.Process, str]:
 
 def _idle_s() -> float:
     cores = psutil.cpu_times(percpu=True)
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(len(cores))
-    return sum(cores[core].idle + getattr(cores[core], "iowait", 0.0) for core in usable if core < len(cores))
+    usable = os.sched_getaffinity(0)
+    return sum(cores[core].idle + cores[core].iowait for core in usable if core < len(cores))
 
 
 def _seconds_of(process: psutil.Process, before: float) -> float:

@@ -1,12 +1,11 @@
 """A small process between a worker and a child process: nothing that the child starts outlives the child.
 
-`guard.py PARENT GRACE_S COMMAND…` imports only the standard library. On Linux the guard is the child's
+`guard.py PARENT GRACE_S COMMAND…` imports only the standard library. The guard is the child's
 subreaper, which adopts processes that the child leaves, even with a session of their own. The guard kills
 all of them when the child or the worker has ended, or at SIGTERM; a running child first gets SIGTERM and
 GRACE_S seconds. The guard ends as the child ended: same exit status or signal.
 
-If the guard is killed, Linux kills the child, but not the child's own children. On other systems the guard
-kills the child's process group, which processes can leave.
+If the guard is killed, Linux kills the child, but not the child's own children.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ def guarded(argv: Sequence[str], grace_s: float = 0.0) -> list[str]:
 
 
 def end_with_parent(number: int) -> None:
-    """Have the system send this process a signal when its parent ends. Linux only."""
+    """Have the system send this process a signal when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans(is_on: bool) -> None:
-    """Have the system make orphaned descendants this process's children ("subreaper"), or not. Linux only."""
+    """Have the system make orphaned descendants this process's children ("subreaper"), or not."""
     _prctl(_PR_SET_CHILD_SUBREAPER, is_on)
 
 
@@ -69,7 +68,7 @@ def _main(parent: int, grace_s: float, argv: list[str]) -> None:
         _become(argv)
     _close_standard_files()
     code = _wait_for(child, parent, grace_s)
-    if not grace_s or not _TASKS.exists():
+    if not grace_s:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
     _kill_children()
@@ -139,8 +138,6 @@ def _kill_children() -> None:
 
 
 def _children() -> list[int]:
-    if not _TASKS.exists():
-        return []
     return [int(pid) for task in _TASKS.iterdir() for pid in (task / "children").read_text().split()]
 
 
@@ -160,8 +157,7 @@ def _end_like(code: int) -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
+    ctypes.CDLL(None).prctl(option, value)
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def _score_all(
 
 
 def _limit_memory(memory_mb: int | None) -> None:
-    if memory_mb is None or sys.platform != "linux":
+    if memory_mb is None:
         return
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory_mb * 2**20

@@ -119,9 +119,9 @@ def encodable(text: str) -> str:
 
 
 def die_with_parent() -> None:
-    """End this process when its parent ends: hung code must not outlive a killed verifier. Linux only."""
+    """End this process when its parent ends: hung code must not outlive a killed verifier."""
     end_with_parent(signal.SIGKILL)
-    if sys.platform == "linux" and os.getppid() == 1:
+    if os.getppid() == 1:
         sys.exit()
 
 

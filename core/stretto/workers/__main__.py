@@ -60,9 +60,8 @@ def main(bootstrap: Bootstrap, *, by_hand: bool) -> int:
 
 def _raise_file_limit() -> None:
     """Raise the limit of open files, usually 1024: a worker has pipes to hundreds of processes."""
-    if sys.platform == "linux":  # other systems refuse their own hard limit
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
-import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -47,9 +46,7 @@ def rotate_output() -> None:
 
 
 def _keep_end(size: int) -> None:
-    """Copy the end of the file to `NAME.1` beside it. Linux only: other systems do not tell its name."""
-    if sys.platform != "linux":
-        return
+    """Copy the end of the file to `NAME.1` beside it."""
     file = Path(f"/proc/self/fd/{_STDERR}").resolve()
     rotated = file.with_name(f"{file.name}.1")
     with file.open("rb") as source, rotated.open("wb") as target:
