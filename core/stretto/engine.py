@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Prot
 
 import msgspec
 
-from stretto.array import Array
+from stretto.array import Array, KeptTokens
 from stretto.component import Head, NonNegativeInt, PositiveFloat, PositiveInt, Share
 from stretto.launcher import Resources
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.algorithm import Loss
-    from stretto.array import KeptTokens
     from stretto.rl.batch import Batch
     from stretto.weights import WeightUpdate
 

@@ -48,7 +48,6 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import anyio
 import anyio.lowlevel
 
 if TYPE_CHECKING:

@@ -26,12 +26,11 @@ be quick and must not import large libraries: import those in the factory. To fo
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
 
-if TYPE_CHECKING:
-    from stretto.component import Component
+from stretto.component import Component
 
 __all__ = ["hookimpl", "hookspec"]
 

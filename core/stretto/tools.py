@@ -17,17 +17,14 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
+from typing import Any, Literal, cast, get_type_hints
 
 import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt
-from stretto.dataset import OwnTurn
+from stretto.dataset import Message, OwnTurn
 from stretto.reward import plain_number, reasoning_end
 from stretto.workflow import WorkflowConfig
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
 
 __all__ = [
     "PARSERS",

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import yaml
 
-from stretto.assembly import compose as compose_module
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose, compose_mapping
 from stretto.assembly.plugins import Plugins
@@ -445,7 +444,7 @@ def test_a_key_that_is_gone_is_refused_with_what_to_write_instead(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instead = {"training.rate": "write `training.lr`", "growth": "use `stretto scale`"}
-    monkeypatch.setattr(compose_module, "REMOVED_KEYS", instead)
+    monkeypatch.setattr("stretto.assembly.sections.REMOVED_KEYS", instead)
     gone = "override training.rate: 'rate' is gone; write `training.lr`"
     assert refused(run_file, "training.rate=1") == gone
     run_file.write_text(f"{RUN}growth:\n  rollout: [1, 2]\n")

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from stretto.agents.api_call import (
-    MODEL,
-    ApiError,
-    Event,
-    Reply,
-    function_tool,
-    read_body,
-    read_item,
-    stop_texts,
-)
+from stretto.agents import api_call
 from stretto.agents.recorder import Input
 from stretto.component import PositiveInt
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
+from stretto.dataset import Message
 
 __all__ = ["MessageCall", "anthropic_error"]
 
@@ -73,7 +62,7 @@ class _OutputConfig(msgspec.Struct):
 
 class _MessageBody(msgspec.Struct):
     messages: Annotated[list[_AnthropicMessage], msgspec.Meta(min_length=1)]
-    model: str = MODEL
+    model: str = api_call.MODEL
     max_tokens: PositiveInt | None = None
     system: _Blocks | None = None
     stop_sequences: list[str] | None = None
@@ -90,13 +79,13 @@ class MessageCall:
     ends_with_done = False
 
     def __init__(self, body: bytes) -> None:
-        ask = read_body(body, _MessageBody)
+        ask = api_call.read_body(body, _MessageBody)
         if ask.output_config is not None and ask.output_config.format is not None:
-            raise ApiError("a format of the output is not supported", param="output_config.format")
+            raise api_call.ApiError("a format of the output is not supported", param="output_config.format")
         if ask.mcp_servers:
-            raise ApiError("the policy calls no servers; send tools in `tools`", param="mcp_servers")
+            raise api_call.ApiError("the policy calls no servers; send tools in `tools`", param="mcp_servers")
         if ask.messages[-1].role == "assistant":
-            raise ApiError("the beginning of an answer is not supported; end with a user's message")
+            raise api_call.ApiError("the beginning of an answer is not supported; end with a user's message")
         system = _text(ask.system or "", "system")
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
         for index, message in enumerate(ask.messages):
@@ -106,26 +95,26 @@ class MessageCall:
         self.tools = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(ask.tools or [])]
         self.reads_tools = _reads_tools(self.tools, ask.tool_choice)
         self.max_tokens = ask.max_tokens
-        self.stop = stop_texts(ask.stop_sequences, "stop_sequences")
+        self.stop = api_call.stop_texts(ask.stop_sequences, "stop_sequences")
         self.stream = bool(ask.stream)
         self._model = ask.model
         self._id = f"msg_{secrets.token_hex(12)}"
         self._text_open = False
 
-    def response(self, replies: Sequence[Reply]) -> dict[str, Any]:
+    def response(self, replies: Sequence[api_call.Reply]) -> dict[str, Any]:
         [reply] = replies
         text = [{"type": "text", "text": reply.text, "citations": None}] if reply.text else []
         content = [*text, *map(_tool_use, reply.message.get("tool_calls", []))]
         usage = _usage(reply.prompt_tokens, len(reply.answer.tokens))
         return {**self._head(content), **self._ending(reply), "usage": usage}
 
-    def opening(self, prompt_tokens: int) -> Iterator[Event]:
+    def opening(self, prompt_tokens: int) -> Iterator[api_call.Event]:
         """Yield `message_start`, with empty content."""
         ending = {"stop_reason": None, "stop_sequence": None}
         message = {**self._head([]), **ending, "usage": _usage(prompt_tokens, 0)}
         yield _event("message_start", message=message)
 
-    def piece(self, choice: int, text: str) -> Iterator[Event]:
+    def piece(self, choice: int, text: str) -> Iterator[api_call.Event]:
         """Yield the text; before the first text, the start of its block."""
         del choice
         if not self._text_open:
@@ -134,7 +123,7 @@ class MessageCall:
             yield _event("content_block_start", index=0, content_block=block)
         yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": text})
 
-    def choice_end(self, choice: int, reply: Reply) -> Iterator[Event]:
+    def choice_end(self, choice: int, reply: api_call.Reply) -> Iterator[api_call.Event]:
         """Yield the end of the text, then each tool call as a block of its own."""
         del choice
         if self._text_open:
@@ -147,21 +136,21 @@ class MessageCall:
             yield _event("content_block_delta", index=index, delta=delta)
             yield _event("content_block_stop", index=index)
 
-    def closing(self, replies: Sequence[Reply]) -> Iterator[Event]:
+    def closing(self, replies: Sequence[api_call.Reply]) -> Iterator[api_call.Event]:
         """Yield the stop reason and the token counts."""
         [reply] = replies
         usage = _usage(reply.prompt_tokens, len(reply.answer.tokens))
         yield _event("message_delta", delta=self._ending(reply), usage=usage)
         yield _event("message_stop")
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: api_call.ApiError) -> api_call.Event:
         return "error", anthropic_error(error)
 
     def _head(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self._model}
         return {**head, "content": content}
 
-    def _ending(self, reply: Reply) -> dict[str, str | None]:
+    def _ending(self, reply: api_call.Reply) -> dict[str, str | None]:
         ends = [(at, stop) for stop in self.stop if (at := reply.answer.text.find(stop)) >= 0]
         if "tool_calls" in reply.message:
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -186,7 +175,7 @@ def _plain(message: _AnthropicMessage, location: str) -> Iterator[Message]:
         if texts:
             yield {"role": message.role, "content": "".join(texts)}
             texts = []
-        result = read_item(block, _ToolResultBlock, place)
+        result = api_call.read_item(block, _ToolResultBlock, place)
         content = _text(result.content or "", f"{place}.content")
         yield {"role": "tool", "content": content, "tool_call_id": result.tool_use_id}
     if texts or not blocks:
@@ -200,7 +189,7 @@ def _answer(blocks: Sequence[dict[str, Any]], location: str) -> Message:
         place = f"{location}.content[{index}]"
         match block.get("type"):
             case "tool_use":
-                use = read_item(block, _ToolUseBlock, place)
+                use = api_call.read_item(block, _ToolUseBlock, place)
                 function = {"name": use.name, "arguments": use.input}
                 calls.append({"id": use.id, "type": "function", "function": function})
             case "thinking" | "redacted_thinking":  # other models have these
@@ -218,8 +207,8 @@ def _text(content: _Blocks, location: str) -> str:
     texts: list[str] = []
     for block in _blocks(content):
         if (kind := block.get("type")) != "text":
-            raise ApiError(f"{location}: only text is supported, not {kind!r}", param=location)
-        texts.append(read_item(block, _TextBlock, location).text)
+            raise api_call.ApiError(f"{location}: only text is supported, not {kind!r}", param=location)
+        texts.append(api_call.read_item(block, _TextBlock, location).text)
     return "".join(texts)
 
 
@@ -227,19 +216,21 @@ def _tool(tool: Mapping[str, Any], location: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in (None, "custom"):
         message = f"{location}: only tools with an `input_schema` are supported, not {kind!r}"
-        raise ApiError(message, param=f"{location}.type")
-    return function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), location)
+        raise api_call.ApiError(message, param=f"{location}.type")
+    return api_call.function_tool(
+        tool.get("name"), tool.get("description"), tool.get("input_schema"), location
+    )
 
 
 def _reads_tools(tools: Sequence[Any], choice: _ToolChoice | None) -> bool:
     kind = "auto" if choice is None else choice.type
     if kind not in ("auto", "none"):
         message = f"a tool call cannot be forced: {kind!r}; expected 'auto' or 'none'"
-        raise ApiError(message, param="tool_choice.type")
+        raise api_call.ApiError(message, param="tool_choice.type")
     return bool(tools) and kind == "auto"
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
+def anthropic_error(error: api_call.ApiError) -> dict[str, Any]:
     """Return the body of an error as Anthropic's server writes it."""
     kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": str(error)}, "request_id": None}
@@ -255,5 +246,5 @@ def _usage(prompt_tokens: int, sampled: int) -> dict[str, int]:
     return {"input_tokens": prompt_tokens, "output_tokens": sampled, **cached}
 
 
-def _event(kind: str, **data: Any) -> Event:
+def _event(kind: str, **data: Any) -> api_call.Event:
     return kind, {"type": kind, **data}

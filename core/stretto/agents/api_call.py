@@ -10,16 +10,14 @@ import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from stretto.agents.recorder import Input
+from stretto.dataset import Message
 from stretto.errors import StrettoError
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
-    from stretto.workflow import Answer
+from stretto.workflow import Answer
 
 __all__ = [
     "MODEL",

@@ -20,19 +20,17 @@ import msgspec
 import numpy as np
 
 from stretto.array import KeptTokens
-from stretto.dataset import OwnTurn
+from stretto.dataset import Message, OwnTurn
 from stretto.errors import RequestError
 from stretto.models.tokenizer import body_of, characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
-from stretto.workflow import Answer, Score, Trajectory, parts_of_sample
+from stretto.workflow import Answer, Images, OnTokens, Score, Session, Trajectory, parts_of_sample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stretto.dataset import Message
     from stretto.engine import Sampling
     from stretto.tokenizer import Tokenizer
-    from stretto.workflow import Images, OnTokens, Session
 
 __all__ = ["Conversation", "Generate", "Segment", "conversation_in"]
 

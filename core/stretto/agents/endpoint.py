@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -30,15 +30,12 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
-from stretto.dataset import OwnTurn
+from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
 from stretto.models.tokenizer import work_on_text
+from stretto.tokenizer import Tokenizer
 from stretto.tools import ParserName, parse_calls
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
-    from stretto.tokenizer import Tokenizer
-    from stretto.workflow import Answer, OnTokens
+from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint", "base_url", "key_of"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,12 +28,10 @@ from stretto.agents.api_call import (
 )
 from stretto.agents.recorder import Input
 from stretto.component import NonNegativeInt, PositiveInt
+from stretto.dataset import Message
 from stretto.models.images import ImageFile
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
-    from stretto.tokenizer import Tokenizer
-    from stretto.workflow import Answer
+from stretto.tokenizer import Tokenizer
+from stretto.workflow import Answer
 
 __all__ = ["ChatCall", "CompletionCall", "ResponseCall", "openai_error"]
 

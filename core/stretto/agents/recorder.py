@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import msgspec
@@ -18,14 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
+from stretto.dataset import Message
+from stretto.engine import Sampling
 from stretto.errors import StrettoError
 from stretto.models.chat_form import opened_in
 from stretto.models.tokenizer import answer_text
 from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
-
-if TYPE_CHECKING:
-    from stretto.dataset import Message
-    from stretto.engine import Sampling
 
 __all__ = ["CallLimits", "CallRecorder", "Input", "OverLimit", "Thread"]
 

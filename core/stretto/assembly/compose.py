@@ -15,21 +15,9 @@ from typing import Any, cast
 
 import msgspec
 
+from stretto.assembly import sections
 from stretto.assembly.contracts import CONTRACTS, expect_contract
 from stretto.assembly.plugins import BASES, Origin, Plugins
-from stretto.assembly.sections import (
-    FOREIGN_KEYS,
-    GROUP_NAME,
-    LIST_SECTIONS,
-    NAMED_SECTIONS,
-    REMOVED_KEYS,
-    SECTIONS,
-    VARIANT_NAME,
-    VARIANT_SECTIONS,
-    KeySource,
-    instead_of_list,
-    kind_of,
-)
 from stretto.component import Component, ComponentParts, Context, Kind
 from stretto.config import EvaluationConfig, Groups, RunConfig, VariantConfig, Variants
 from stretto.errors import PluginError, StrettoError, error_text, foreign_frames, nearest, offer, place_of
@@ -81,12 +69,12 @@ class Composed:
 
     def with_value(self, path: str, value: object) -> Composed:
         """Return the run with another value at a dotted key of its config and its document."""
-        *sections, key = path.split(".")
+        *parents, key = path.split(".")
         document = node = dict(self.document)
-        for section in sections:
-            node[section] = node = dict(node[section])
+        for parent in parents:
+            node[parent] = node = dict(node[parent])
         node[key] = value
-        return replace(self, config=_replaced(self.config, [*sections, key], value), document=document)
+        return replace(self, config=_replaced(self.config, [*parents, key], value), document=document)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the component of a section. Raise ContractError if the component breaks its contract."""
@@ -104,12 +92,12 @@ class Composed:
                 raise
             except Exception as error:
                 raise PluginError(self.blame(error, path)) from error
-        expect_contract(component, CONTRACTS[kind_of(path)], self.origin(path).label)
+        expect_contract(component, CONTRACTS[sections.kind_of(path)], self.origin(path).label)
         return component
 
     def origin(self, path: str) -> Origin:
         """Return the plugin that the component of a section comes from."""
-        return self.plugins.origin(kind_of(path), self.section(path).use)
+        return self.plugins.origin(sections.kind_of(path), self.section(path).use)
 
     def blame(self, error: BaseException, path: str = "") -> str:
         """Name the component whose code is innermost in the error's traceback, such as `algorithm 'median' of
@@ -172,7 +160,7 @@ def _redacted_errors(redact: Callable[[str], str]) -> Generator[None]:
 
 def compose_mapping(mapping: Mapping[str, Any]) -> Composed:
     """Convert a run that was composed before, such as the run that the kernel sends to a worker."""
-    return _Composer(KeySource(Path("config")), Plugins(), dict(mapping)).run()
+    return _Composer(sections.KeySource(Path("config")), Plugins(), dict(mapping)).run()
 
 
 def _inherit_sampling(data: dict[str, Any]) -> None:
@@ -189,9 +177,11 @@ def _inherit_sections(data: dict[str, Any]) -> None:
         if not isinstance(variant, dict):
             continue  # `_named_sections` refuses it
         variant = cast("dict[str, Any]", variant)
-        for key in ("sampling", *VARIANT_SECTIONS):
+        for key in ("sampling", *sections.VARIANT_SECTIONS):
             run, own = (_as_mapping(section.get(key)) for section in (data, variant))
-            default = _default_use(VARIANT_SECTIONS[key]) if key in VARIANT_SECTIONS else None
+            default = (
+                _default_use(sections.VARIANT_SECTIONS[key]) if key in sections.VARIANT_SECTIONS else None
+            )
             if own is not None and own.get("use") in (None, (run or {}).get("use", default)):
                 variant[key] = {**(run or {}), **own}
 
@@ -204,7 +194,7 @@ def _as_mapping(section: Any) -> dict[str, Any] | None:
 
 
 class _Composer:
-    def __init__(self, source: KeySource, plugins: Plugins, data: dict[str, Any]) -> None:
+    def __init__(self, source: sections.KeySource, plugins: Plugins, data: dict[str, Any]) -> None:
         self.source = source
         self.plugins = plugins
         self.data = data
@@ -214,10 +204,10 @@ class _Composer:
     def run(self) -> Composed:
         data = self.data
         self._load_paths()
-        sections = self._structs_of([*SECTIONS, *self._named_sections()])
+        structs = self._structs_of([*sections.SECTIONS, *self._named_sections()])
         # Variants inherit keys of the run's own sections, which are complete now.
-        sections |= self._structs_of(self._variant_sections())
-        struct = self._struct(sections, self._lists(), list(data.get("variants") or {}))
+        structs |= self._structs_of(self._variant_sections())
+        struct = self._struct(structs, self._lists(), list(data.get("variants") or {}))
         _expand_names(data, struct)
         self._refuse_unknown(data, struct, "", struct)
         self._refuse_numbers(data, "")
@@ -253,7 +243,7 @@ class _Composer:
         return cast("dict[str, Any]", entries)
 
     def _expect_name(self, path: str, name: str, what: str) -> None:
-        if not re.fullmatch(GROUP_NAME, name) or name in SECTIONS:
+        if not re.fullmatch(sections.GROUP_NAME, name) or name in sections.SECTIONS:
             raise self.source.error(
                 path,
                 f"{name!r} cannot be the name of {what}; expected a-z, 0-9 and _, a letter first, and not "
@@ -277,7 +267,7 @@ class _Composer:
 
     def _named_sections(self) -> Iterator[str]:
         """Yield the sections whose names the user chooses, such as `groups.critics`."""
-        for path in NAMED_SECTIONS:
+        for path in sections.NAMED_SECTIONS:
             for name in self._mapping(path):
                 self._expect_name(f"{path}.{name}", str(name), "a worker group")
                 yield f"{path}.{name}"
@@ -287,7 +277,7 @@ class _Composer:
         paths: list[str] = []
         for name, variant in self._mapping("variants").items():
             path = f"variants.{name}"
-            if not re.fullmatch(VARIANT_NAME, str(name)):
+            if not re.fullmatch(sections.VARIANT_NAME, str(name)):
                 raise self.source.error(
                     path,
                     f"{name!r} cannot be the name of a variant; expected at most 32 of a-z, 0-9 and _, a "
@@ -295,7 +285,7 @@ class _Composer:
                 )
             if not isinstance(variant, dict):
                 raise self.source.error(path, f"expected a mapping with `weight`, found {variant!r}", variant)
-            paths += [f"{path}.{key}" for key in VARIANT_SECTIONS if variant.get(key) is not None]
+            paths += [f"{path}.{key}" for key in sections.VARIANT_SECTIONS if variant.get(key) is not None]
         _inherit_sections(self.data)
         return paths
 
@@ -307,7 +297,7 @@ class _Composer:
             return None
         parent = cast("dict[str, Any]", parent)
         if parent.get(key) is None:
-            if _default_use(kind_of(path)) is None:
+            if _default_use(sections.kind_of(path)) is None:
                 return None  # `_convert` reports a missing section that is required
             parent[key] = {}
         section = parent[key] = self._choice(path, parent[key])
@@ -317,14 +307,14 @@ class _Composer:
         """Return a section as a mapping; the name of a component stands for a mapping with only `use`."""
         section = _as_mapping(value)
         if section is None:
-            hint = instead_of_list(path)
+            hint = sections.instead_of_list(path)
             raise self.source.error(
                 path, f"expected a name or a mapping with `use`, found {value!r}{hint}", value
             )
         return section
 
     def _component(self, path: str, section: dict[str, Any]) -> Component[Any]:
-        kind = kind_of(path)
+        kind = sections.kind_of(path)
         name = section.setdefault("use", _default_use(kind))
         use_key = f"{path}.use"
         if not isinstance(name, str):
@@ -363,38 +353,38 @@ class _Composer:
     def _former_keys(self, path: str) -> set[str] | None:
         """Return the keys of the component that the run file names; None if the component does not load."""
         try:
-            return _keys_of(self.plugins.get(kind_of(path), self.source.component_in_file(path)))
+            return _keys_of(self.plugins.get(sections.kind_of(path), self.source.component_in_file(path)))
         except PluginError:
             return None
 
     def _lists(self) -> dict[str, list[type[msgspec.Struct]]]:
         structs: dict[str, list[type[msgspec.Struct]]] = {}
-        for path in LIST_SECTIONS:
+        for path in sections.LIST_SECTIONS:
             items = self.data.get(path) or []
             if not isinstance(items, (list, tuple)):
                 raise self.source.error(path, f"expected a list, found {items!r}", items)
-            chosen = {f"{path}.{index}": item for index, item in enumerate(cast("list[Any]", items))}
-            sections = {place: self._choice(place, item) for place, item in chosen.items()}
-            self.data[path] = [*sections.values()]
-            structs[path] = [self._component(place, section).config for place, section in sections.items()]
+            places = {f"{path}.{index}": item for index, item in enumerate(cast("list[Any]", items))}
+            chosen = {place: self._choice(place, item) for place, item in places.items()}
+            self.data[path] = [*chosen.values()]
+            structs[path] = [self._component(place, section).config for place, section in chosen.items()]
         return structs
 
     def _struct(
         self,
-        sections: Mapping[str, type[msgspec.Struct]],
+        structs: Mapping[str, type[msgspec.Struct]],
         lists: Mapping[str, list[type[msgspec.Struct]]],
         variants: Iterable[str],
     ) -> type[msgspec.Struct]:
-        fields: list[tuple[str, Any]] = [item for item in sections.items() if "." not in item[0]]
-        if groups := _below("groups", sections):
+        fields: list[tuple[str, Any]] = [item for item in structs.items() if "." not in item[0]]
+        if groups := _below("groups", structs):
             fields.append(("groups", _narrowed(Groups, groups)))
-        nested = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", sections))) for name in variants]
+        nested = [(name, _narrowed(VariantConfig, _below(f"variants.{name}", structs))) for name in variants]
         if nested:
             fields.append(("variants", _narrowed(Variants, nested)))
-        if evaluation := _below("evaluation", sections):
+        if evaluation := _below("evaluation", structs):
             fields.append(("evaluation", _narrowed(EvaluationConfig, evaluation)))
-        for path, structs in lists.items():
-            fields.append((path, tuple[tuple(structs)] if structs else tuple[()]))  # type: ignore[misc]
+        for path, items in lists.items():
+            fields.append((path, tuple[tuple(items)] if items else tuple[()]))  # type: ignore[misc]
         return _narrowed(RunConfig, fields)
 
     def _refuse_unknown(
@@ -406,8 +396,10 @@ class _Composer:
         known = {field.encode_name: field for field in _fields(struct)}
         for key, value in cast("dict[str, Any]", data).items():
             key_path = f"{path}.{key}" if path else str(key)
-            if key not in known and key_path in REMOVED_KEYS:
-                raise self.source.error(key_path, f"{key!r} is gone; {REMOVED_KEYS[key_path]}", value)
+            if key not in known and key_path in sections.REMOVED_KEYS:
+                raise self.source.error(
+                    key_path, f"{key!r} is gone; {sections.REMOVED_KEYS[key_path]}", value
+                )
             if key not in known:
                 hint = _other_place(str(key), known, run) or offer(str(key), known, "accepted here")
                 raise self.source.error(key_path, f"unknown key {key!r}{hint}", value)
@@ -512,9 +504,9 @@ class _Composer:
         return local
 
 
-def _below(path: str, sections: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
+def _below(path: str, structs: Mapping[str, type[msgspec.Struct]]) -> list[tuple[str, Any]]:
     return [
-        (key.rpartition(".")[2], struct) for key, struct in sections.items() if key.rpartition(".")[0] == path
+        (key.rpartition(".")[2], struct) for key, struct in structs.items() if key.rpartition(".")[0] == path
     ]
 
 
@@ -603,7 +595,7 @@ def _marks_of_items(annotation: Any) -> set[str]:
 def _other_place(key: str, known: Collection[str], run: type[msgspec.Struct]) -> str:
     """Return `"; did you mean 'training.lr'?"` for a key of another project, or of another section."""
     typing_error = get_close_matches(key, known, 1, 0.85)  # such as `beta` in place of `betas`
-    path = "" if typing_error else FOREIGN_KEYS.get(key.lower(), "")
+    path = "" if typing_error else sections.FOREIGN_KEYS.get(key.lower(), "")
     if not path and not nearest(key, known):
         path = min((path for path in _keys_in(run) if path.rpartition(".")[2] == key), key=len, default="")
     place = "" if "." in path else "the top-level "

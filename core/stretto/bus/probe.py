@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-import anyio
 import anyio.to_thread
 import nats.errors
 from nats.js import JetStreamContext

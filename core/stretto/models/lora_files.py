@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -22,9 +21,7 @@ from stretto.models.digest import bytes_hash
 from stretto.models.files import tensors_of_model
 from stretto.models.safetensors import FLOATS, Place, places_in, write_header
 from stretto.models.version_files import FolderUpdate, FrozenFiles, Manifest
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightUpdate
+from stretto.weights import WeightUpdate
 
 __all__ = ["FACTOR_A", "FACTOR_B", "is_adapter", "matrix_of", "merge_adapter_files"]
 

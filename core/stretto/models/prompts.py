@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stretto.dataset import DatasetConfig, Message, OwnTurn, Row
 from stretto.errors import ConfigError, column_error
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from stretto.tokenizer import Tokenizer
+from stretto.tokenizer import Tokenizer
 
 __all__ = ["ColumnsConfig", "both_tools", "name_of_tool", "prompt_ids", "tools_of", "with_own_turns"]
 

@@ -9,13 +9,12 @@ from datetime import date
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
-from stretto.dataset import Message
+from stretto.dataset import DatasetConfig, Message
 from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, any_of, form_of, opened_in, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
@@ -23,7 +22,6 @@ from stretto.reward import reasoning_end
 from stretto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from stretto.dataset import DatasetConfig
     from stretto.engine import Finish
 
 __all__ = [

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import anyio.to_thread
 import msgspec
@@ -26,9 +26,7 @@ from stretto.models.version_files import (
     open_version,
     read_outline,
 )
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightsNote
+from stretto.weights import WeightsNote
 
 __all__ = ["Source", "VersionReceiver"]
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.dataset import Message, OwnTurn
+from stretto.dataset import DatasetConfig, Message, OwnTurn, Row
 from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.files import fetch_config
@@ -26,8 +26,6 @@ from stretto.models.tokenizer import ModelTokenizer
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-    from stretto.dataset import DatasetConfig, Row
 
 __all__ = [
     "PROCESSOR_FILES",

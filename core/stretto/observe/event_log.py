@@ -9,7 +9,6 @@ from __future__ import annotations
 from io import FileIO
 from pathlib import Path
 
-import anyio
 import anyio.to_thread
 import structlog
 

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +28,7 @@ from stretto.records.figures import (
     recent,
 )
 from stretto.records.metrics import HELD_OUT, MAIN_FIGURES, is_figure
-
-if TYPE_CHECKING:
-    from stretto.records.run_folder import RunFolder
+from stretto.records.run_folder import RunFolder
 
 __all__ = [
     "COLOURS",

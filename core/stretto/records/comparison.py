@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -24,10 +24,8 @@ from stretto.records.figures import FIGURES, RECENT_STEPS, recent
 from stretto.records.files import read_record
 from stretto.records.intervals import Estimate, Moments, difference_of, mean_of
 from stretto.records.metrics import ACCURACY, HELD_OUT_REWARD, MAIN_FIGURES, is_figure
+from stretto.records.run_folder import RunFolder
 from stretto.records.samples.answers import by_sample, read_answers
-
-if TYPE_CHECKING:
-    from stretto.records.run_folder import RunFolder
 
 __all__ = [
     "Comparison",

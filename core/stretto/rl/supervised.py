@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
 from stretto.algorithm import AlgorithmConfig, Encoded, Group
 from stretto.component import Context, Problem
+from stretto.config import RunConfig
+from stretto.dataset import DatasetConfig, Row
 from stretto.errors import ConfigError, column_error, nearest
 from stretto.models.chats import encode_chat
 from stretto.models.prompts import tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.dataset import DatasetConfig, Row
-    from stretto.tokenizer import Tokenizer
+from stretto.tokenizer import Tokenizer
 
 __all__ = [
     "PairConfig",

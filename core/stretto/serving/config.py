@@ -7,18 +7,16 @@ import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
+from stretto.config import RunConfig
 from stretto.engine import InferenceConfig, Memory, Sampling
 from stretto.errors import EngineError
 from stretto.models.files import cache_bytes, text_config
 from stretto.serving.environment import environment_of
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags", "interpreter_of"]
 

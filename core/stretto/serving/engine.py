@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import anyio
 import numpy as np
 import structlog
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from stretto.component import Context
@@ -30,12 +31,7 @@ from stretto.serving.config import ServerEngineConfig, context_of_model
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost
 from stretto.serving.streams import StreamQueue, Streams
-from stretto.weights import WeightsNote
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
-    from stretto.weights import WeightUpdate
+from stretto.weights import WeightsNote, WeightUpdate
 
 __all__ = ["ServerEngine"]
 

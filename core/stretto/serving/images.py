@@ -12,7 +12,6 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray

@@ -19,12 +19,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
 from stretto.array import KeptTokens
@@ -36,9 +36,6 @@ from stretto.serving.intake import Intake, OpenSample, final_chunks
 from stretto.serving.seen import SeenTexts, prefix_keys
 from stretto.serving.server import Server, ServerLost, ServerRefused
 from stretto.serving.stop_strings import StopStrings, stop_tokenizer
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
 
 __all__ = ["FINISH_REASONS", "Ask", "StreamChunk", "StreamQueue", "Streams", "VersionSpan"]
 

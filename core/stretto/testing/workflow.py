@@ -9,14 +9,16 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import anyio
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.component import Kind
+from stretto.dataset import Message
 from stretto.engine import Sampling
 from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedback_of
 from stretto.errors import EngineError, together
@@ -25,17 +27,21 @@ from stretto.models.prompts import both_tools
 from stretto.models.tokenizer import ByteTokenizer, answer_texts
 from stretto.reward import number_of
 from stretto.testing.component import ComponentConformance, ComponentUnderTest
+from stretto.tokenizer import Tokenizer
 from stretto.tools import Tool, ToolAnswer, ToolResult, ToolsConfig, tool_of
 from stretto.user_code.environment import with_files
 from stretto.user_code.importable import load_importable
-from stretto.workflow import Answer, Prompt, Score, Trajectory, sample_numbers, texts_and_columns
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from stretto.dataset import Message
-    from stretto.tokenizer import Tokenizer
-    from stretto.workflow import Images, OnTokens, Workflow
+from stretto.workflow import (
+    Answer,
+    Images,
+    OnTokens,
+    Prompt,
+    Score,
+    Trajectory,
+    Workflow,
+    sample_numbers,
+    texts_and_columns,
+)
 
 __all__ = ["FakeSession", "Generated", "ScoreCall", "WorkflowConformance", "assert_valid_trajectories"]
 

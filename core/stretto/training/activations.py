@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -21,20 +21,16 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.lora import add_adapters, linear_parameters
 from stretto.training.memory import Counted, MicroBatchShape
 from stretto.training.model import checkpoint_activations, empty_model
-from stretto.training.token_head import CHUNK_BYTES, Wanted, return_figures
+from stretto.training.packing import InputRows
+from stretto.training.token_head import CHUNK_BYTES, ModelInputs, Wanted, return_figures
 from stretto.training.trial import attempt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto.training.packing import InputRows
-    from stretto.training.token_head import ModelInputs
 
 __all__ = ["count"]
 

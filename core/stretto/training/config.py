@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -19,15 +19,13 @@ from stretto.component import (
     Problem,
     Share,
 )
+from stretto.config import RunConfig
 from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.errors import offer
 from stretto.models.files import known_config, needs_padding, shapes_in
 from stretto.models.vision import is_vision_language
 from stretto.nodes import interface_problems
 from stretto.training.memory import MicroBatchShape, counted, is_lossless
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 __all__ = ["GroupTrainingConfig", "LoraConfig", "ModelTrainingConfig", "check_training"]
 

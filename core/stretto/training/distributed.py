@@ -12,20 +12,18 @@ import os
 from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from stretto.component import Context
 from stretto.errors import EngineError
 from stretto.machine.interfaces import address_towards, interface_with
+from stretto.training.config import GroupTrainingConfig
 from stretto.training.layout import Layout
-
-if TYPE_CHECKING:
-    from stretto.component import Context
-    from stretto.training.config import GroupTrainingConfig
 
 __all__ = ["RankLayout"]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -26,7 +26,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from stretto.algorithm import WHOLE
+from stretto.algorithm import WHOLE, Loss
+from stretto.component import Context, Head
 from stretto.errors import EngineError
 from stretto.models.files import folder_of_model, tensors_of_model
 from stretto.models.lora_files import matrix_of
@@ -45,7 +46,7 @@ from stretto.training.checkpoint import (
     tensor_files,
     write_tensors,
 )
-from stretto.training.config import lr_factor
+from stretto.training.config import LoraConfig, ModelTrainingConfig, lr_factor
 from stretto.training.host_state import HostState
 from stretto.training.layout import Layout
 from stretto.training.lora import (
@@ -66,14 +67,8 @@ from stretto.training.model import (
     vision_tower,
 )
 from stretto.training.packing import PaddedRows, PrefixRows, compare_with_itself, trial_inputs
-from stretto.training.token_head import Support, Wanted, return_figures
+from stretto.training.token_head import ModelInputs, Support, Wanted, return_figures
 from stretto.training.trial import attempt
-
-if TYPE_CHECKING:
-    from stretto.algorithm import Loss
-    from stretto.component import Context, Head
-    from stretto.training.config import LoraConfig, ModelTrainingConfig
-    from stretto.training.token_head import ModelInputs
 
 __all__ = ["HFTraining"]
 

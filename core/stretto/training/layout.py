@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from stretto.component import Context
+from stretto.training.config import ModelTrainingConfig
 from stretto.training.device import compute_device
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto.component import Context
-    from stretto.training.config import ModelTrainingConfig
-    from stretto.training.token_head import ModelInputs
+from stretto.training.token_head import ModelInputs
 
 __all__ = ["Layout"]
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stretto.component import Head
 from stretto.errors import EngineError
 from stretto.models.lora_files import FACTOR_A, FACTOR_B
-
-if TYPE_CHECKING:
-    from stretto.component import Head
-    from stretto.training.config import LoraConfig
+from stretto.training.config import LoraConfig
 
 __all__ = [
     "adapter_config",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import structlog
 import torch
@@ -22,15 +22,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from stretto.component import Head
 from stretto.errors import EngineError
 from stretto.models.files import is_hybrid, tensors_of_model
+from stretto.rl.batch import Batch
 from stretto.training import packing
+from stretto.training.config import ModelTrainingConfig
 from stretto.training.trial import attempt
-
-if TYPE_CHECKING:
-    from stretto.component import Head
-    from stretto.rl.batch import Batch
-    from stretto.training.config import ModelTrainingConfig
 
 __all__ = [
     "checkpoint_activations",

@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch
 from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, VarlenBounds, split_batch
 from stretto.training.token_head import ModelInputs, Wanted
 from stretto.training.trial import Unsuitable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 __all__ = [
     "ATTENTION",

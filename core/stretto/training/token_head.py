@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 import torch
@@ -17,15 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
+from stretto.component import Head
+from stretto.rl.batch import Drawn
 from stretto.rl.functional import entropy_of, logprobs_of
 from stretto.training.trial import Unsuitable, attempt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto.component import Head
-    from stretto.rl.batch import Drawn
 
 __all__ = ["CHUNK_BYTES", "ModelInputs", "Support", "Wanted", "return_figures"]
 

@@ -9,7 +9,6 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import anyio
 import anyio.to_thread
 import msgspec
 

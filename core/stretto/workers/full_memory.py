@@ -5,15 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
+from stretto.assembly.assembly import Assembly
 from stretto.assembly.memory_changes import changes
 from stretto.user_code.faults import with_causes
-
-if TYPE_CHECKING:
-    from stretto.assembly.assembly import Assembly
 
 _OF_PROCESSORS = "DefaultCPUAllocator: can't allocate memory"
 """Part of the text of the RuntimeError that PyTorch raises for host memory."""

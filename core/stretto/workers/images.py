@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray

@@ -13,12 +13,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import Literal, cast
 
 import anyio
 import msgspec
 import numpy as np
 import structlog
+from anyio.abc import TaskGroup
+from numpy.typing import NDArray
 
 from stretto.array import Array, KeptTokens
 from stretto.assembly.contracts import expect_contract
@@ -45,10 +47,6 @@ from stretto.workers.context import WorkerContext
 from stretto.workers.images import ImageFetcher
 from stretto.workers.shared_rows import engine_kl
 from stretto.workers.weights_wire import BusWire
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-    from numpy.typing import NDArray
 
 log = structlog.get_logger()
 

@@ -23,16 +23,7 @@ import structlog
 from stretto.bus.client import Bus, connect
 from stretto.bus.guard import is_locked
 from stretto.bus.joining import own_version
-from stretto.bus.messages.membership import (
-    Beacon,
-    Dismissal,
-    Drain,
-    Draining,
-    Heartbeat,
-    Join,
-    Leaving,
-    Welcome,
-)
+from stretto.bus.messages import membership
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, ContractError, NoAnswer, StrettoError, leaves
@@ -93,12 +84,14 @@ async def _expect_kernel(lock: Path, grace_s: float, joining: anyio.CancelScope)
 async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: anyio.CancelScope) -> None:
     names, worker, nonce = Subjects(bootstrap.run), bootstrap.worker, secrets.token_hex(4)
     role: Role = bootstrap.role  # pyright: ignore[reportAssignmentType] - the kernel's bootstrap is not a worker's
-    first = Heartbeat(worker, nonce, ready=False)
+    first = membership.Heartbeat(worker, nonce, ready=False)
     async with connect(bootstrap) as bus:
         log.info("bus connected", url=bus.server)
         with process.heartbeats(bootstrap, role, first) as beats:
-            join = Join(worker, role, process.place, nonce, bootstrap.token, own_version())
-            welcome = await bus.request(names.kernel(role, "join"), join, Welcome, deadline_s=_JOIN_S)
+            join = membership.Join(worker, role, process.place, nonce, bootstrap.token, own_version())
+            welcome = await bus.request(
+                names.kernel(role, "join"), join, membership.Welcome, deadline_s=_JOIN_S
+            )
             joining.cancel()
             try:
                 context = WorkerContext(bus, names, worker, role, nonce, welcome, process)
@@ -110,12 +103,14 @@ async def _join_and_work(bootstrap: Bootstrap, process: HostProcess, joining: an
             await _work_and_leave(context, beats, join, welcome.config)
 
 
-def _leaving_after(error: BaseException, join: Join, text: str, config: bytes) -> Leaving:
+def _leaving_after(
+    error: BaseException, join: membership.Join, text: str, config: bytes
+) -> membership.Leaving:
     """Return why a worker leaves: the error, and paths of the run file that do not exist on this machine."""
     remark = _absent_paths(config)
     error.add_note(remark)
     reason = "; ".join(filter(None, (text, remark)))
-    return Leaving(join.worker, join.nonce, reason, final=isinstance(error, _FINAL))
+    return membership.Leaving(join.worker, join.nonce, reason, final=isinstance(error, _FINAL))
 
 
 def _absent_paths(config: bytes) -> str:
@@ -131,7 +126,9 @@ def _absent_paths(config: bytes) -> str:
     return f"paths of the run file that do not exist on this machine: {', '.join(absent[:_MOST_PATHS])}"
 
 
-async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
+async def _work_and_leave(
+    context: WorkerContext, beats: Heartbeats, join: membership.Join, config: bytes
+) -> None:
     subject = context.names.kernel(context.role, "leaving")
     try:
         await _work_in(context, beats, join, config)
@@ -140,17 +137,17 @@ async def _work_and_leave(context: WorkerContext, beats: Heartbeats, join: Join,
         leaving = _leaving_after(cause, join, context.explain(cause), config)
         await _announce_leaving(context.bus, subject, leaving)
         raise
-    leaving = Leaving(context.worker, context.nonce, context.reason, drained=context.drained)
+    leaving = membership.Leaving(context.worker, context.nonce, context.reason, drained=context.drained)
     await _announce_leaving(context.bus, subject, leaving)
 
 
-async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config: bytes) -> None:
+async def _work_in(context: WorkerContext, beats: Heartbeats, join: membership.Join, config: bytes) -> None:
     context.process.limit_threads(context.assembly.resources_of(context.worker))
-    await context.bus.subscribe(context.names.beacon, Beacon, context.receive_beacon)
-    await context.bus.subscribe(context.subject("dismiss"), Dismissal, context.receive_dismissal)
+    await context.bus.subscribe(context.names.beacon, membership.Beacon, context.receive_beacon)
+    await context.bus.subscribe(context.subject("dismiss"), membership.Dismissal, context.receive_dismissal)
     work = _WORKERS[context.role](context)
     if context.role != "trainer":
-        await context.obey("drain", Drain, partial(_obey_drain, context))
+        await context.obey("drain", membership.Drain, partial(_obey_drain, context))
     ready = anyio.Event()
     thresholds = gc.get_threshold()
     gc.set_threshold(_COLLECT_WHILE_LOADING)
@@ -177,9 +174,9 @@ async def _work_in(context: WorkerContext, beats: Heartbeats, join: Join, config
         tasks.cancel_scope.cancel()
 
 
-async def _obey_drain(context: WorkerContext, _: Drain) -> Draining:
+async def _obey_drain(context: WorkerContext, _: membership.Drain) -> membership.Draining:
     context.request_drain("the run needs fewer workers")
-    return Draining()
+    return membership.Draining()
 
 
 async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Heartbeats) -> None:
@@ -195,7 +192,7 @@ async def _drain_when_asked(context: WorkerContext, work: RoleWorker, beats: Hea
     context.request_shutdown(f"{context.drain_reason}{unfinished}")
 
 
-async def _announce_leaving(bus: Bus, subject: str, leaving: Leaving) -> None:
+async def _announce_leaving(bus: Bus, subject: str, leaving: membership.Leaving) -> None:
     with anyio.move_on_after(1):
         await bus.publish(subject, leaving)
 
@@ -221,7 +218,7 @@ async def _watch_kernel(context: WorkerContext) -> None:
 
 
 async def _join_successors(
-    context: WorkerContext, join: Join, config: bytes, beat: Callable[[], Awaitable[None]]
+    context: WorkerContext, join: membership.Join, config: bytes, beat: Callable[[], Awaitable[None]]
 ) -> None:
     """Join later kernels with the work in hand. Leave if a kernel refuses this or has other values."""
     subject = context.names.kernel(context.role, "join")
@@ -229,7 +226,7 @@ async def _join_successors(
         await context.has_successor.wait()
         rejoin = msgspec.structs.replace(join, again=True, held=context.held())
         try:
-            welcome = await context.bus.request(subject, rejoin, Welcome, deadline_s=_AGAIN_S)
+            welcome = await context.bus.request(subject, rejoin, membership.Welcome, deadline_s=_AGAIN_S)
         except NoAnswer:
             await anyio.sleep(_AGAIN_PAUSE_S)  # that kernel has no time, or is gone as well
             continue
@@ -258,8 +255,8 @@ async def _update_heartbeats(
             await (anyio.sleep(BEAT_S) if is_ready else ready.wait())
 
 
-def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> Heartbeat:
-    plain = Heartbeat(
+def _heartbeat(context: WorkerContext, work: RoleWorker, *, ready: bool) -> membership.Heartbeat:
+    plain = membership.Heartbeat(
         context.worker,
         context.nonce,
         ready=ready,

@@ -83,15 +83,7 @@ def samples(
     from rich.console import Console
 
     from stretto.records.run_folder import RunFolder, is_run, open_samples
-    from stretto_views.samples import (
-        print_groups,
-        print_samples,
-        sample_filter,
-        ticket_story,
-        trace_rows,
-        why_none,
-        write_parquet,
-    )
+    from stretto_views import samples as sample_views
 
     if format not in (formats := ("text", "jsonl", "parquet", "training-trace", "atif")):
         raise ConfigError(f"--format {format!r}: expected {', '.join(formats[:-1])} or {formats[-1]}")
@@ -99,7 +91,7 @@ def samples(
         raise ConfigError("--format parquet needs --output FILE")
     if tokens and format not in ("jsonl", "parquet"):
         raise ConfigError("--tokens goes with --format jsonl or --format parquet")
-    wanted = sample_filter(
+    wanted = sample_views.sample_filter(
         {"step": step, "reward": reward, "length": length, "staleness": staleness},
         ticket=ticket,
         finish=finish,
@@ -114,10 +106,10 @@ def samples(
     tokens = tokens or format in ("training-trace", "atif")
     rows = store.find(wanted, limit=limit, offset=offset, order=order, tokens=tokens)
     if format == "training-trace" or format == "atif":
-        rows = trace_rows(store, rows, format, folder.absolute().name)
+        rows = sample_views.trace_rows(store, rows, format, folder.absolute().name)
     if format == "parquet":
         assert output is not None
-        write_parquet(rows, output)
+        sample_views.write_parquet(rows, output)
         return
     with output.open("w") if output else nullcontext(sys.stdout) as file:
         if format != "text":
@@ -127,14 +119,14 @@ def samples(
         console = Console(file=file, markup=False, emoji=False, highlight=False, soft_wrap=not group)
         if ticket is not None and is_run(folder):  # a copy of the samples alone has no history
             history = RunFolder(folder).history
-            for line in ticket_story(history, ticket, wanted.purpose or "train"):
+            for line in sample_views.ticket_story(history, ticket, wanted.purpose or "train"):
                 console.print(printable(line))
         if group:
-            print_groups(store, rows, console)
+            sample_views.print_groups(store, rows, console)
         else:
-            print_samples(rows, console)
+            sample_views.print_samples(rows, console)
     if not rows:
-        typer.echo(why_none(store, wanted), err=True)
+        typer.echo(sample_views.why_none(store, wanted), err=True)
 
 
 def compare(

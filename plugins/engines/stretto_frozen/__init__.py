@@ -6,13 +6,11 @@ The model is in host memory, without an optimizer. `stretto evaluate` uses this 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from stretto import Component, Problem, TrainingConfig, hookimpl
+from stretto.config import RunConfig
 from stretto.models.files import modelling_imports
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 __all__ = ["FrozenConfig"]
 

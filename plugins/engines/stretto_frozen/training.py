@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from stretto import Context
+from stretto.algorithm import Loss
 from stretto.errors import EngineError
+from stretto.rl.batch import Batch
 from stretto.rl.functional import logprobs_of
 from stretto.training.lora import published_tensors
 from stretto.training.model import image_arguments, load_policy, names_in_files, reads_images
-
-if TYPE_CHECKING:
-    from stretto import Context
-    from stretto.algorithm import Loss
-    from stretto.rl.batch import Batch
-    from stretto_frozen import FrozenConfig
+from stretto_frozen import FrozenConfig
 
 
 class FrozenTraining:

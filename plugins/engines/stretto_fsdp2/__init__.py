@@ -6,17 +6,15 @@ Importing this module does not import torch; the factory does.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from stretto.component import Component, Context, PositiveInt, Problem
+from stretto.config import RunConfig
 from stretto.engine import TrainingEngine
 from stretto.hooks import hookimpl
 from stretto.models.files import known_config, modelling_imports, text_config
 from stretto.models.vision import is_vision_language
 from stretto.training.config import GroupTrainingConfig, check_training
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 __all__ = ["Fsdp2TrainingConfig"]
 

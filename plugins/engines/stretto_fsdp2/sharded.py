@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
+from stretto import Context
 from stretto.training.distributed import RankLayout
 from stretto.training.model import layers_of
+from stretto.training.token_head import ModelInputs
+from stretto_fsdp2 import Fsdp2TrainingConfig
 from stretto_fsdp2.tensor_parallel import split_by_tensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto import Context
-    from stretto.training.token_head import ModelInputs
-    from stretto_fsdp2 import Fsdp2TrainingConfig
 
 _M_MMAP_THRESHOLD = -3  # of malloc.h
 

@@ -6,18 +6,16 @@ embedding and head by vocabulary. Between modules every rank has all hidden stat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
 
 from stretto.errors import EngineError
 from stretto.training.model import layers_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
 
 _BY_OUTPUT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 _BY_INPUT = ("self_attn.o_proj", "mlp.down_proj")

@@ -5,23 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 
+from stretto import Context
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError, RequestError
 from stretto.serving.intake import Intake, OpenSample, final_chunks
 from stretto.user_code.importable import load_importable
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
-    from stretto import Context
-    from stretto.weights import WeightUpdate
-    from stretto_mock import MockInferenceConfig
+from stretto.weights import WeightUpdate
+from stretto_mock import MockInferenceConfig
 
 _TICK_S = 0.01  # protects the event loop from an engine of many tokens per second
 _MOST_STEPS = 8  # steps computed at once, or fewer if a sample ends earlier

@@ -7,17 +7,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from stretto import Context
-    from stretto.algorithm import Loss
-    from stretto.rl.batch import Batch
-    from stretto_mock import MockTrainingConfig
+from stretto import Context
+from stretto.algorithm import Loss
+from stretto.rl.batch import Batch
+from stretto_mock import MockTrainingConfig
 
 
 class MockTraining:

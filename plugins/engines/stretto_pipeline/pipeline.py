@@ -8,22 +8,19 @@ ranks); the ranks with the same stage add up their gradients at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from stretto import Context
 from stretto.training.distributed import RankLayout
+from stretto.training.token_head import ModelInputs
+from stretto_pipeline import PipelineTrainingConfig
 from stretto_pipeline.schedule import Neighbours, run_backward, run_forward
 from stretto_pipeline.stage import Stage
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto import Context
-    from stretto.training.token_head import ModelInputs
-    from stretto_pipeline import PipelineTrainingConfig
 
 
 class PipelineLayout(RankLayout):

@@ -6,17 +6,14 @@ every layer keeps its number, by which the model chooses the layer's mask.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from stretto.errors import EngineError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from stretto.training.token_head import ModelInputs
+from stretto.training.token_head import ModelInputs
 
 
 class _Elsewhere(nn.Module):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from stretto import Component, Problem, hookimpl
+from stretto.config import RunConfig
+from stretto.engine import Sampling
 from stretto.models.files import known_config
 from stretto.serving.config import ServerEngineConfig, check_server_engine
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.engine import Sampling
 
 __all__ = ["LIKELIEST", "SglangConfig"]
 

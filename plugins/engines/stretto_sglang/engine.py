@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import anyio.to_thread
 import msgspec
@@ -23,12 +23,9 @@ from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
-from stretto_sglang import LIKELIEST
+from stretto.weights import WeightUpdate
+from stretto_sglang import LIKELIEST, SglangConfig
 from stretto_sglang.checksums import Checksums
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightUpdate
-    from stretto_sglang import SglangConfig
 
 _SERVE = Path(__file__).with_name("in_server") / "serve.py"
 _MODELS = "stretto_in_sglang"  # a package beside serve.py

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from stretto.component import Component, PositiveFloat, PositiveInt, Problem
+from stretto.config import RunConfig
 from stretto.engine import FEW_SLOTS, InferenceConfig, Memory, slots_for
 from stretto.hooks import hookimpl
 from stretto.models.files import cache_bytes, modelling_imports, positions_of, text_config
 from stretto.serving.config import context_problems
 from stretto.training.config import ModelTrainingConfig, check_training
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 __all__ = ["LONGEST", "TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
 

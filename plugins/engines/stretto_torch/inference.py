@@ -15,34 +15,30 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
 import structlog
 import torch
+from anyio.abc import TaskGroup
 from numpy.typing import NDArray
 from torch import Tensor
 
+from stretto.component import Context
 from stretto.engine import Chunk, Emit, Finish, GenerateRequest, Load, SwapReport
 from stretto.errors import EngineError, RequestError
 from stretto.models.digest import digest_of, hashes_of
 from stretto.models.files import known_config
 from stretto.serving.intake import final_chunks
 from stretto.serving.stop_strings import stop_tokenizer
+from stretto.weights import WeightUpdate
+from stretto_torch import TorchInferenceConfig
 from stretto_torch.batcher import Batcher
 from stretto_torch.determinism import kept_shapes, what_was_found
 from stretto_torch.images import PromptImages
 from stretto_torch.model import load_model
-
-if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
-    from stretto.component import Context
-    from stretto.weights import WeightUpdate
-    from stretto_torch import TorchInferenceConfig
 
 log = structlog.get_logger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import structlog
@@ -20,7 +20,7 @@ from stretto.models.finite import not_finite
 from stretto.training.device import compute_device
 from stretto.training.model import load_whole, names_in_files, reads_images
 from stretto.training.trial import Unsuitable, attempt
-from stretto_torch import LONGEST, slots_within, tokens_within
+from stretto_torch import LONGEST, TorchInferenceConfig, slots_within, tokens_within
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, check_suitable
 from stretto_torch.decoder_graphs import GraphDecoder
@@ -29,9 +29,6 @@ from stretto_torch.images import ImageReader
 from stretto_torch.linear import prefers_onednn
 from stretto_torch.shapes import Shapes, TokenSpan, padded_length, padded_rows
 from stretto_torch.swap import Targets
-
-if TYPE_CHECKING:
-    from stretto_torch import TorchInferenceConfig
 
 log = structlog.get_logger(__name__)
 

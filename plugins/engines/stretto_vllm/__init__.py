@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from stretto import Component, Problem, hookimpl
 from stretto.component import PositiveInt
+from stretto.config import RunConfig
+from stretto.engine import Sampling
 from stretto.models.files import text_config
 from stretto.serving.config import ServerEngineConfig, check_server_engine
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.engine import Sampling
 
 __all__ = ["VllmConfig"]
 

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import anyio
 import msgspec
@@ -24,10 +24,8 @@ from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerLost, ServerRefused
 from stretto.serving.streams import FINISH_REASONS, Ask, StreamChunk, VersionSpan
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightUpdate
-    from stretto_vllm import VllmConfig
+from stretto.weights import WeightUpdate
+from stretto_vllm import VllmConfig
 
 _IN_SERVER = Path(__file__).with_name("in_server")
 _EXTENSION = "stretto_in_vllm.Weights"

@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-import anyio
 import anyio.to_thread
 
 from stretto import Context, Problem

@@ -7,15 +7,13 @@ writes anywhere, can make a wrong result right. See docs/rewards.md.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.component import Importable, NonNegativeFloat, PositiveFloat, PositiveInt
+from stretto.config import RunConfig
+from stretto.program_runner import ProgramRunner
 from stretto.reward import ResultRewardConfig, text_of
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.program_runner import ProgramRunner
 
 __all__ = ["CodeConfig"]
 

@@ -19,17 +19,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 from stretto.component import Problem, SandboxMode
+from stretto.config import RunConfig
 from stretto.errors import RewardError, printable
 from stretto.program_runner import Ending, Execution, ProgramLimits
 from stretto.user_code.sandbox import sandbox_command
 from stretto.user_code.seccomp import ARCHITECTURES, seccomp_filter
 from stretto_code.warm_python import ENDINGS, FAILED, READY, REPLY, REQUEST, SCRIPT
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
 
 _START_S = 60.0  # a warm Python imports its modules, on a busy machine beside many others
 _ATTEMPTS = 2

@@ -10,15 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import ModelSource
+from stretto.config import RunConfig
 from stretto.models.files import fetch_config, known_config
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.tokenizer import Tokenizer
+from stretto.tokenizer import Tokenizer
 
 __all__ = ["ModelRewardConfig"]
 

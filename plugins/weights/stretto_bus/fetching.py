@@ -6,19 +6,16 @@ import os
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-import anyio
 import anyio.to_thread
 import msgspec
 
 from stretto.errors import BusError, WeightsError, one_job
 from stretto.models.version_files import AskOutline, Outline
 from stretto.models.version_receiver import VersionReceiver
+from stretto.weights import WeightsNote, Wire
 from stretto_bus.serving import AskPiece, Question, TensorPiece, checksum
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightsNote, Wire
 
 A = TypeVar("A")
 

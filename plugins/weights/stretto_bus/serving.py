@@ -5,16 +5,14 @@ from __future__ import annotations
 import os
 import zlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import anyio.to_thread
 import msgspec
 
 from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline, FolderPublisher
-
-if TYPE_CHECKING:
-    from stretto.weights import Wire
+from stretto.weights import Wire
 
 
 class AskPiece(msgspec.Struct, frozen=True, array_like=True, tag="piece"):

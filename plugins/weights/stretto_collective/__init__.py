@@ -8,17 +8,14 @@ transfer has no effect on others. A worker whose engine is a separate server imp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from stretto import Component, Context, Problem, WeightsConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
+from stretto.config import RunConfig
 from stretto.models.version_files import RunFolders
 from stretto.nodes import interface_problems
-from stretto.weights import KeptVersions
-
-if TYPE_CHECKING:
-    from stretto.config import RunConfig
-    from stretto.weights import Wire
+from stretto.weights import KeptVersions, Wire
 
 __all__ = ["CollectiveConfig", "CollectiveTransport"]
 

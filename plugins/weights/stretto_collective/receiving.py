@@ -7,9 +7,8 @@ import secrets
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import anyio
 import anyio.to_thread
 import msgspec
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented there
@@ -17,11 +16,9 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from stretto.errors import BusError, StrettoError, WeightsError, one_job
 from stretto.models.version_files import AskOutline, Outline
 from stretto.models.version_receiver import VersionReceiver
+from stretto.weights import WeightsNote, Wire
+from stretto_collective import CollectiveConfig
 from stretto_collective.meeting import BACKEND, Put, Question, Send, Take, Transfer, buckets, gpu_for
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightsNote, Wire
-    from stretto_collective import CollectiveConfig
 
 
 class CollectiveSubscriber(VersionReceiver):

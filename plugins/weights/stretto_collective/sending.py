@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import anyio.to_thread
 import msgspec
@@ -13,13 +13,8 @@ from torch.distributed import HashStore, Store  # pyright: ignore[reportPrivateI
 
 from stretto.errors import WeightsError
 from stretto.models.version_files import AskOutline, FolderPublisher
-from stretto_collective import meeting
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from stretto.weights import Wire
-    from stretto_collective import CollectiveConfig
+from stretto.weights import Wire
+from stretto_collective import CollectiveConfig, meeting
 
 _decode = msgspec.msgpack.Decoder[meeting.Question](meeting.Question).decode
 _MAX_STORES = 64

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import anyio.to_thread
 import msgspec
@@ -21,10 +20,7 @@ from stretto.component import PositiveFloat
 from stretto.errors import WeightsError
 from stretto.models import version_files
 from stretto.models.version_receiver import VersionReceiver
-from stretto.weights import KeptVersions
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightsNote, Wire
+from stretto.weights import KeptVersions, WeightsNote, Wire
 
 __all__ = ["FileSubscriber", "FileTransport", "FileTransportConfig"]
 

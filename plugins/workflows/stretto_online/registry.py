@@ -12,7 +12,7 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -21,14 +21,12 @@ from aiohttp import web
 from stretto import Context
 from stretto.agents.api_call import ApiError, read_body
 from stretto.agents.endpoint import Endpoint, key_of
+from stretto.agents.recorder import CallRecorder
 from stretto.errors import ConfigError
 from stretto.machine.private_file import write_private
 from stretto.reward import is_number
 from stretto.workflow import Score
-
-if TYPE_CHECKING:
-    from stretto.agents.recorder import CallRecorder
-    from stretto_online import OnlineConfig
+from stretto_online import OnlineConfig
 
 _WAIT_S = 20.0
 """Seconds that the start of a session waits for a sample. The program asks again after an empty answer."""

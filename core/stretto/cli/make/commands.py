@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stretto.cli.arguments import EvaluationOverrides, TrustPlugins, WithOverrides
-from stretto.errors import ConfigError, PluginError, printable
+from stretto.errors import ConfigError, PluginError, nearest, printable
 from stretto.records.figures import print_table
 
 if TYPE_CHECKING:
@@ -187,7 +187,6 @@ def plugins(
 ) -> None:
     """List the installed components, or show one component's config keys: types, defaults, meanings."""
     from stretto.assembly.plugins import KINDS, Plugins
-    from stretto.errors import nearest
 
     installed = Plugins()
     for file in path or []:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 import msgspec
@@ -27,6 +27,7 @@ from stretto.cli.start.acceptance import accepted, print_notice
 from stretto.cli.start.check_chat import chat_lines
 from stretto.cli.start.check_models import source_problems
 from stretto.dataset import Dataset
+from stretto.engine import InferenceEngine
 from stretto.errors import ConfigError, EngineError, one_error
 from stretto.machine.scratch import scratch_folder
 from stretto.models.files import folder_of_model, parameters_in, positions_of
@@ -34,9 +35,6 @@ from stretto.models.hub import download
 from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import load_tokenizer
 from stretto.training.config import LoraConfig, ModelTrainingConfig
-
-if TYPE_CHECKING:
-    from stretto.engine import InferenceEngine
 
 _DEPTH, _DEPTH_ON_GPU, _DEPTH_QUICK = 1024, 4096, 256
 _TEXTS = 6

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from stretto.cli.numerics.sides import Engine, Logprobs, Sampled, Tokens, Trainer, serving
-from stretto.engine import Sampling
+from stretto.engine import InferenceConfig, InferenceEngine, Sampling
 from stretto.errors import EngineError
 from stretto.rl.drift import Drift, drift_by_depth, kl_of_tokens, quarters
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.engine import InferenceConfig, InferenceEngine
     from stretto.training.config import ModelTrainingConfig
     from stretto.weights import WeightsNote
 

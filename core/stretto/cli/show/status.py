@@ -14,28 +14,22 @@ from stretto.bus.messages.membership import RunStatus
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap
 from stretto.errors import ConfigError, NoAnswer, printable
-from stretto.records.status import (
-    LATE_S,
-    STATUS,
-    Status,
-    decode_status,
-    is_of_former_kernel,
-    read_status,
-    standstill,
-)
+from stretto.records import status as status_file
 
 
 def status_lines(folder: Path) -> list[str]:
     """Describe the state of the run in `folder`."""
-    status = read_status(folder)
+    status = status_file.read_status(folder)
     if status is None:
-        raise ConfigError(f"{folder} has no {STATUS}: it holds no run, or the run has not started")
+        raise ConfigError(
+            f"{folder} has no {status_file.STATUS}: it holds no run, or the run has not started"
+        )
     lines = _head(status)
     age_s = time.time() - status.written
     if not is_locked(folder / "bus" / "kernel.lock"):
         return [*lines, f"no kernel owns the run; this was its state {age_s:.0f} s ago"]
-    remark = standstill(folder, status)
-    if is_of_former_kernel(folder, status):
+    remark = status_file.standstill(folder, status)
+    if status_file.is_of_former_kernel(folder, status):
         return [*lines, remark]
     return [*lines, *([remark] if remark else []), *_details(status)]
 
@@ -46,7 +40,7 @@ def status_lines_over_bus(viewer: Bootstrap) -> list[str]:
     return [*_head(status), *_details(status)]
 
 
-async def _receive_status(bootstrap: Bootstrap) -> Status:
+async def _receive_status(bootstrap: Bootstrap) -> status_file.Status:
     received: list[RunStatus] = []
     arrived = anyio.Event()
 
@@ -57,22 +51,22 @@ async def _receive_status(bootstrap: Bootstrap) -> Status:
     subject = Subjects(bootstrap.run).status
     async with connect(bootstrap) as bus:
         await bus.subscribe(subject, RunStatus, accept)
-        with anyio.move_on_after(LATE_S):
+        with anyio.move_on_after(status_file.LATE_S):
             await arrived.wait()
     if not received:
-        raise NoAnswer("the kernel", subject, LATE_S)
+        raise NoAnswer("the kernel", subject, status_file.LATE_S)
     try:
-        return decode_status(received[0].content)
+        return status_file.decode_status(received[0].content)
     except msgspec.DecodeError as error:
         raise ConfigError(f"the kernel sent what is not a status: {error}") from error
 
 
-def _head(status: Status) -> list[str]:
+def _head(status: status_file.Status) -> list[str]:
     verdict = [status.verdict.text] if status.verdict is not None else []
     return [printable(text) for text in (f"step {status.version} of {status.steps}, {status.now}", *verdict)]
 
 
-def _details(status: Status) -> list[str]:
+def _details(status: status_file.Status) -> list[str]:
     lines: list[str] = []
     if not status.connected:
         lines.append("the kernel has no connection to nats-server")

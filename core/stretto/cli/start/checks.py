@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -42,10 +42,8 @@ from stretto.training.memory import end_counting
 from stretto.training.source_files import tensor_problems
 from stretto.user_code.importable import fault_of_importable
 from stretto.user_code.plain_data import encode_row
+from stretto.user_code.reward import ScoringResult, Task, try_to_score
 from stretto.user_code.sandbox import sandbox_problems
-
-if TYPE_CHECKING:
-    from stretto.user_code.reward import ScoringResult, Task
 
 T = TypeVar("T")
 
@@ -315,8 +313,6 @@ def _reward_problems(
 
 def _trial_scores(assembly: Assembly, tasks: Mapping[T, Task]) -> tuple[str, dict[T, ScoringResult]]:
     """Score tasks as often as the run would. Return the results, and why the reward cannot be made, if so."""
-    from stretto.user_code.reward import try_to_score
-
     document, results = msgspec.to_builtins(assembly.config), dict[T, "ScoringResult"]()
     for attempt in range(1 + assembly.config.workflow.member_retries):
         remaining = {key: task for key, task in tasks.items() if key not in results or results[key].fault}
@@ -333,8 +329,6 @@ def _scoring_tasks(
     assembly: Assembly, read: Mapping[str, ReadRows]
 ) -> dict[tuple[str, RowForm | None], Task]:
     """Return (key of a dataset, form of a row; None for the first row) -> task for a trial of the reward."""
-    from stretto.user_code.reward import Task
-
     columns = assembly.composed.components["workflow"].reward_columns
     if columns is None:
         return {}

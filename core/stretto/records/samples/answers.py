@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
 
 from stretto.bus.messages.events import Measure
-
-if TYPE_CHECKING:
-    from stretto.records.samples.store import SampleStore
+from stretto.records.samples.store import SampleFilter, SampleStore
 
 
 class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +43,6 @@ class KeptAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_answers(store: SampleStore, version: int, *, texts: bool = False) -> list[KeptAnswer]:
     """Return an evaluation's answers by row, from the row's last attempt; `texts` adds columns and texts."""
-    from stretto.records.samples.store import SampleFilter  # the store imports numpy
-
     wanted = SampleFilter(purpose="eval", outcome="evaluated", step=(version, version))
     samples = store.find(wanted, limit=None, texts=texts)
     last_outcome = {each["row"]: each["sequence"] for each in samples}

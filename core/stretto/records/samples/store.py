@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from stretto.bus.messages.tickets import Purpose
 from stretto.errors import ConfigError
 from stretto.records.files import open_record
 from stretto.records.samples.files import FOLDER, SegmentName, Table, schema, segments_in
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 Bounds = tuple[float | None, float | None]
 """Lowest and highest value, both included; None for no bound."""

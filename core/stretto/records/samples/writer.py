@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-import anyio
 import anyio.to_thread
 import msgspec
 import structlog

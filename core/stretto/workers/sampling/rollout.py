@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import anyio
 import anyio.to_thread
 import msgspec
 from anyio.abc import TaskGroup

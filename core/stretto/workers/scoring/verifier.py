@@ -12,17 +12,8 @@ from anyio.abc import TaskGroup
 
 from stretto.assembly.compose import Composed
 from stretto.assembly.variants import runs_of
+from stretto.bus.messages import scoring
 from stretto.bus.messages.membership import Heartbeat
-from stretto.bus.messages.scoring import (
-    AskTools,
-    EnvironmentAnswer,
-    EnvironmentTurn,
-    RunTool,
-    Scored,
-    ScoreSamples,
-    ToolDone,
-    ToolList,
-)
 from stretto.environment import ENVIRONMENTS, EnvironmentConfig, EnvironmentToolsConfig, Feedback
 from stretto.errors import ConfigError
 from stretto.reward import RewardConfig
@@ -90,15 +81,21 @@ class VerifierWorker:
         bus, subject = self._context.bus, self._context.subject
         if rewards := self._rewards:
             await bus.serve(
-                subject("score"), ScoreSamples, lambda each: _service(rewards, each.variant).score(each)
+                subject("score"),
+                scoring.ScoreSamples,
+                lambda each: _service(rewards, each.variant).score(each),
             )
         if tools := self._tools:
-            await bus.serve(subject("tools"), AskTools, lambda each: _service(tools, each.variant).list())
-            await bus.serve(subject("tool"), RunTool, lambda each: _service(tools, each.variant).call(each))
+            await bus.serve(
+                subject("tools"), scoring.AskTools, lambda each: _service(tools, each.variant).list()
+            )
+            await bus.serve(
+                subject("tool"), scoring.RunTool, lambda each: _service(tools, each.variant).call(each)
+            )
         if environments := self._environments:
             await bus.serve(
                 subject("environment"),
-                EnvironmentTurn,
+                scoring.EnvironmentTurn,
                 lambda each: _service(environments, each.variant).answer(each),
             )
 
@@ -165,12 +162,12 @@ class _Rewards(_Service):
         super().__init__(context, program, composed.config.verifier.children)
         self.pause = Pause("the reward", composed.config.verifier.pause_s)
 
-    async def score(self, message: ScoreSamples) -> Scored:
+    async def score(self, message: scoring.ScoreSamples) -> scoring.Scored:
         task = reward.Task(message.row, message.completions, message.columns)
         scored = await self._scored(task)
         if isinstance(scored, SampleFault):
             scored = await self._one_by_one(task, scored)
-        return Scored(tuple(scored))
+        return scoring.Scored(tuple(scored))
 
     async def _one_by_one(self, task: reward.Task, fault: SampleFault) -> Sequence[_Score | SampleFault]:
         if len(task.completions) == 1:
@@ -235,21 +232,21 @@ class _Tools(_Service):
         )
         super().__init__(context, program, run.verifier.tool_children)
 
-    async def list(self) -> ToolList:
-        return ToolList(self.reported)
+    async def list(self) -> scoring.ToolList:
+        return scoring.ToolList(self.reported)
 
-    async def call(self, message: RunTool) -> ToolDone:
+    async def call(self, message: scoring.RunTool) -> scoring.ToolDone:
         invocation = tools.Invocation(message.name, message.arguments, message.images)
         try:
-            return ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
+            return scoring.ToolDone(await self.children.ask(invocation, ToolAnswer, self._timeout_s))
         except TimeoutError:
             return self._failed(message, f"took longer than {self._timeout_s:g} s")
         except ChildEnded as error:
             return self._failed(message, f"ended its process: {error}")
 
-    def _failed(self, message: RunTool, fault: str) -> ToolDone:
+    def _failed(self, message: scoring.RunTool, fault: str) -> scoring.ToolDone:
         log.warning("tool failed", tool=message.name, error=fault)
-        return ToolDone(ToolAnswer(f"error: {message.name} {fault}", failed=True))
+        return scoring.ToolDone(ToolAnswer(f"error: {message.name} {fault}", failed=True))
 
 
 class _Environments(_Service):
@@ -262,12 +259,12 @@ class _Environments(_Service):
         super().__init__(context, program, composed.config.verifier.children)
         self.pause = Pause("the environment", composed.config.verifier.pause_s)
 
-    async def answer(self, message: EnvironmentTurn) -> EnvironmentAnswer:
+    async def answer(self, message: scoring.EnvironmentTurn) -> scoring.EnvironmentAnswer:
         question = environment.Question(message.arguments)
         answer = await self.pause.call(lambda: self._answered(question))
         if isinstance(answer, SampleFault):
-            return EnvironmentAnswer(fault=answer)
-        return EnvironmentAnswer(answer)
+            return scoring.EnvironmentAnswer(fault=answer)
+        return scoring.EnvironmentAnswer(answer)
 
     async def _answered(self, question: environment.Question) -> Feedback | SampleFault:
         try:

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import anyio
 import anyio.to_thread
 import numpy as np
 from numpy.typing import NDArray

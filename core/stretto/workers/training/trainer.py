@@ -14,7 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-import anyio
 import anyio.to_thread
 import msgspec
 import numpy as np
