@@ -120,10 +120,7 @@ class Composed:
 
 
 def compose(
-    file: Path,
-    overrides: Sequence[str] = (),
-    *,
-    document: Mapping[str, Any] | None = None,
+    file: Path, overrides: Sequence[str] = (), *, document: Mapping[str, Any] | None = None
 ) -> Composed:
     """Read a run file, or `document` in its place, merge `key=value` overrides, and convert every section."""
     from stretto.assembly import run_file  # OmegaConf is slow to import, and only this function needs it

@@ -51,9 +51,7 @@ def changes(assembly: Assembly, section: str) -> list[Change]:
 
 
 def fitting(
-    assembly: Assembly,
-    found: Sequence[Change],
-    fits: Callable[[Sequence[Need]], bool],
+    assembly: Assembly, found: Sequence[Change], fits: Callable[[Sequence[Need]], bool]
 ) -> list[Change]:
     """Return as few of these changes as make the run fit, first of those that do not change what is learned;
     empty if all together do not."""

@@ -203,12 +203,7 @@ class Bus:
         raise NoAnswer(who, subject, deadline_s)
 
     async def serve(
-        self,
-        subject: str,
-        kind: type[M],
-        handler: Callable[[M], Awaitable[Message]],
-        *,
-        forget: bool = False,
+        self, subject: str, kind: type[M], handler: Callable[[M], Awaitable[Message]], *, forget: bool = False
     ) -> None:
         """Answer requests until the bus closes. If the handler raises, the asking process gets a refusal.
 

@@ -221,12 +221,7 @@ class NatsServer:
 
     @classmethod
     async def start(
-        cls,
-        folder: Path,
-        run: str,
-        config: BusConfig,
-        logs: Path,
-        cleaner: Sequence[str] = (),
+        cls, folder: Path, run: str, config: BusConfig, logs: Path, cleaner: Sequence[str] = ()
     ) -> NatsServer:
         """Start a server with its store in `folder`, and write the bootstrap files. If a former kernel's
         server still runs with the same settings, use that server: workers are connected to it.

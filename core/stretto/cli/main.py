@@ -80,12 +80,7 @@ def _refusal(text: str) -> Callable[[], None]:
     return refuse
 
 
-app = typer.Typer(
-    cls=_Commands,
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for wing in (start, sweep, numerics, make, show, audit):
     app.add_typer(wing.app)
 

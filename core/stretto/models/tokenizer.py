@@ -89,11 +89,7 @@ def apply_chat_template(
         if any("content" in turn and turn["content"] is None for turn in turns):
             return _with_no_content(owner, turns, schemas, add_generation_prompt, arguments)
         return owner.apply_chat_template(
-            turns,
-            tools=schemas,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **arguments,
+            turns, tools=schemas, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
         )
     # Templates are code: they join text and values of another type, or look for keys that are not there.
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:

@@ -267,10 +267,7 @@ class RowTokenizer:
     ) -> str:
         """Return the text of a prompt that `encode_prompt` encodes."""
         return self._vision.render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            with_images=bool(self.images),
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, with_images=bool(self.images)
         )
 
 

@@ -275,11 +275,7 @@ def _scores(runs: Sequence[RunFolder]) -> list[tuple[int, list[float | None]]]:
 
 
 def _between(
-    runs: Sequence[RunFolder],
-    figures: Sequence[RunFigures],
-    groups: Sequence[SeedGroup],
-    *,
-    comparable: bool,
+    runs: Sequence[RunFolder], figures: Sequence[RunFigures], groups: Sequence[SeedGroup], *, comparable: bool
 ) -> Iterable[RunDifference]:
     """Yield the differences of each run and the first one: of their held-out scores and of their rewards."""
     first, first_figures, first_values = runs[0], figures[0], runs[0].values()

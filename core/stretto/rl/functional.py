@@ -157,13 +157,7 @@ def overlong_penalty(lengths: Tensor, *, limit: int, buffer: int, factor: float 
 
 
 def gae(
-    rewards: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    lengths: list[int],
-    *,
-    gamma: float = 1.0,
-    lam: float = 1.0,
+    rewards: Tensor, values: Tensor, mask: Tensor, lengths: list[int], *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation over each sequence's own tokens, GAE eq. 11, 12 and 16.
 

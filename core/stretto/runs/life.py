@@ -114,11 +114,7 @@ def checkpoint_to_resume(assembly: Assembly) -> Checkpoint:
 
 
 def kernels_to_the_end(
-    assembly: Assembly,
-    checkpoint: Checkpoint | None,
-    forks: ForkServer | None,
-    *,
-    expire_batch: bool = False,
+    assembly: Assembly, checkpoint: Checkpoint | None, forks: ForkServer | None, *, expire_batch: bool = False
 ) -> Kernels:
     """Yield kernels until the run ends; `checkpoint` is None for a new run. To change the number of trainers,
     a kernel writes a checkpoint and ends, and the next continues (`stretto.kernel.fleet.worker_scaling`)."""

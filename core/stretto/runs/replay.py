@@ -118,11 +118,7 @@ def train_again(
                 with fork_server(segment.assembly) as forks:
                     replay = Replay()
                     setup = RunSetup(
-                        segment.assembly,
-                        resumed=checkpoint,
-                        forks=forks,
-                        values=number,
-                        replays=replay,
+                        segment.assembly, resumed=checkpoint, forks=forks, values=number, replays=replay
                     )
                     _fill_store(setup, segment, source, replay)
                     summary = live(setup, interruptions, accept_dataset=setup.graph.samples)

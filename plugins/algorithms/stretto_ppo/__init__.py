@@ -144,11 +144,7 @@ class PPO(policy_gradient.PolicyGradient[PPOConfig]):
             columns["kl_coef"] = torch.full((len(batch),), self.kl_coef)
             kl = sequence_sum(self.sampled_kl(batch), batch.sequence_index(), len(batch))  # (S,)
             self.kl_coef = adapt_kl_coef(
-                self.kl_coef,
-                float(kl.mean()),
-                target=target,
-                horizon=config.kl.horizon,
-                samples=len(batch),
+                self.kl_coef, float(kl.mean()), target=target, horizon=config.kl.horizon, samples=len(batch)
             )
         return columns
 

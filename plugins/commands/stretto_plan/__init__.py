@@ -38,8 +38,7 @@ def plan(
     times: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Service times: read from this file if it exists, else written to it.",
+            metavar="FILE", help="Service times: read from this file if it exists, else written to it."
         ),
     ] = None,
     compare: Annotated[
@@ -250,11 +249,7 @@ def _measure_times(
 
 class _Planner:
     def __init__(
-        self,
-        run: dict[str, Any],
-        times: ServiceTimes,
-        cores: int,
-        splits: Sequence[Mapping[str, int]] = (),
+        self, run: dict[str, Any], times: ServiceTimes, cores: int, splits: Sequence[Mapping[str, int]] = ()
     ) -> None:
         self._run, self._times, self._cores, self._splits = run, times, cores, splits
         self._known: dict[tuple[tuple[str, Any], ...], Forecast] = {}

@@ -92,10 +92,7 @@ def overhead(times: ServiceTimes, used_s: Mapping[str, float], seen: Forecast) -
 
 
 def _engine(
-    times: ServiceTimes,
-    decode_s: Sequence[float],
-    runs: Sequence[Measured],
-    seen: Sequence[Forecast],
+    times: ServiceTimes, decode_s: Sequence[float], runs: Sequence[Measured], seen: Sequence[Forecast]
 ) -> ServiceTimes:
     """Fit the times of decode steps, so that both runs use the measured processor time, `decode_s`, if their
     engines decode as many samples at once as in the simulation."""

@@ -64,8 +64,7 @@ def _check(config: SglangConfig, run: RunConfig) -> Iterator[Problem]:
     kind = str(known_config(run.model).get("model_type", ""))
     if kind.startswith("llava"):
         yield Problem(
-            "model",
-            f"is of type {kind!r}: SGLang reads only its first image, in float16; use another engine",
+            "model", f"is of type {kind!r}: SGLang reads only its first image, in float16; use another engine"
         )
 
 

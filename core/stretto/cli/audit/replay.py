@@ -123,11 +123,7 @@ def _kept_too_little(folder: Path, recording: RunHistory, first: int, missing: S
 
 
 def _segments(
-    folder: Path,
-    recording: RunHistory,
-    batches: Sequence[RecordedBatch],
-    overrides: Sequence[str],
-    out: Path,
+    folder: Path, recording: RunHistory, batches: Sequence[RecordedBatch], overrides: Sequence[str], out: Path
 ) -> list[ReplaySegment]:
     """Split the batches into segments, each with the same values and the same numbers of processes."""
 

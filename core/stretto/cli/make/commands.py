@@ -299,8 +299,7 @@ def invite(
     guest: Annotated[
         str,
         typer.Argument(
-            metavar="GUEST",
-            help="A role, such as rollout; an id, such as rollout-x; or `viewer`.",
+            metavar="GUEST", help="A role, such as rollout; an id, such as rollout-x; or `viewer`."
         ),
     ],
 ) -> None:

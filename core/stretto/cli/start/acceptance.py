@@ -19,11 +19,7 @@ def print_notice(level: str, text: str) -> None:
 
 
 def accepted(
-    assembly: Assembly,
-    *,
-    starting: bool,
-    show: Callable[[str, str], None] = print_notice,
-    **options: bool,
+    assembly: Assembly, *, starting: bool, show: Callable[[str, str], None] = print_notice, **options: bool
 ) -> Assembly:
     """Show warnings, and return the run if it has no errors. `starting`: this machine's faults are errors.
     `options`: those of `problems`."""

@@ -75,11 +75,7 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
     yield from _shared_memory_problems(assembly)
 
 
-def _advice(
-    assembly: Assembly,
-    sections: Sequence[str],
-    fits: Callable[[Sequence[Need]], bool],
-) -> str:
+def _advice(assembly: Assembly, sections: Sequence[str], fits: Callable[[Sequence[Need]], bool]) -> str:
     """Name the keys that free memory, the largest first, and those with which the run fits."""
     found = sorted(
         (change for section in sections for change in changes(assembly, section)),

@@ -116,10 +116,6 @@ class RouteSender:
 def _peer(member: FleetMember, *, closed: bool = False) -> Peer:
     load = member.beat.load
     figures = load and EngineFigures(
-        load.version,
-        load.running + load.waiting,
-        load.slots,
-        load.generated_tokens,
-        load.lost_tokens or 0,
+        load.version, load.running + load.waiting, load.slots, load.generated_tokens, load.lost_tokens or 0
     )
     return Peer(member.worker, member.nonce, figures, member.exact_version, closed)

@@ -44,11 +44,7 @@ class Lending:
         self.lent: frozenset[str] = frozenset()
 
     def choose(
-        self,
-        demand: Demand,
-        workers: Mapping[str, int | None],
-        now: float,
-        own: frozenset[str] | None = None,
+        self, demand: Demand, workers: Mapping[str, int | None], now: float, own: frozenset[str] | None = None
     ) -> float:
         """Set `lent`. Return the time of the next call if nothing changes: the end of a turn, or infinity.
 

@@ -104,9 +104,7 @@ class Members:
         return [results[number] for number in sorted(results)]
 
     async def score(
-        self,
-        lengths: Sequence[int],
-        score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]],
+        self, lengths: Sequence[int], score: Callable[[list[int]], Awaitable[Iterable[Score | SampleFault]]]
     ) -> list[Score]:
         """Score answers of these lengths (tokens; 0: unknown), and retry those that fail. An answer without a
         score gets the reward NaN; an answer that is itself at fault gets the failure reward."""

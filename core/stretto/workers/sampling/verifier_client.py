@@ -35,10 +35,7 @@ class VerifierClient:
         self._listing = anyio.Lock()
 
     async def score(
-        self,
-        row: Mapping[str, Any],
-        texts: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
+        self, row: Mapping[str, Any], texts: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> Sequence[tuple[float, dict[str, float]] | SampleFault]:
         """Return the reward and the metrics of each text, or the fault because of which it has none."""
         if self._config.reward is None:
