@@ -361,19 +361,15 @@ def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
         (["model=empty"], "no config.json"),
         ([MODEL, "groups.critics.use=mock"], "groups.critics: no model is in this group"),
         ([MODEL, "models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
-        (
-            [MODEL, "models.actor.group=trainin"],
-            "models.actor.group: no worker group 'trainin'; did you mean 'training'?",
-        ),
+        ([MODEL, "models.actor.group=trainin"],
+         "models.actor.group: no worker group 'trainin'; did you mean 'training'?"),
         ([MOCK, "training.processes=64"], "32 sequences for the 64 data-parallel ranks"),
         ([MODEL, "models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
-        (
-            [MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
-            "it has a vocabulary of 99 tokens, the run's model of 100",
-        ),
+        ([MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
+         "it has a vocabulary of 99 tokens, the run's model of 100"),
         ([MOCK, "algorithm=reward_model", HELD_OUT], "'reward', which is not a policy"),
     ],
-)
+)  # fmt: skip
 def test_runs_that_cannot_work_are_refused(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
 ) -> None:

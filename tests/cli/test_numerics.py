@@ -171,25 +171,17 @@ def lose_a_token(patch: pytest.MonkeyPatch) -> None:
 
 DEPTHS = ["depth 256", "depth 512", "depth 768", "depth 1024"]
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, list[str], str]] = [
-    (
-        lose_a_weight,
-        "tiny",
-        [*DEPTHS, "temperature", "greedy", "kept tokens", "swap", "adapter"],
-        "other weights, or another function",
-    ),
+    (lose_a_weight, "tiny", [*DEPTHS, "temperature", "greedy", "kept tokens", "swap", "adapter"],
+     "other weights, or another function"),
     (leave_out_the_adapter, "tiny", ["adapter"], "without its adapter"),
     (see_one_token_too_many, "tiny", ["packing"], "see each other's tokens"),
     (continue_position_ids, "gpt2", ["packing"], "position ids do not begin again"),
     (forget_the_temperature, "tiny", ["temperature"], "temperature"),
     (keep_a_shard, "tiny", ["swap"], "a swap leaves something of the old version"),
     (scale_far_positions, "tiny", DEPTHS[2:], "beyond a depth of about 512"),
-    (
-        lose_a_token,
-        "tiny",
-        [*DEPTHS, "temperature", "greedy", "kept tokens", "swap"],
-        "answers have fewer or other tokens",
-    ),
-]
+    (lose_a_token, "tiny", [*DEPTHS, "temperature", "greedy", "kept tokens", "swap"],
+     "answers have fewer or other tokens"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,7 @@ def test_calls_of_the_agents_own_model_are_read(tmp_path: Path) -> None:
         ("atif", {**written("atif"), "schema_version": "ATIF-v2.0"}, r"schema_version"),
         ("training-trace", changed("training-trace", "per_token_logps", None), "field `per_token_logps`"),
         ("training-trace", changed("training-trace", "per_token_logps", [0.0]), "turn 2: 1 logprobs for 3"),
-        (
-            "training-trace",
-            changed("training-trace", "loss_mask", [1] * 9),
-            "turn 2: expected a loss_mask",
-        ),
+        ("training-trace", changed("training-trace", "loss_mask", [1] * 9), "turn 2: expected a loss_mask"),
         ("training-trace", changed("training-trace", "completion_token_ids", [-1]), r"ids\[0\]"),
         ("atif", changed("atif", "logprobs", None), "step 6: expected one call .* logprobs in its metrics"),
         ("atif", changed("atif", "prompt_token_ids", None), "step 6: expected one call of the model"),
@@ -192,7 +188,7 @@ def test_calls_of_the_agents_own_model_are_read(tmp_path: Path) -> None:
         ("training-trace", changed("training-trace", "prompt_token_ids", []), "turn 2: no prompt_token_ids"),
         ("atif", of_models("small", "large"), "step 6 is of the model 'large', and the agent's is 'small'"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path: Path, format: TraceFormat, trace: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"traces\.jsonl:2: .*{message}"):
         read(tmp_path, format, written(format), trace)

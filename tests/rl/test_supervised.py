@@ -113,22 +113,16 @@ def test_what_is_trained_follows_the_template(
         (TEMPLATE, {"completion": [{**LAST, "content": "a</think>b"}, ASK, LAST]}, "changes its 'content'"),
         (OPENS, {"completion": [LAST]}, "opens the answer with '<think>', and writes"),
         (PLAIN, {"completion": [{**LAST, "reasoning_content": "why"}]}, "changes its 'reasoning_content'"),
-        (
-            PLAIN,
-            {"completion": [{**TRL, "tool_calls": ["add"]}]},
-            "expected tool calls with a function's name",
-        ),
+        (PLAIN, {"completion": [{**TRL, "tool_calls": ["add"]}]},
+         "expected tool calls with a function's name"),
         (PLAIN, {"completion": [LAST], "tools": ["add"]}, "column 'tools' of row 7: expected a list of JSON"),
         (PLAIN, {"completion": [ASK, LAST]}, "begins with a turn of the user; expected the answer alone"),
         (PLAIN, {"prompt": "1+1?", "completion": [LAST]}, "has chat messages, and the prompt is text"),
-        (
-            PLAIN,
-            {"completion": [{**LAST, "content": [{"type": "image"}]}]},
-            "only the prompt may have images",
-        ),
+        (PLAIN, {"completion": [{**LAST, "content": [{"type": "image"}]}]},
+         "only the prompt may have images"),
         (None, {"completion": [LAST]}, "has no chat template"),
     ],
-)
+)  # fmt: skip
 def test_what_the_template_does_not_write_is_an_error_with_the_row(
     template: str, row: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
