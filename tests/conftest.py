@@ -1,7 +1,5 @@
 """Fixtures shared by all tests: a real nats-server, and a bus on it for any role."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Agents by endpoint: OpenAI's own client against it, and runs of agents that end as trajectories."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

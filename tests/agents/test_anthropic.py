@@ -1,7 +1,5 @@
 """Anthropic's own client library against the endpoint, and as an unmodified agent."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

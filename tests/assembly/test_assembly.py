@@ -1,7 +1,5 @@
 """What follows from a run file before the run begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

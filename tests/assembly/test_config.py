@@ -1,7 +1,5 @@
 """Run files: what is read, merged, typed and refused, and with which words."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The dataflow: edges from keys, an order that respects them, and words about what cannot run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

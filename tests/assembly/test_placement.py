@@ -1,7 +1,5 @@
 """Which rank works on which rows, and where what it wrote is to be found."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Variants in the run file: what they take over, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

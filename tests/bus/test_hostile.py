@@ -1,7 +1,5 @@
 """Hostile messages: names that are protocol, replies to foreign subjects, counts that would take memory."""
 
-from __future__ import annotations
-
 import os
 import struct
 from functools import partial

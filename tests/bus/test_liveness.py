@@ -1,7 +1,5 @@
 """What tells a silent bus from a silent process: a real server that is out, its guard, the kernel's lock."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

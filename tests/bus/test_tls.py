@@ -1,7 +1,5 @@
 """TLS of the bus: who is refused, what a certificate holds, and where the bundled server listens."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl

@@ -1,7 +1,5 @@
 """`stretto audit`: a clean run is clean, and each hand-made violation in its files is found."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

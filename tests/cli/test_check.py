@@ -1,7 +1,5 @@
 """What `check` tries before a run starts, and how a run ends whose plugin is wrong all the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

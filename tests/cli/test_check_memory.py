@@ -1,7 +1,5 @@
 """What a run's engines take of the machine's memory, as `stretto check` counts it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto evaluate`: figures against hand-worked ones, answers against transformers' own, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`stretto numerics`: healthy models of many shapes, and the table of planted faults in docs/numerics.md."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The grid of a sweep; and sweeps through the command line, with runs of the mock engines."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

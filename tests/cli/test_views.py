@@ -1,7 +1,5 @@
 """`stretto runs`, `plot` and `compare`: what they show is what the runs' files say."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

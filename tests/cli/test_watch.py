@@ -1,7 +1,5 @@
 """`stretto watch`: the live view of a run that another process owns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

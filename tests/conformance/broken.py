@@ -3,8 +3,6 @@
 `test_faults.py` runs this file. `finds` says which tests fail, and words of the message.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time

@@ -3,8 +3,6 @@
 Every command of the README works there, or names the extra to install.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -3,8 +3,6 @@
 Those with one GPU passed on an H100. Those with two, and that of `cuda_graphs`, were not tried.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A policy that says what a test wants, for agents by endpoint, and a check of the trajectories."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """For tests of what runs on the bus: waiting, plain clients, and the kernel's first message to a worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable

@@ -1,7 +1,5 @@
 """Chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages of small groups, as rollout workers, trainers and the kernel send them to the log."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ The tests of the contract of engines know nothing of images. With this engine th
 the engine puts it before each text, and `SeeingReference` does the same.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """Lines of `metrics.jsonl` as a healthy run writes them, with what a test changes, and the advice on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs of tiny models of many types, without tokenizers: `tiny_config("mpt")`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models on disk, and a torch inference engine that serves them as an inference worker would."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

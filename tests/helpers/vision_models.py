@@ -1,7 +1,5 @@
 """Tiny random vision-language models, with tokenizer and processor, and pictures for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which workers a rollout worker may call: few, stable, and nobody is forgotten."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """Checkpoint folders: whole or absent, found and pruned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

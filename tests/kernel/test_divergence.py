@@ -1,7 +1,5 @@
 """The divergence of trained batches: measured by the trainer, less the engine's error, it moves the gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fork server: what its processes have for themselves, and what happens when it cannot fork."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

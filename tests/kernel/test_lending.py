@@ -1,7 +1,5 @@
 """Which engines are lent to an evaluation, and for how long."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A bad outcome costs its ticket, and neither the run nor its resumption."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

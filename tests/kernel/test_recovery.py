@@ -1,7 +1,5 @@
 """What a run continues from when its store, its checkpoints or its metrics are damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager

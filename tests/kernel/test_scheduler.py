@@ -1,7 +1,5 @@
 """The scheduler's promises, held against generated sequences of events, and its rules by example."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, deque

@@ -1,7 +1,5 @@
 """What training waits for, by the causes that the scheduler and the engines give."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

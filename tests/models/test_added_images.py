@@ -1,7 +1,5 @@
 """Images that workflows and agents add: their tokens, their way to the trainer, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

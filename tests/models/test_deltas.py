@@ -1,7 +1,5 @@
 """Deltas of tensor files: what they restore, what they cost, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Models of the hub are downloaded before a run starts, and the user is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Images that cannot be read are one clear error for their row, and cost little memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Rows with images, from the dataset to the training engine: the processors, the numbers, whole runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Advice: every rule says its fault and nothing else; runs show it, keep it, and end by it where asked."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

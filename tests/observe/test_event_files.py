@@ -1,7 +1,5 @@
 """The journal as files: what is written, what readers make of it, and what follows from it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import chain

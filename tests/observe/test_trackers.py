@@ -1,7 +1,5 @@
 """The kernel's side of trackers: processes that fail or hang cost the run neither its time nor its end."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

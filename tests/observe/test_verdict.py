@@ -1,7 +1,5 @@
 """The verdict: what it says of made series of steps, and how often it is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

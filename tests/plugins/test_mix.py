@@ -1,7 +1,5 @@
 """The dataset `mix`: shares of its parts, schedules, pools and gates; what `check` refuses."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping

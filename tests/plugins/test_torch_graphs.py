@@ -1,8 +1,6 @@
 """Decode steps that a GPU replays as CUDA graphs. On a CPU the same steps run without graphs, which shows all
 that a replay depends on: what a step reads, at which addresses, and what it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic

@@ -1,7 +1,5 @@
 """Parts of the torch inference engine that can be tested alone: shapes, drawing, the test of a decoder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The torch inference engine's prefix cache, and the memory that it takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

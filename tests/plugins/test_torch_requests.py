@@ -1,7 +1,5 @@
 """The torch inference engine's requests: numbers, determinism, resumption, endings and failures."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12
 have its extra `ta`, `openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model that two cores can train.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Workflows of several turns: what they make of a group, and whole runs of them."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Mapping, Sequence

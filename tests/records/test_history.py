@@ -1,7 +1,5 @@
 """What the events of runs with accidents tell."""
 
-from __future__ import annotations
-
 from kernel_events import done, issued, retired, step_measured
 from stretto.bus.messages.events import FleetChanged, KernelBegan, RunEnded
 from stretto.bus.messages.tickets import TicketStarted

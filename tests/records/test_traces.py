@@ -1,8 +1,6 @@
 """Samples in the formats of other tools. The schemas are those of their packages: `model_json_schema()` of
 OpenEnv's `TrainingTrace` and of Harbor's `Trajectory`, of the versions in the files' names, without texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Sequences made of rows: which tokens of a conversation are trained, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

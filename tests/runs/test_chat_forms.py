@@ -1,7 +1,5 @@
 """Real runs on models whose chat templates are other people's, against what transformers renders."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

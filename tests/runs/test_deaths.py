@@ -1,7 +1,5 @@
 """Runs whose processes are killed or interrupted, and what a resumed run does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Whole runs keep their samples: every trajectory once, also when the writer and the kernel are killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections import Counter

@@ -1,7 +1,5 @@
 """`stretto.run`: runs that a Python program starts, follows, awaits and stops."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """`stretto run --supervise`: the next kernel after one that was killed, and signals."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

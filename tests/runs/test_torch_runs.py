@@ -1,7 +1,5 @@
 """The torch engines together: whose logprobs are whose, and runs that repeat bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An A/B test within one run of the mock engines, through the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 

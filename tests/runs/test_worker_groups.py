@@ -1,7 +1,5 @@
 """Runs of several models in several worker groups, and runs that start trainers only."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

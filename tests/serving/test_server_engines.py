@@ -1,8 +1,6 @@
 """Engines that are servers: what a run file is refused for, and what becomes of samples when a server is in
 trouble. The servers are small stand-ins; real ones are in `integration/`."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What the bus promises, on a real nats-server and on the simulated one. The real one is the truth."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Every run file of `examples/`, and every component that `stretto new` writes, can be simulated and planned,
 or the command says why not; a run that fails without any fault leaves a tape."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

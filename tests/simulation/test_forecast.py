@@ -1,7 +1,5 @@
 """Forecasts of the speed of a run: cores that processes share, and service times that are fitted."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Whatever happens to a worker while a run starts, the run starts all the same, or says what happened."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Universes repeat themselves, show planted faults, and run from the command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

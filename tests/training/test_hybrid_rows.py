@@ -3,8 +3,6 @@
 No CPU has the kernels: transformers' own functions, once for each sequence, take their place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

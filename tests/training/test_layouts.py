@@ -1,7 +1,5 @@
 """Training over several processes gives the numbers of one: FSDP2, copies, tensor parallel, pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

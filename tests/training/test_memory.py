@@ -1,7 +1,5 @@
 """The memory of training, counted before a run, against the bytes that a real step holds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

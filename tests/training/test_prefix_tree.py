@@ -1,7 +1,5 @@
 """Shared prefixes: the tree of any sequences, and the plain forward's logprobs and gradients from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain

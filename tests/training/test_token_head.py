@@ -1,7 +1,5 @@
 """Logits in chunks: the logprobs, entropies and gradients of the whole logits, for every form of a head."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

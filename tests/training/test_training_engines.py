@@ -1,7 +1,5 @@
 """The training engine `torch`: the numbers of plain forwards, and one gradient however it is split."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """What the server says of runs, against the files of the runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that a run file names are loaded once, and whole."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The sandbox, by what real processes in it can and cannot do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

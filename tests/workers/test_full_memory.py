@@ -1,7 +1,5 @@
 """An error of full memory names what the process held, what was counted, and the keys that free most."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

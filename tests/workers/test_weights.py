@@ -1,8 +1,6 @@
 """Weights on their way from trainer to engine: the transports, what a worker does with them, and a run in
 which something goes wrong with them on purpose."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re
