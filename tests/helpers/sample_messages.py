@@ -51,17 +51,10 @@ def trajectories(
 def record(
     ticket: int, attempt: int = 1, purpose: tickets.Purpose = "train", row: int = 5
 ) -> tickets.TicketRecord:
-    chat = '[{"role":"user","content":"1+1="}]'
+    chat, data = '[{"role":"user","content":"1+1="}]', '{"prompt":"1+1=","answer":"2"}'
+    texts = tuple(tickets.KeptText(None, f"answer {index} of {ticket}", chat) for index in (0, 1))
     return tickets.TicketRecord(
-        purpose,
-        ticket,
-        attempt,
-        row,
-        "rollout-0",
-        '{"prompt":"1+1=","answer":"2"}',
-        "1+1=",
-        tuple(tickets.KeptText(None, f"answer {index} of {ticket}", chat) for index in (0, 1)),
-        *(1.5, 1.0, 0.25),
+        *(purpose, ticket, attempt, row, "rollout-0", data, "1+1=", texts, 1.5, 1.0, 0.25),
         source="even" if ticket % 2 == 0 else "odd",
         variant="short" if ticket % 3 == 0 else "",
     )
@@ -76,16 +69,8 @@ def done(
         for index, each in enumerate(bundle.trajectories)
     )
     digest = digest_of(kept_samples(kept, bundle.trajectories))
-    return tickets.GroupDone(
-        kept.purpose,
-        kept.ticket,
-        kept.attempt,
-        kept.worker,
-        members,
-        1.5,
-        record=sequence + 1,
-        digest=digest,
-    )
+    ids = kept.purpose, kept.ticket, kept.attempt, kept.worker
+    return tickets.GroupDone(*ids, members, 1.5, record=sequence + 1, digest=digest)
 
 
 def failed(ticket: int, reason: str, attempt: int = 1) -> tickets.GroupFailed:

@@ -37,23 +37,13 @@ CHAT = [*PROMPT, *ANSWERED, {"role": "assistant", "content": "two"}]
 def sample(**changes: Any) -> dict[str, Any]:
     """A conversation with a tool: two answers of two tokens."""
     tokens, mask = [5, 6, 7, 8, 9, 10, *b"two"], [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    ids = {"id": "3/1/0", "purpose": "train", "ticket": 3, "row": 7, "outcome": "trained", "step": 2}
+    figures = {"staleness": 1, "reward": 0.5, "metrics": {"turns": 2}, "oldest": 0, "newest": 1}
+    texts = {"prompt_text": "<1+1?", "text": "two", "finish": "stop", "messages": CHAT, "images": None}
     return {
-        "id": "3/1/0",
-        "purpose": "train",
-        "ticket": 3,
-        "row": 7,
-        "outcome": "trained",
-        "step": 2,
-        "staleness": 1,
-        "reward": 0.5,
-        "metrics": {"turns": 2},
-        "finish": "stop",
-        "oldest": 0,
-        "newest": 1,
-        "prompt_text": "<1+1?",
-        "text": "two",
-        "messages": CHAT,
-        "images": None,
+        **ids,
+        **figures,
+        **texts,
         "dataset_row": {"prompt": PROMPT, "tools": [TOOL]},
         "tokens": tokens,
         "loss_mask": [bool(one) for one in mask],

@@ -221,15 +221,9 @@ def leave() -> None:
 async def tool_process(
     config: tools.ToolsConfig, folder: Path, count: int = 1
 ) -> AsyncGenerator[tuple[ChildPool, bytes]]:
-    sandboxed = command(config, "bubblewrap", str(folder))
-    program = Program(
-        "the tools",
-        sandboxed.argv,
-        setup_frame(config),
-        sandboxed.env,
-        sandboxed.folder,
-        max_answer(config),
-    )
+    made = command(config, "bubblewrap", str(folder))
+    frame = setup_frame(config)
+    program = Program("the tools", made.argv, frame, made.env, made.folder, max_answer(config))
     children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:
@@ -259,23 +253,18 @@ async def test_tools_in_the_sandbox_always_answer(tmp_path: Path, monkeypatch: p
     )
     async with tool_process(config, tmp_path / "out", count=2) as (children, _):
         assert await call(children, "double", n=4) == tools.ToolAnswer("8")
-        wrong = await call(children, "double", n="four")
-        assert wrong == tools.ToolAnswer(
-            "error: wrong arguments: Expected `int`, got `str` - at `$.n`", failed=True
-        )
+        wrong = "error: wrong arguments: Expected `int`, got `str` - at `$.n`"
+        assert await call(children, "double", n="four") == tools.ToolAnswer(wrong, failed=True)
         assert (await call(children, "broken")).text == "error: KeyError: 'no such key'"
         assert (await call(children, "unspeakable")).text == "error: ValueError: oh ?"
         unknown = await call(children, "duoble")
         assert unknown.failed
         assert "no tool 'duoble'; did you mean 'double'?" in unknown.text
-        assert (
-            await call(children, "text")
-        ).text == "?" + "x" * 3999 + "\n[cut after 4000 of 5001 characters]"
+        cut = "\n[cut after 4000 of 5001 characters]"
+        assert (await call(children, "text")).text == f"?{'x' * 3999}{cut}"
         page = await call(children, "page", images=True)
-        assert (page.text, [decode(file).getpixel((0, 0)) for file in page.images]) == (
-            '{"links":2}',
-            [(255, 0, 0)],
-        )
+        assert page.text == '{"links":2}'
+        assert [decode(file).getpixel((0, 0)) for file in page.images] == [(255, 0, 0)]
         assert page.content == [{"type": "text", "text": '{"links":2}'}, {"type": "image"}]
         assert await call(children, "page") == tools.ToolAnswer('{"links":2}\n[image, which you cannot see]')
         unreadable = await call(children, "page", images=True, broken=True)
@@ -493,9 +482,7 @@ async def test_a_running_mcp_server_that_restarts_costs_the_call_in_which_it_end
         ({"url": "http://127.0.0.1:9/mcp"}, "ConnectError: All connection attempts failed"),
     ],
 )
-async def test_a_server_that_does_not_start_says_why(
-    tmp_path: Path, server: dict[str, Any], reason: str
-) -> None:
+async def test_servers_say_why_they_do_not_start(tmp_path: Path, server: dict[str, Any], reason: str) -> None:
     config = tools.ToolsConfig(mcp=(msgspec.convert(server, tools.MCPServer),))
     sandboxed = command(config, "bubblewrap", str(tmp_path))
     started, _ = try_to_ask(sandboxed.argv, setup_frame(config), (), patience(), env=sandboxed.env)
