@@ -333,9 +333,7 @@ def test_a_run_of_no_steps_may_say_how_long_its_schedule_would_be(run_file: Path
         ),
     ],
 )
-def test_refusals_in_the_file_name_its_line(
-    run_file: Path, text: str | bytes, override: str, words: str
-) -> None:
+def test_refusals_of_a_file_name_lines(run_file: Path, text: str | bytes, override: str, words: str) -> None:
     run_file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert words in refused(run_file, *filter(None, [override]))
 
@@ -446,9 +444,7 @@ def test_a_key_that_is_gone_is_refused_with_what_to_write_instead(
     assert refused(run_file) == f"{run_file}:12: growth: 'growth' is gone; use `stretto scale`"
 
 
-def test_gpus_that_are_not_there_concern_this_machine_only(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpus_concern_this_machine_only(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     composed = compose(run_file, [MOCK, "training.gpus=1", "inference.gpus=1"])
     assert complaints(composed) == []
@@ -575,9 +571,7 @@ def test_the_example_files_are_what_the_schema_says() -> None:
         validator.validate(yaml.safe_load(file.read_text()))
 
 
-def test_the_gsm8k_example_finds_its_rows_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gsm8k_example_finds_its_rows_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.chdir(tmp_path)
     config: Any = compose(examples / "gsm8k_grpo.yaml", []).config

@@ -74,9 +74,7 @@ def plugin(file: Path, kind: str, body: str) -> str:
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom' ({file}:2)"),
     ],
 )
-def test_a_reward_that_cannot_score_the_first_row_is_refused(
-    run_file: Path, body: str, complaint: str
-) -> None:
+def test_a_reward_that_cannot_score_a_first_row_is_refused(run_file: Path, body: str, complaint: str) -> None:
     file = run_file.parent / "rewards.py"
     file.write_text(f"{body}\n")
     message = found(run_file, "reward.use=function", f"reward.function={file}:score")["reward"]
@@ -731,9 +729,7 @@ def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resum
     run.assert_nothing_is_left()
 
 
-def test_a_trainer_that_fails_at_its_start_is_told_without_advice_to_resume(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_trainer_that_fails_at_start_is_told_without_advice_to_resume(start: Start, tmp_path: Path) -> None:
     body = "def make(config, context):\n    raise OSError('no such device')\n"
     file = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
     run = start(f"plugins=[{file}]", "training.use=mine")

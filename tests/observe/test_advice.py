@@ -134,9 +134,7 @@ SILENT: dict[str, list[Part]] = {
 
 
 @pytest.mark.parametrize(("run", "rule", "parts", "text"), CASES, ids=[rule for _, rule, *_ in CASES])
-def test_a_fault_is_said_with_what_helps(
-    run: dict[str, Any], rule: str, parts: list[Part], text: str
-) -> None:
+def test_a_fault_is_said_with_a_remedy(run: dict[str, Any], rule: str, parts: list[Part], text: str) -> None:
     advice = only(advised(series(*parts), run), rule)
     assert text in f"{advice.message}\n"
     if rule in SPEED:
@@ -283,9 +281,7 @@ def evaluated_steps(evaluation_s: float) -> list[Line]:
          "because they are due faster than their engine samples; raise `evaluation.every`"),
     ],
 )  # fmt: skip
-def test_evaluations_that_take_long_are_named_in_place_of_generation(
-    values: dict[str, Any], text: str
-) -> None:
+def test_long_evaluations_are_named_in_place_of_generation(values: dict[str, Any], text: str) -> None:
     run = {**RUN, "evaluation": {"every": 15, "rows": None, **values}}
     assert text in only(advised(evaluated_steps(25.0), run), "evaluation_waits").message
     assert advised(evaluated_steps(2.0), run) == []

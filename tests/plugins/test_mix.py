@@ -238,9 +238,7 @@ def test_without_weights_all_rows_have_the_same_chance(composed: Callable[..., C
         (["parts: {a: {use: jsonl, path: empty.jsonl}}"], r"parts.a is empty"),
     ],
 )  # fmt: skip
-def test_faults_of_the_section_are_named(
-    composed: Callable[..., Composed], lines: list[str], message: str
-) -> None:
+def test_section_faults_are_named(composed: Callable[..., Composed], lines: list[str], message: str) -> None:
     with pytest.raises(StrettoError, match=message):
         made(composed(*lines))
 

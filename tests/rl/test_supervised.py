@@ -90,9 +90,7 @@ def test_the_assistants_turns_are_trained_as_the_template_writes_them(
     ],
     ids=["text", "earlier", "an answer as text"],
 )
-def test_what_is_trained_follows_the_template(
-    template: str, answer: Any, expected: str, tmp_path: Path
-) -> None:
+def test_training_follows_the_template(template: str, answer: Any, expected: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(template, tmp_path)
     encoded = prompt_and_answer({"prompt": [ASK], "completion": answer}, "completion", tokenizer)
     found = trained(encoded, tokenizer)

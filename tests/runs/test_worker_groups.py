@@ -73,9 +73,7 @@ def several(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_calls_of_different_groups_overlap_and_rows_move_between_ranks(
-    start: Start, several: list[str]
-) -> None:
+def test_calls_of_groups_overlap_and_rows_move_between_ranks(start: Start, several: list[str]) -> None:
     run = start(*several)
     summary = run.assert_completed(3)
     assert summary["restarts"] == 0

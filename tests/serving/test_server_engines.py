@@ -247,9 +247,7 @@ async def memory_of(engine: Engine) -> list[str]:
     return (await server.get("/state", deadline_s=patience()))["memory"]
 
 
-async def test_a_server_sleeps_until_a_swap_also_if_it_is_killed(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_sleeps_until_a_swap_also_if_it_is_killed(tmp_path: Path) -> None:
     """The stand-in ends if a call comes in a wrong order."""
     async with started(tmp_path, None, sleep=True, restarts=1) as (engine, answers):
         for version in (0, 0, 1):
