@@ -1,7 +1,5 @@
 """Fixtures shared by all tests: a real nats-server, and a bus on it for any role."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -12,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from stretto.bus.messages.subjects import Subjects
 from stretto.bus.server import Bootstrap, NatsServer, lock_run
 from stretto.cli.start.checks import faults_and_warnings
 from stretto.config import BusConfig
+from tiny_sizes import IDS, tiny_sizes
 from worlds import REAL
 
 RUN = "test-run"
@@ -197,13 +197,11 @@ def names() -> Subjects:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`tiny_models("qwen2")`: folder of a random model of that architecture, with a tokenizer."""
-    made: dict[str, Path] = {}
 
+    @cache
     def folder(architecture: str) -> Path:
-        if architecture not in made:
-            made[architecture] = tmp_path_factory.mktemp(architecture)
-            _make_tiny_model(architecture, made[architecture])
-        return made[architecture]
+        _make_tiny_model(architecture, made := tmp_path_factory.mktemp(architecture))
+        return made
 
     return folder
 
@@ -217,21 +215,8 @@ def _make_tiny_model(architecture: str, folder: Path) -> None:
 
     tokenizer = ascii_tokenizer()
     tokenizer.save_pretrained(folder)
-    common = {
-        "vocab_size": len(tokenizer),
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "initializer_range": 0.08,
-    }
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 512,
-    }
+    common = {**IDS, "vocab_size": len(tokenizer), "initializer_range": 0.08}
+    sizes = tiny_sizes(64, layers=3, max_position_embeddings=512)
     options = {
         "qwen2": {**sizes, "tie_word_embeddings": True},
         "llama": {**sizes, "tie_word_embeddings": False},

@@ -1,7 +1,5 @@
 """Agents by endpoint: OpenAI's own client against it, and runs of agents that end as trajectories."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -19,7 +17,7 @@ import pytest
 from anyio.abc import SocketStream
 from openai import AsyncOpenAI
 
-from agent_session import CALL, TEMPLATE, FakeSession, check_exact, recorded_agent, tokenizer_with
+from agent_session import CALL, TEMPLATE, FakeSession, check_exact, openai_agent, tokenizer_with
 from bus_testing import until
 from kernel_setup import write_run
 from patience import patience
@@ -45,21 +43,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PolicyTokenizer:
     return tokenizer_with(TEMPLATE, tmp_path_factory.mktemp("tokenizer"))
 
 
-@asynccontextmanager
-async def agent_of(
-    session: FakeSession, limits: CallLimits | None = None
-) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
-    async with recorded_agent(session, limits) as (url, key, recorder):
-        async with AsyncOpenAI(base_url=url, api_key=key) as client:
-            yield client, recorder
-
-
 USER: Any = {"role": "user", "content": "abc ok?"}
 
 
 async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok", "abc")
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         first = await client.chat.completions.create(
             model="gpt-9", messages=[USER], temperature=0.1, max_completion_tokens=40
         )
@@ -88,7 +77,7 @@ async def test_a_chat_goes_on_token_by_token(tokenizer: PolicyTokenizer) -> None
 
 async def test_rewritten_histories_and_calls_at_once_begin_new_chats(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer)
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         create = client.chat.completions.create
         both: list[Any] = []
 
@@ -109,7 +98,7 @@ async def test_rewritten_histories_and_calls_at_once_begin_new_chats(tokenizer: 
 
 async def test_calls_of_tools_make_the_round(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"ok {CALL}{CALL}", "abc", f"<think>{CALL}</think>thin", CALL)
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         messages: list[Any] = [USER]
         create = client.chat.completions.create
         first = await create(model="", messages=messages, tools=[ADD])
@@ -140,7 +129,7 @@ async def test_calls_of_tools_make_the_round(tokenizer: PolicyTokenizer) -> None
 async def test_a_call_that_cannot_be_read_is_text(tokenizer: PolicyTokenizer) -> None:
     broken = CALL.replace("}\n<", "\n<")
     session = FakeSession(tokenizer, broken, broken)
-    async with agent_of(session) as (client, _):
+    async with openai_agent(session) as (client, _):
         whole = await client.chat.completions.create(model="", messages=[USER], tools=[ADD])
         assert whole.choices[0].message.content == broken
         assert not whole.choices[0].message.tool_calls
@@ -151,7 +140,7 @@ async def test_a_call_that_cannot_be_read_is_text(tokenizer: PolicyTokenizer) ->
 async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"é ok 漢{CALL}", "thin")
     session.go_on = anyio.Event()
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         stream = await client.chat.completions.create(
             model="", messages=[USER], tools=[ADD], stream=True, stream_options={"include_usage": True}
         )
@@ -180,7 +169,7 @@ async def test_a_stream_begins_with_the_first_token(tokenizer: PolicyTokenizer) 
 
 async def test_stop_texts_end_an_answer_and_are_not_shown(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "abc STOP ok", "abc STOP ok", "abc ST")
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         whole = await client.chat.completions.create(model="", messages=[USER], stop="STOP")
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("abc ", "stop")
         for expected in ("abc ", "abc ST"):
@@ -193,7 +182,7 @@ async def test_stop_texts_end_an_answer_and_are_not_shown(tokenizer: PolicyToken
 
 async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin Observation: no", "ok", "abc", "abc", "thin")
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         create = client.completions.create
         first = await create(model="", prompt="abc", stop="Observation:", max_tokens=30)
         assert first.choices[0].text == "thin "
@@ -217,7 +206,7 @@ async def test_completions_of_texts_and_of_ids(tokenizer: PolicyTokenizer) -> No
 
 async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"ok {CALL}", "abc", "thin")
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         create = client.responses.create
         first = await create(model="", input="abc ok?", tools=[FLAT])
         text, call = first.output
@@ -245,7 +234,7 @@ async def test_responses_go_on_by_id_and_by_items(tokenizer: PolicyTokenizer) ->
 
 async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, f"abc {CALL}", "ok")
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         async with client.responses.stream(model="", input="abc ok?", tools=[FLAT]) as stream:
             events = [event async for event in stream]
             final = await stream.get_final_response()
@@ -293,7 +282,7 @@ async def test_responses_are_streamed_as_events(tokenizer: PolicyTokenizer) -> N
 async def test_bad_requests_are_refused_in_openais_form(
     tokenizer: PolicyTokenizer, body: Any, message: str, param: str
 ) -> None:
-    async with agent_of(FakeSession(tokenizer)) as (client, recorder):
+    async with openai_agent(FakeSession(tokenizer)) as (client, recorder):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.post("/chat/completions", cast_to=object, body={"model": "", **body})
         error: Any = caught.value.body
@@ -305,7 +294,7 @@ async def test_bad_requests_are_refused_in_openais_form(
 
 async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer)
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         stranger = client.with_options(api_key="sk-other")
         with pytest.raises(openai.AuthenticationError, match="belongs to no current agent run"):
             await stranger.chat.completions.create(model="", messages=[USER])
@@ -333,7 +322,7 @@ async def test_other_errors_have_their_status(tokenizer: PolicyTokenizer) -> Non
 )
 async def test_an_unreadable_body_is_refused(tokenizer: PolicyTokenizer, body: bytes, message: str) -> None:
     session = FakeSession(tokenizer)
-    async with agent_of(session) as (client, _):
+    async with openai_agent(session) as (client, _):
         with pytest.raises(openai.BadRequestError, match=re.escape(message)):
             await client.post("/chat/completions", cast_to=object, content=body)
     assert not session.asked
@@ -341,7 +330,7 @@ async def test_an_unreadable_body_is_refused(tokenizer: PolicyTokenizer, body: b
 
 async def test_a_model_without_a_template_completes_texts_only(tmp_path: Path) -> None:
     session = FakeSession(tokenizer_with(None, tmp_path), "a", "b")
-    async with agent_of(session) as (client, _):
+    async with openai_agent(session) as (client, _):
         assert (await client.completions.create(model="", prompt="1+1=")).choices[0].text == "a"
         with pytest.raises(openai.BadRequestError, match="has no chat template"):
             await client.chat.completions.create(model="", messages=[USER])
@@ -349,7 +338,7 @@ async def test_a_model_without_a_template_completes_texts_only(tmp_path: Path) -
 
 async def test_limits_are_said_and_the_agent_goes_on_to_its_score(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin thin thin", "abc")
-    async with agent_of(session, CallLimits(calls=4, tokens=5, context=40)) as (client, recorder):
+    async with openai_agent(session, CallLimits(calls=4, tokens=5, context=40)) as (client, recorder):
         create = client.chat.completions.create
         with pytest.raises(openai.BadRequestError, match="may have 40 tokens"):
             await create(model="", messages=[{"role": "user", "content": "x" * 40}])
@@ -392,7 +381,7 @@ async def test_a_closed_recorder_ends_its_calls(tokenizer: PolicyTokenizer) -> N
 async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok", "abc")
     session.go_on = anyio.Event()
-    async with agent_of(session) as (client, recorder):
+    async with openai_agent(session) as (client, recorder):
         impatient = client.with_options(timeout=patience(0.2), max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await impatient.chat.completions.create(model="", messages=[USER])
@@ -407,7 +396,7 @@ async def test_a_client_that_hangs_up_ends_its_call(tokenizer: PolicyTokenizer) 
 
 async def test_without_a_model_tokens_are_bytes() -> None:
     session = FakeSession(ByteTokenizer(), "漢字")
-    async with agent_of(session) as (client, _):
+    async with openai_agent(session) as (client, _):
         stream = await client.chat.completions.create(model="", messages=[USER], stream=True)
         pieces = [chunk.choices[0].delta.content async for chunk in stream]
     assert [piece for piece in pieces if piece] == ["漢", "字"]
@@ -583,7 +572,7 @@ async def test_a_connection_that_sends_no_whole_head_is_closed(monkeypatch: pyte
 
 async def test_strangers_at_the_port_take_few_files_and_stop_no_agent(tokenizer: PolicyTokenizer) -> None:
     session = FakeSession(tokenizer, "thin ok", "abc", "abc")
-    async with agent_of(session) as (client, _), AsyncExitStack() as clients:
+    async with openai_agent(session) as (client, _), AsyncExitStack() as clients:
         assert (await client.chat.completions.create(model="m", messages=[USER])).choices
         port = client.base_url.port
         assert port is not None

@@ -1,7 +1,5 @@
 """Anthropic's own client library against the endpoint, and as an unmodified agent."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -176,17 +174,13 @@ async def test_an_answer_says_why_it_ended(tokenizer: Tokenizer) -> None:
         ({"messages": [USER], "tools": [{"input_schema": {}}]}, "tools[0]: a function needs a name"),
         ({"messages": [USER], "tools": [ADD], "tool_choice": {"type": "any"}}, "cannot be forced: 'any'"),
         ({"messages": [USER], "output_config": {"format": {"type": "json_schema"}}}, "format of the output"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]: only text is supported, not 'image'",
-        ),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
-            "messages[0].content[0]: Object missing required field `tool_use_id`",
-        ),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+         "messages[0].content[0]: only text is supported, not 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+         "messages[0].content[0]: Object missing required field `tool_use_id`"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content: expected"),
     ],
-)
+)  # fmt: skip
 async def test_bad_requests_are_refused(tokenizer: Tokenizer, body: Any, message: str) -> None:
     async with agent_of(FakeSession(tokenizer)) as (client, recorder):
         with pytest.raises(anthropic.BadRequestError) as caught:

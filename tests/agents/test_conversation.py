@@ -1,7 +1,5 @@
 """Turns joined token by token: what a trainer is given is what was sampled, whatever a chat template does."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sessions of outside programs: their requests, and runs that train on rewards that are posted later."""
 
-from __future__ import annotations
-
 import json
 import stat
 import subprocess

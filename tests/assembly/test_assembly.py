@@ -1,7 +1,5 @@
 """What follows from a run file before the run begins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -38,9 +36,7 @@ def test_evaluations_share_the_engines(overrides: str) -> None:
     assert assembly.evaluation_pace(1024) == 0
 
 
-def test_evaluations_have_an_engine_of_their_own_where_memory_has_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_evaluations_have_their_own_engine_where_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assembly = assembled()
     assert [worker.id for worker in assembly.workers if worker.role == "inference"] == [
         *("inference-0", EVALUATOR)

@@ -1,7 +1,5 @@
 """Run files: what is read, merged, typed and refused, and with which words."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -334,9 +332,7 @@ def test_a_run_of_no_steps_may_say_how_long_its_schedule_would_be(run_file: Path
         ),
     ],
 )
-def test_refusals_in_the_file_name_its_line(
-    run_file: Path, text: str | bytes, override: str, words: str
-) -> None:
+def test_refusals_of_a_file_name_lines(run_file: Path, text: str | bytes, override: str, words: str) -> None:
     run_file.write_bytes(text if isinstance(text, bytes) else text.encode())
     assert words in refused(run_file, *filter(None, [override]))
 
@@ -360,19 +356,15 @@ def test_a_run_file_that_is_none_is_named(run_file: Path) -> None:
         (["model=empty"], "no config.json"),
         ([MODEL, "groups.critics.use=mock"], "groups.critics: no model is in this group"),
         ([MODEL, "models.critc.group=training"], "models.critc: the algorithm has no model 'critc'"),
-        (
-            [MODEL, "models.actor.group=trainin"],
-            "models.actor.group: no worker group 'trainin'; did you mean 'training'?",
-        ),
+        ([MODEL, "models.actor.group=trainin"],
+         "models.actor.group: no worker group 'trainin'; did you mean 'training'?"),
         ([MOCK, "training.processes=64"], "32 sequences for the 64 data-parallel ranks"),
         ([MODEL, "models.actor.path=nowhere/at/all"], "models.actor.path: no such folder: 'nowhere/at/all'"),
-        (
-            [MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
-            "it has a vocabulary of 99 tokens, the run's model of 100",
-        ),
+        ([MODEL, "algorithm.kl.coef=1", "models.reference.path=other"],
+         "it has a vocabulary of 99 tokens, the run's model of 100"),
         ([MOCK, "algorithm=reward_model", HELD_OUT], "'reward', which is not a policy"),
     ],
-)
+)  # fmt: skip
 def test_runs_that_cannot_work_are_refused(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], words: str
 ) -> None:
@@ -451,9 +443,7 @@ def test_a_key_that_is_gone_is_refused_with_what_to_write_instead(
     assert refused(run_file) == f"{run_file}:12: growth: 'growth' is gone; use `stretto scale`"
 
 
-def test_gpus_that_are_not_there_concern_this_machine_only(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_gpus_concern_this_machine_only(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     composed = compose(run_file, [MOCK, "training.gpus=1", "inference.gpus=1"])
     assert complaints(composed) == []
@@ -580,9 +570,7 @@ def test_the_example_files_are_what_the_schema_says() -> None:
         validator.validate(yaml.safe_load(file.read_text()))
 
 
-def test_the_gsm8k_example_finds_its_rows_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gsm8k_example_finds_its_rows_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     examples = Path(__file__).parents[2] / "examples"
     monkeypatch.chdir(tmp_path)
     config: Any = compose(examples / "gsm8k_grpo.yaml", []).config

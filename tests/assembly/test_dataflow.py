@@ -1,7 +1,5 @@
 """The dataflow: edges from keys, an order that respects them, and words about what cannot run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -76,18 +74,12 @@ WRONG_LOSS = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentTy
     ("calls", "words"),
     [
         ([*ppo(), score()], "two calls are named 'score'"),
-        (
-            [*ppo(), other("late", ["reward"], [])],
-            "reads 'reward', which no call writes; did you mean 'rewards'?",
-        ),
-        (
-            [*ppo(), other("twice", [], ["values"])],
-            "two calls write the key 'values': 'forward(critic)' and 'twice'",
-        ),
-        (
-            [*ppo(), other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
-            "the calls one, two wait for each other in a cycle",
-        ),
+        ([*ppo(), other("late", ["reward"], [])],
+         "reads 'reward', which no call writes; did you mean 'rewards'?"),
+        ([*ppo(), other("twice", [], ["values"])],
+         "two calls write the key 'values': 'forward(critic)' and 'twice'"),
+        ([*ppo(), other("one", ["b"], ["a"]), other("two", ["a"], ["b"])],
+         "the calls one, two wait for each other in a cycle"),
         ([*ppo(), forward("referense", writes="x")], "did you mean 'reference'"),
         ([*ppo(), train("reference", loss(), reads=[])], "which is not trainable"),
         ([call for call in ppo() if call.op != "train"], "no call trains a model"),
@@ -97,7 +89,7 @@ WRONG_LOSS = Loss(loss().function, "tokens")  # pyright: ignore[reportArgumentTy
         ([ROWS, generate(samples=1), score(), TRAIN], "found read, generate(actor)"),
         ([ROWS, score(), TRAIN], "expected both"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_run_is_refused(calls: list[Call], words: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
         graph_of(calls, MODELS)

@@ -1,7 +1,5 @@
 """What gets into the log of a process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Which machine and which GPUs a worker gets."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

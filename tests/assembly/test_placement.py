@@ -1,7 +1,5 @@
 """Which rank works on which rows, and where what it wrote is to be found."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,9 +87,7 @@ def test_rows_are_with_the_rank_that_computed_them(placed: Placement) -> None:
 
 
 @given(ROWS, st.integers(1, 5))
-def test_groups_are_split_only_where_whole_ones_would_be_uneven(
-    rows: list[tuple[int, int]], parts: int
-) -> None:
+def test_groups_are_split_only_if_whole_ones_would_be_uneven(rows: list[tuple[int, int]], parts: int) -> None:
     weights, groups = [weight for weight, _ in rows], [group for _, group in rows]
     shares = split_groups(weights, parts, groups)
     assert sorted(index for indices in shares for index in indices) == list(range(len(rows)))

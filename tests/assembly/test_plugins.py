@@ -1,7 +1,5 @@
 """Plugins: found by entry point or by path, loaded by need, and clear words about those that do not load."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import subprocess

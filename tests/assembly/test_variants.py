@@ -1,7 +1,5 @@
 """Variants in the run file: what they take over, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -103,9 +101,7 @@ def test_a_value_of_the_environment_is_not_written_where_a_variant_takes_it_over
         ("variants.base.reward={use: function, function: 'no:f'}", "variants.base.reward.function", "module"),
     ],
 )
-def test_variants_that_make_no_sense_are_refused(
-    run_file: Path, override: str, path: str, complaint: str
-) -> None:
+def test_senseless_variants_are_refused(run_file: Path, override: str, path: str, complaint: str) -> None:
     assert complaint in found(run_file, override)[path]
 
 

@@ -1,7 +1,5 @@
 """The bus on a real nats-server: delivery, deadlines, storage, refusals, permissions, and its end."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import stat

@@ -1,7 +1,5 @@
 """The writers of a stream with three replicas, whose servers are killed one after the other."""
 
-from __future__ import annotations
-
 from itertools import cycle
 from pathlib import Path
 

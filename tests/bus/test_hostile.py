@@ -1,7 +1,5 @@
 """Hostile messages: names that are protocol, replies to foreign subjects, counts that would take memory."""
 
-from __future__ import annotations
-
 import os
 import struct
 from functools import partial
@@ -146,9 +144,7 @@ async def test_an_answer_goes_only_to_an_inbox_of_those_who_may_ask(
         assert await kernel.store.append(names.leases, KernelLease("here"), id="here2") == lease + 1
 
 
-async def test_only_the_operator_can_give_a_run_commands(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_only_the_operator_commands_a_run(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
     received: list[ScaleRun] = []
 
     async def scale(message: ScaleRun) -> RunScaled:

@@ -1,7 +1,5 @@
 """What tells a silent bus from a silent process: a real server that is out, its guard, the kernel's lock."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -180,9 +178,7 @@ async def test_a_waiting_worker_gets_what_comes_after_the_server_has_started_aga
         tasks.cancel_scope.cancel()
 
 
-async def test_a_guard_ends_a_server_that_outlived_the_former_guard(
-    server: NatsServer, tmp_path: Path
-) -> None:
+async def test_a_guard_ends_a_server_that_outlived_the_former_one(server: NatsServer, tmp_path: Path) -> None:
     """As on systems where a server does not die with its guard: it still has the port."""
     former = psutil.Process(server_pid(tmp_path))
     server.process.kill()

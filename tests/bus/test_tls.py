@@ -1,7 +1,5 @@
 """TLS of the bus: who is refused, what a certificate holds, and where the bundled server listens."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import ssl
@@ -65,9 +63,7 @@ def bootstrap(url: str, tls: TlsIdentity | None) -> Bootstrap:
 # --------------------------------------------------------------------------------- who is refused
 
 
-async def test_a_client_with_a_certificate_of_the_authority_is_accepted(
-    tls_server: Server, certs: Path
-) -> None:
+async def test_a_client_that_the_authority_has_certified_is_accepted(tls_server: Server, certs: Path) -> None:
     names = Subjects("r")
     async with connect(bootstrap(f"tls://{tls_server.address}", identity(certs))) as bus:
         await bus.store.make_log(names.journal_stream, names.of_journal)
@@ -123,9 +119,7 @@ async def test_nothing_is_sent_to_a_server_that_offers_no_tls(certs: Path) -> No
     server.close()
 
 
-async def test_check_says_which_server_refuses_and_why(
-    tls_server: Server, certs: Path, tmp_path: Path
-) -> None:
+async def test_check_says_who_refuses_and_why(tls_server: Server, certs: Path, tmp_path: Path) -> None:
     closed = f"127.0.0.1:{free_ports(1)[0]}"
     url = f"tls://{tls_server.address},tls://{closed}"
     whole = BusConfig(url=url, credentials=login_file(tmp_path), tls=tls_config(certs))

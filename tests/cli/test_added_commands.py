@@ -1,7 +1,5 @@
 """Commands that other packages add to `stretto`."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

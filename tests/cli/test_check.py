@@ -1,7 +1,5 @@
 """What `check` tries before a run starts, and how a run ends whose plugin is wrong all the same."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -76,9 +74,7 @@ def plugin(file: Path, kind: str, body: str) -> str:
         ("def score(prompt, completion):\n    raise KeyError('boom')", "raised KeyError: 'boom' ({file}:2)"),
     ],
 )
-def test_a_reward_that_cannot_score_the_first_row_is_refused(
-    run_file: Path, body: str, complaint: str
-) -> None:
+def test_a_reward_that_cannot_score_a_first_row_is_refused(run_file: Path, body: str, complaint: str) -> None:
     file = run_file.parent / "rewards.py"
     file.write_text(f"{body}\n")
     message = found(run_file, "reward.use=function", f"reward.function={file}:score")["reward"]
@@ -145,14 +141,10 @@ HF, JSONL = "{{use: hf, path: d.parquet, split: '{}'}}", "{use: jsonl, path: d.j
         (HF.format("train[:10]+train[60:]"), HF.format("train[5:60]"), None, "rows 6 to 10 of"),
         (HF.format("train[5:]"), HF.format("train"), 5, ""),
         ("{use: hf, path: d.jsonl, limit: 1000}", JSONL, None, "rows 1 to 1,000 of .*d.jsonl are held"),
-        (
-            f"{{use: mix, parts: {{a: {HF.format('train[:5]')}, b: {HF.format('train[8:]')}}}}}",
-            f"{{use: mix, parts: {{c: {HF.format('train[4:9]')}}}}}",
-            None,
-            "rows 5 to 5 of .* rows 9 to 9 of",
-        ),
+        (f"{{use: mix, parts: {{a: {HF.format('train[:5]')}, b: {HF.format('train[8:]')}}}}}",
+         f"{{use: mix, parts: {{c: {HF.format('train[4:9]')}}}}}", None, "rows 5 to 5 of .* rows 9 to 9 of"),
     ],
-)
+)  # fmt: skip
 def test_rows_that_are_trained_and_held_out_are_told(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, train: str, held_out: str, rows: int | None, told: str
 ) -> None:
@@ -284,19 +276,14 @@ def test_two_trackers_need_two_folders(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "body", "fault"),
     [
-        (
-            "dataset",
-            "def __len__(self): ...\n    def __getitem__(self, index): ...",
-            "has no attribute 'fingerprint'",
-        ),
+        ("dataset", "def __len__(self): ...\n    def __getitem__(self, index): ...",
+         "has no attribute 'fingerprint'"),
         ("algorithm", "models = {}\n    def calls(self): return []", "has no method 'keep'"),
-        (
-            "dataset",
-            "fingerprint = 'x'\n    def __len__(self): return 1\n    def __getitem__(self, index): {}['a']",
-            "dataset 'mine' of my_dataset.py raised KeyError: 'a' ({file}:5)",
-        ),
+        ("dataset",
+         "fingerprint = 'x'\n    def __len__(self): return 1\n    def __getitem__(self, index): {}['a']",
+         "dataset 'mine' of my_dataset.py raised KeyError: 'a' ({file}:5)"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_plugin_is_told_with_its_component_and_line(
     run_file: Path, kind: str, body: str, fault: str
 ) -> None:
@@ -309,20 +296,14 @@ def test_what_is_wrong_with_a_plugin_is_told_with_its_component_and_line(
 @pytest.mark.parametrize(
     ("hook", "fault"),
     [
-        (
-            "def stretto_rewardd():\n    yield",
-            "there is no hook 'stretto_rewardd'; did you mean 'stretto_reward'? ({file}:3)",
-        ),
-        (
-            "def stretto_reward(config):\n    yield",
-            "has no argument 'config' ({file}:3); stretto calls it without arguments",
-        ),
-        (
-            "def stretto_reward():\n    return Component('mine', None, RewardConfig, 'mine')",
-            "returns a Component; expected it to yield each Component",
-        ),
+        ("def stretto_rewardd():\n    yield",
+         "there is no hook 'stretto_rewardd'; did you mean 'stretto_reward'? ({file}:3)"),
+        ("def stretto_reward(config):\n    yield",
+         "has no argument 'config' ({file}:3); stretto calls it without arguments"),
+        ("def stretto_reward():\n    return Component('mine', None, RewardConfig, 'mine')",
+         "returns a Component; expected it to yield each Component"),
     ],
-)
+)  # fmt: skip
 def test_a_hook_that_is_none_is_refused_with_what_to_write(run_file: Path, hook: str, fault: str) -> None:
     file = run_file.parent / "mine.py"
     file.write_text(f"from stretto import Component, RewardConfig, hookimpl\n\n@hookimpl\n{hook}\n")
@@ -443,166 +424,88 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         (("sampling.stop=['']",), ["error override sampling.stop.0: expected str of length >= 1"]),
         ((REWARD("Scorer"),), ["'Scorer' is a class; expected a function"]),
         ((REWARD("PI"),), ["'PI' is a value; expected a function"]),
-        (
-            (
-                *(*TORCH, HELD, "sampling.stop_token_ids=[99999]"),
-                "evaluation.sampling.logit_bias={99999: 5}",
-                *("inference.context_length=100000", "inference.canary.tokens=600"),
-                *("training.warmup_steps=1000", "evaluation.samples=8"),
-                "variants={a: {}, b: {sampling: {stop_token_ids: [99998]}}}",
-            ),
-            [
-                "error sampling.stop_token_ids: has the token 99999",
-                "error evaluation.sampling.logit_bias: has the token 99999, but",
-                "error variants.b.sampling.stop_token_ids: has the token 99998",
-                "error inference.context_length: is 100000, but",
-                "error inference.canary.tokens: is 600, more than",
-                "warning training.warmup_steps: is 1000, so 0 of the run's 5 optimizer steps",
-                "warning evaluation.samples: is 8, but at temperature 0",
-            ],
-        ),
-        (
-            (
-                *(*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "reward=null"),
-                *("training.use=fsdp2", "training.processes=2", "evaluation.rows=1"),
-            ),
-            ["error evaluation.rows: call 'train(actor)' has 1 held-out sequences for the 2 data-parallel"],
-        ),
-        (
-            (*TORCH, HELD, "evaluation.measure=loss"),
-            ["error evaluation.measure: is 'loss', but"],
-        ),
-        (
-            (*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=x", "reward=null"),
-            [
-                "error dataset: the first row: column 'x'",
-                "error evaluation.dataset: the first row: column 'x'",
-            ],
-        ),
-        (
-            (*TORCH, HELD, "sampling.max_tokens=600", f"{ANSWER}=601"),
-            ["error sampling.max_tokens: is 600, but", "error evaluation.sampling.max_tokens: is 601"],
-        ),
-        (
-            (*TORCH, "sampling.max_tokens=5000"),
-            ["error inference.context_length: is at most 4096 by default"],
-        ),
-        (
-            (*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"),
-            ["error evaluation.sampling.max_tokens: is 64, but inference.context_length"],
-        ),
-        (
-            (*TORCH, HELD, SAME_ROWS, "evaluation.rows=99"),
-            ["4 of 4 held-out rows are also rows of `dataset`", "is 99, but the dataset has 4 rows"],
-        ),
+        ((*(*TORCH, HELD, "sampling.stop_token_ids=[99999]"), "evaluation.sampling.logit_bias={99999: 5}",
+          *("inference.context_length=100000", "inference.canary.tokens=600"),
+          *("training.warmup_steps=1000", "evaluation.samples=8"),
+          "variants={a: {}, b: {sampling: {stop_token_ids: [99998]}}}"),
+         ["error sampling.stop_token_ids: has the token 99999",
+          "error evaluation.sampling.logit_bias: has the token 99999, but",
+          "error variants.b.sampling.stop_token_ids: has the token 99998",
+          "error inference.context_length: is 100000, but",
+          "error inference.canary.tokens: is 600, more than",
+          "warning training.warmup_steps: is 1000, so 0 of the run's 5 optimizer steps",
+          "warning evaluation.samples: is 8, but at temperature 0"]),
+        ((*(*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "reward=null"),
+          *("training.use=fsdp2", "training.processes=2", "evaluation.rows=1")),
+         ["error evaluation.rows: call 'train(actor)' has 1 held-out sequences for the 2 data-parallel"]),
+        ((*TORCH, HELD, "evaluation.measure=loss"), ["error evaluation.measure: is 'loss', but"]),
+        ((*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=x", "reward=null"),
+         ["error dataset: the first row: column 'x'", "error evaluation.dataset: the first row: column 'x'"]),
+        ((*TORCH, HELD, "sampling.max_tokens=600", f"{ANSWER}=601"),
+         ["error sampling.max_tokens: is 600, but", "error evaluation.sampling.max_tokens: is 601"]),
+        ((*TORCH, "sampling.max_tokens=5000"),
+         ["error inference.context_length: is at most 4096 by default"]),
+        ((*TORCH, HELD, "inference.context_length=64", f"{ANSWER}=64"),
+         ["error evaluation.sampling.max_tokens: is 64, but inference.context_length"]),
+        ((*TORCH, HELD, SAME_ROWS, "evaluation.rows=99"),
+         ["4 of 4 held-out rows are also rows of `dataset`", "is 99, but the dataset has 4 rows"]),
         ((*TORCH, "training.lora={targets: [q_prj]}"), ["'q_prj' is no linear module of"]),
-        (
-            (*TORCH, "training={varlen_attention: true, packing: padded, gpus: 1, device: cpu}"),
-            ["needs `dtype: bfloat16` and a GPU (`gpus: 1`) and packed rows; or leave it out"],
-        ),
-        (
-            (*TORCH, "inference={cuda_graphs: true, gpus: 1, deterministic: true}"),
-            ["and needs a GPU (`gpus: 1`) and `deterministic: false`; or leave it out"],
-        ),
+        ((*TORCH, "training={varlen_attention: true, packing: padded, gpus: 1, device: cpu}"),
+         ["needs `dtype: bfloat16` and a GPU (`gpus: 1`) and packed rows; or leave it out"]),
+        ((*TORCH, "inference={cuda_graphs: true, gpus: 1, deterministic: true}"),
+         ["and needs a GPU (`gpus: 1`) and `deterministic: false`; or leave it out"]),
         ((*TORCH, "inference.cuda_graphs=true"), ["inference.cuda_graphs: is true, and needs a GPU"]),
-        (
-            (*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "inference.sleep=true"),
-            ["error inference.sleep: is true, but this algorithm trains on rows as they are"],
-        ),
-        (
-            (*TORCH, "training.betas=[0.9,1.0]"),
-            ["error override training.betas.1: expected float < 1.0; found"],
-        ),
+        ((*TORCH, HELD, "algorithm=sft", "algorithm.completion_column=answer", "inference.sleep=true"),
+         ["error inference.sleep: is true, but this algorithm trains on rows as they are"]),
+        ((*TORCH, "training.betas=[0.9,1.0]"),
+         ["error override training.betas.1: expected float < 1.0; found"]),
         (("model=bare", *TORCH[1:]), ["bare' has no weights: expected *.safetensors"]),
-        (
-            (
-                *(*TORCH, "training.lr=1e-5", "training.lora.rank=4", f"dataset.{TRAIN}"),
-                "sampling={max_tokens: 1, ignore_eos: true}",
-                *(HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1"),
-            ),
-            [
-                "warning training.lr: is 1e-05, and adapters need about ten times the rate",
-                "warning sampling.max_tokens: is 1, but the answer in the first",
-                "warning sampling.ignore_eos: is true",
-                f"warning {ANSWER}: is 1, but the answer",
-            ],
-        ),
-        (
-            (*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
-            ["error training.decay_steps: is 15, but the warm-up alone takes 20"],
-        ),
-        (
-            ("workflow={use: agent, function: user.py:solve}",),
-            ["parameter 'question_text'; available: prompt, row"],
-        ),
-        (
-            ("workflow={use: multi_turn, environment: user.py:env}",),
-            ["has a parameter 'foo'; available: prompt"],
-        ),
+        ((*(*TORCH, "training.lr=1e-5", "training.lora.rank=4", f"dataset.{TRAIN}"),
+          "sampling={max_tokens: 1, ignore_eos: true}",
+          *(HELD, f"evaluation.dataset.{TRAIN}", f"{ANSWER}=1")),
+         ["warning training.lr: is 1e-05, and adapters need about ten times the rate",
+          "warning sampling.max_tokens: is 1, but the answer in the first",
+          "warning sampling.ignore_eos: is true", f"warning {ANSWER}: is 1, but the answer"]),
+        ((*TORCH, "training={schedule: linear, decay_steps: 15, warmup_steps: 20}"),
+         ["error training.decay_steps: is 15, but the warm-up alone takes 20"]),
+        (("workflow={use: agent, function: user.py:solve}",),
+         ["parameter 'question_text'; available: prompt, row"]),
+        (("workflow={use: multi_turn, environment: user.py:env}",),
+         ["has a parameter 'foo'; available: prompt"]),
         (("workflow={use: agent, command: nosuchprogram --x}",), ["there is no program 'nosuchprogram' on"]),
         (("workflow={use: agent, command: [nosuchprogram]}",), ["there is no program 'nosuchprogram' on"]),
-        (
-            ("dataset.path=no_prompt.jsonl",),
-            ["1 of 2 rows have no valid prompt, and their tickets would fail"],
-        ),
-        (
-            (REWARD("slip"),),
-            ["warning reward: no column of the rows is called 'anwser', an optional parameter"],
-        ),
-        (
-            ("reward={use: sum, parts: {a: exact}, weights: {a: 0}}",),
-            ["are all 0, so every reward is 0"],
-        ),
+        (("dataset.path=no_prompt.jsonl",),
+         ["1 of 2 rows have no valid prompt, and their tickets would fail"]),
+        ((REWARD("slip"),),
+         ["warning reward: no column of the rows is called 'anwser', an optional parameter"]),
+        (("reward={use: sum, parts: {a: exact}, weights: {a: 0}}",), ["are all 0, so every reward is 0"]),
         (("bus.listen='127.0.0.1:99999'",), ["listen has the port 99999"]),
-        (
-            ("dataset.path=no_answer.jsonl",),
-            ["the reward cannot score 2 of 3 rows, and their tickets would"],
-        ),
-        (
-            ("algorithm=sft", "dataset.path=pairs.jsonl"),
-            ["warning dataset: 1 of 2 rows cannot be trained on"],
-        ),
+        (("dataset.path=no_answer.jsonl",), ["the reward cannot score 2 of 3 rows, and their tickets would"]),
+        (("algorithm=sft", "dataset.path=pairs.jsonl"),
+         ["warning dataset: 1 of 2 rows cannot be trained on"]),
         ((REWARD("gold"),), ["but it calls them 'answer_text' and 'gold'"]),
         ((REWARD("nested"),), ["the metric 'parts' of completion 0 ("]),
         ((REWARD("leaves"),), ["reward raised SystemExit: 3"]),
         ((*TORCH, "inference=mock"), ["warning inference.use: 'mock' samples answers without"]),
-        (
-            ("algorithm={use: dapo, overlong: {limit: 9, buffer: 20}}",),
-            ["buffer (20) must be at most limit (9)"],
-        ),
-        (
-            ("algorithm={use: dapo, overlong: {limit: 999, buffer: 2}}",),
-            ["warning algorithm.overlong.limit: is 999"],
-        ),
+        (("algorithm={use: dapo, overlong: {limit: 9, buffer: 20}}",),
+         ["buffer (20) must be at most limit (9)"]),
+        (("algorithm={use: dapo, overlong: {limit: 999, buffer: 2}}",),
+         ["warning algorithm.overlong.limit: is 999"]),
         ((*TORCH, "algorithm=distill"), ["warning models.teacher.path: is not set"]),
         (("bus.max_payload_mb=100",), ["error override bus.max_payload_mb: expected int <= 64"]),
         (("bus.credentials=user.py",), ["credentials are for your own server"]),
-        (
-            ("training={use: fsdp2, interface: eth99}",),
-            ["this machine has no network interface 'eth99'"],
-        ),
-        (
-            ("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",),
-            ["warning workflow.max_tokens"],
-        ),
-        (
-            ("dataset.path=array.jsonl", HELD, "evaluation.dataset.path=pretty.jsonl"),
-            [
-                "array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array",
-                "an object goes over several lines",
-            ],
-        ),
-        (
-            ("dataset.path=rows.csv", HELD, "evaluation.dataset.path=bom.jsonl"),
-            [
-                "it looks like CSV",
-                "byte order mark (BOM)",
-            ],
-        ),
+        (("training={use: fsdp2, interface: eth99}",), ["this machine has no network interface 'eth99'"]),
+        (("workflow={use: multi_turn, environment: user.py:fine, max_tokens: 2}",),
+         ["warning workflow.max_tokens"]),
+        (("dataset.path=array.jsonl", HELD, "evaluation.dataset.path=pretty.jsonl"),
+         ["array.jsonl:1: not a JSON object in UTF-8: it begins a JSON array",
+          "an object goes over several lines"]),
+        (("dataset.path=rows.csv", HELD, "evaluation.dataset.path=bom.jsonl"),
+         ["it looks like CSV", "byte order mark (BOM)"]),
         (("model=user.py",), ["user.py' is a file; expected the folder of a model"]),
         (("model=nowhere.yaml",), ["error model: no such folder: 'nowhere.yaml'"]),
     ],
-)
+)  # fmt: skip
 def test_a_slip_is_found_before_the_run_starts(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], messages: list[str]
 ) -> None:
@@ -658,23 +561,15 @@ def test_what_another_machine_may_have_is_a_warning_that_says_so(
     ("overrides", "rates", "full", "evaluated"),
     [
         (("steps=20",), "1.8e-05 at step 1, 0.00018 at step 10, 0.0002 at step 20", "", "0, 10, 20"),
-        (
-            ("steps=19",),
-            "1.8e-05 at step 1, 0.00018 at step 10, 0.0002 at step 19",
-            "so 9 of the",
-            "0, 10, 19",
-        ),
+        (("steps=19",), "1.8e-05 at step 1, 0.00018 at step 10, 0.0002 at step 19", "so 9 of the",
+         "0, 10, 19"),
         (("steps=6",), "1.8e-05 at step 1, 0.00011 at step 6", "so 0 of the run's 6", "0, 6"),
         (("steps=5", "training.warmup_steps=0"), "0.0002 at step 1, 0.0002 at step 5", "", "0, 5"),
-        (
-            ("steps=80", "algorithm={use: ppo, epochs: 2}", "models.critic.path=${model}"),
-            "1.8e-05 at step 1, 0.0002 at step 10, 0.0002 at step 80",
-            "",
-            "0, 10, 20, 30, …, 80",
-        ),
+        (("steps=80", "algorithm={use: ppo, epochs: 2}", "models.critic.path=${model}"),
+         "1.8e-05 at step 1, 0.0002 at step 10, 0.0002 at step 80", "", "0, 10, 20, 30, …, 80"),
         (("steps=0",), "", "", "0"),
     ],
-)
+)  # fmt: skip
 def test_check_says_the_rates_of_a_run_and_the_versions_that_it_evaluates(
     run_file: Path, overrides: tuple[str, ...], rates: str, full: str, evaluated: str
 ) -> None:
@@ -834,9 +729,7 @@ def test_an_engine_that_breaks_its_contract_ends_the_run_without_advice_to_resum
     run.assert_nothing_is_left()
 
 
-def test_a_trainer_that_fails_at_its_start_is_told_without_advice_to_resume(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_trainer_that_fails_at_start_is_told_without_advice_to_resume(start: Start, tmp_path: Path) -> None:
     body = "def make(config, context):\n    raise OSError('no such device')\n"
     file = write_plugin(tmp_path, "training", body, "stretto_mock.MockTrainingConfig")
     run = start(f"plugins=[{file}]", "training.use=mine")

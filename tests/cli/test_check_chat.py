@@ -1,7 +1,5 @@
 """What `check` says of the chat form, and of rows that the model does not read as they are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A `model` that is no model of this kind: the message says what it is, and which path is meant."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The command line: what it takes, what it refuses, and with which words."""
 
-from __future__ import annotations
-
 import re
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto doctor`: faults of plugins are found before a run, and named."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

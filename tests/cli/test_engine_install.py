@@ -1,7 +1,5 @@
 """`stretto engine install`: small wheels in place of a server's, in a folder in place of a package index."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`stretto evaluate`: figures against hand-worked ones, answers against transformers' own, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable
@@ -327,9 +325,7 @@ def test_the_checkpoint_of_the_best_evaluation_survives(start: Any, tmp_path: Pa
 
 
 @in_both_worlds
-def test_evaluations_outlive_their_engine_and_their_kernel_and_hold_training_back(
-    start: Any, tmp_path: Path
-) -> None:
+def test_evaluations_outlive_engine_and_kernel_and_hold_training_back(start: Any, tmp_path: Path) -> None:
     run = start(
         *("steps=7", "inference.replicas=2", "inference.tokens_per_s=600", "checkpoint.every=1"),
         *held_out(tmp_path, 2, 40, 4),  # an evaluation takes much longer than two steps

@@ -1,7 +1,5 @@
 """`stretto export`: models that transformers and peft load, and rows that `sft` trains on."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto new`: what it writes, and what it refuses. tests/contracts/test_templates.py runs the packages."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`stretto numerics`: healthy models of many shapes, and the table of planted faults in docs/numerics.md."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from stretto.testing import make_tiny_model
 from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto_torch.batcher import Batcher
 from stretto_torch.inference import TorchInferenceEngine
+from tiny_sizes import tiny_sizes
 from torch_engine import Folders
 
 LOST = "model.layers.1.mlp.down_proj.weight"
@@ -171,25 +170,17 @@ def lose_a_token(patch: pytest.MonkeyPatch) -> None:
 
 DEPTHS = ["depth 256", "depth 512", "depth 768", "depth 1024"]
 FAULTS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, list[str], str]] = [
-    (
-        lose_a_weight,
-        "tiny",
-        [*DEPTHS, "temperature", "greedy", "kept tokens", "swap", "adapter"],
-        "other weights, or another function",
-    ),
+    (lose_a_weight, "tiny", [*DEPTHS, "temperature", "greedy", "kept tokens", "swap", "adapter"],
+     "other weights, or another function"),
     (leave_out_the_adapter, "tiny", ["adapter"], "without its adapter"),
     (see_one_token_too_many, "tiny", ["packing"], "see each other's tokens"),
     (continue_position_ids, "gpt2", ["packing"], "position ids do not begin again"),
     (forget_the_temperature, "tiny", ["temperature"], "temperature"),
     (keep_a_shard, "tiny", ["swap"], "a swap leaves something of the old version"),
     (scale_far_positions, "tiny", DEPTHS[2:], "beyond a depth of about 512"),
-    (
-        lose_a_token,
-        "tiny",
-        [*DEPTHS, "temperature", "greedy", "kept tokens", "swap"],
-        "answers have fewer or other tokens",
-    ),
-]
+    (lose_a_token, "tiny", [*DEPTHS, "temperature", "greedy", "kept tokens", "swap"],
+     "answers have fewer or other tokens"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -222,16 +213,13 @@ def test_a_healthy_model_is_healthy(name: str, folders: Folders, measured: Calla
     assert len(table.healthy) == 11, table.text
 
 
-def test_a_hybrid_that_the_engine_cannot_serve_is_named(
-    tmp_path: Path, measured: Callable[..., Table]
-) -> None:
+def test_a_hybrid_the_engine_cannot_serve_is_named(tmp_path: Path, measured: Callable[..., Table]) -> None:
     kinds = ["linear_attention", "full_attention"]
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     state = {f"linear_num_{kind}_heads": 2 for kind in ("key", "value")}
-    sizes = {"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes = tiny_sizes(32, layers=2, head_dim=16, vocab_size=101)
     state |= {f"linear_{kind}_head_dim": 16 for kind in ("key", "value")}
     dense = {"num_experts": 0, "mlp_only_layers": [0, 1], "layer_types": kinds}
-    config = AutoConfig.for_model("qwen3_next", **sizes, **heads, **state, **dense, eos_token_id=3)
+    config = AutoConfig.for_model("qwen3_next", **sizes, **state, **dense, eos_token_id=3)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_tiny_tokenizer().save_pretrained(tmp_path)
     table = measured(tmp_path)

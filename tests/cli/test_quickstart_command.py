@@ -1,7 +1,5 @@
 """`stretto quickstart`: the packaged files, copied into a folder and run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `stretto replay` reads of a run's folder, and the figures of its comparison."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`stretto samples`: what it finds and how it shows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

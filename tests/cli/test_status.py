@@ -1,7 +1,5 @@
 """`stretto status`: what it says of kernels that live, hang and are gone."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The grid of a sweep; and sweeps through the command line, with runs of the mock engines."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -137,9 +135,7 @@ def command(file: Path, *arguments: str) -> list[str]:
         (["training.seconds_per_step=0.1,1e-1"], r"seconds_per_step-0.1 and .* are the same run"),
     ],
 )
-def test_an_error_of_any_run_is_found_before_the_first(
-    run_file: Path, values: list[str], message: str
-) -> None:
+def test_an_error_of_any_run_comes_before_the_first(run_file: Path, values: list[str], message: str) -> None:
     done = called(*command(run_file, *values), cwd=run_file.parent)
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(message, done.stderr)

@@ -1,7 +1,5 @@
 """A run's folder that another user owns is continued only if the user trusts its plugins."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

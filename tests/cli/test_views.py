@@ -1,7 +1,5 @@
 """`stretto runs`, `plot` and `compare`: what they show is what the runs' files say."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -252,9 +250,7 @@ def test_unless_all_answers_are_kept_the_interval_is_binomial(tmp_path: Path, ke
     assert figures.last.score.ci95 == pytest.approx(1.959964 * (3 / 8 * 5 / 8 / 16) ** 0.5)
 
 
-def test_compare_shows_the_comparison_of_runs_or_of_folders_with_runs(
-    runs: list[RunFolder], tmp_path: Path
-) -> None:
+def test_compare_compares_runs_or_folders_with_runs(runs: list[RunFolder], tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["compare", str(runs[0].folder.parent)]).output
     assert "training.lr" in shown
     assert "2 runs that differ in their seed: one, two" in shown

@@ -1,7 +1,5 @@
 """`stretto watch`: the live view of a run that another process owns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -73,9 +71,7 @@ def test_the_terminal_is_as_before_however_the_view_ends(
         assert (how == "damage") == ("status.json is not the status of a run" in terminal.shown)
 
 
-async def test_a_viewer_follows_the_run_over_the_bus(
-    open_bus: OpenBus, names: Subjects, tmp_path: Path
-) -> None:
+async def test_a_viewer_follows_a_run_by_the_bus(open_bus: OpenBus, names: Subjects, tmp_path: Path) -> None:
     viewer = tmp_path / "elsewhere.json"
     async with open_bus("kernel") as kernel:
         viewer.write_bytes((tmp_path / "bus" / "viewer.json").read_bytes())

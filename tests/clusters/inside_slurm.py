@@ -1,7 +1,5 @@
 """The launcher `slurm` in a job of two nodes with two GPUs each, in which test_slurm.py runs this file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import anyio

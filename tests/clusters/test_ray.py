@@ -1,7 +1,5 @@
 """Runs on a real Ray cluster: three nodes on this machine (`make test-clusters`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The shell lines of examples/cluster/skypilot.yaml, with a process for each of two machines."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Runs in a real Slurm: two nodes on this machine, which slurm.sh starts (`make test-clusters`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Two fsdp2 ranks that share no folder, killed and resumed from a store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

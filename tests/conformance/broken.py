@@ -3,8 +3,6 @@
 `test_faults.py` runs this file. `finds` says which tests fail, and words of the message.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import time
@@ -15,14 +13,8 @@ from typing import Any, Literal, cast
 import msgspec
 import numpy as np
 
-from stretto import Component, RewardConfig, WorkflowConfig, hookimpl
+from stretto import Component, RewardConfig, WorkflowConfig, hookimpl, testing
 from stretto.errors import EngineError
-from stretto.testing import (
-    AlgorithmConformance,
-    InferenceConformance,
-    RewardConformance,
-    WorkflowConformance,
-)
 from stretto.workflow import Trajectory
 from stretto_grpo import GRPO, GRPOConfig
 from stretto_mock import MockInferenceConfig
@@ -152,7 +144,7 @@ def stretto_algorithm() -> Iterable[Component[Any]]:
     yield Component("of_sequences", OfSequences, OfSequencesConfig, "")
 
 
-class TestCounting(RewardConformance):
+class TestCounting(testing.RewardConformance):
     use, plugins = "counting", HERE
     right, wrong = "right", "wrong"
     finds = {
@@ -164,7 +156,7 @@ class TestCounting(RewardConformance):
     }
 
 
-class TestCareless(WorkflowConformance):
+class TestCareless(testing.WorkflowConformance):
     use, plugins = "careless", HERE
     finds = {
         "its_trajectories_are_what_the_policy_sampled": "the trained tokens from 4 on are not an answer",
@@ -175,7 +167,7 @@ class TestCareless(WorkflowConformance):
     }
 
 
-class TestMisreporting(InferenceConformance):
+class TestMisreporting(testing.InferenceConformance):
     use, plugins = "misreporting", HERE
     options = {"tokens_per_s": 2000, "slots": 8, "lengths": [2000]}
     finds = {
@@ -186,7 +178,7 @@ class TestMisreporting(InferenceConformance):
     }
 
 
-class TestForgetful(InferenceConformance):
+class TestForgetful(testing.InferenceConformance):
     """At temperature 0.7 the tokens after the 50th have so little weight that 600 answers do not show it."""
 
     use, plugins, options = "forgetful", HERE, {"slots": 8}
@@ -196,12 +188,12 @@ class TestForgetful(InferenceConformance):
     }
 
 
-class TestTwice(AlgorithmConformance):
+class TestTwice(testing.AlgorithmConformance):
     use, plugins, options = "twice", HERE, {"group_size": 4}
     finds = {"a_sample_in_parts_counts_once": "count a sample once"}
 
 
-class TestMeanOfSequences(AlgorithmConformance):
+class TestMeanOfSequences(testing.AlgorithmConformance):
     use, plugins, options = "of_sequences", HERE, {"group_size": 4, "figure": "mean"}
     finds = {"a_sample_in_parts_counts_once": "count a sample once"}
 

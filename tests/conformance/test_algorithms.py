@@ -1,7 +1,5 @@
 """The built-in algorithms keep the promises of algorithms; tests/plugins has golden vectors for each."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from stretto.testing import AlgorithmConformance

@@ -1,7 +1,5 @@
 """The built-in datasets keep the promises of datasets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """The kit finds what is wrong with components that break their contract, and says it in words."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

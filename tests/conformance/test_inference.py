@@ -1,7 +1,5 @@
 """The engine `mock` keeps the promises of inference engines that need no model."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

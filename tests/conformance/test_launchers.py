@@ -1,7 +1,5 @@
 """The local launcher keeps the promises of launchers."""
 
-from __future__ import annotations
-
 from stretto.testing import LauncherConformance
 
 

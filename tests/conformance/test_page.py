@@ -1,7 +1,5 @@
 """docs/testing.md is true: all its tests pass."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The built-in rewards keep the promises of rewards; tests/plugins has tests of what they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The built-in trackers keep the promises of trackers; tests/plugins reads back what they have sent."""
 
-from __future__ import annotations
-
 import pytest
 
 from stretto.testing import TrackerConformance

@@ -1,7 +1,5 @@
 """The training engines of one process keep the promises of training engines."""
 
-from __future__ import annotations
-
 from stretto.testing import TrainingConformance
 
 

@@ -1,7 +1,5 @@
 """The built-in weight transports keep the promises of weight transports."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The built-in workflows keep the promises of workflows."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

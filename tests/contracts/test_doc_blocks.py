@@ -7,8 +7,6 @@
 - `python` runs, and `yaml` is composed in place of these sections of the quickstart's run file.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re

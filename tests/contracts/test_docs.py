@@ -1,7 +1,5 @@
 """The pages of docs/ and the README: links hold, and their blocks do what the text says."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

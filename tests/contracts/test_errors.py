@@ -1,7 +1,5 @@
 """The tree of exceptions in the docstring of `stretto.errors` is that of the code, and complete."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """The import rules of pyproject.toml are kept, and each of them notices an import that breaks it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

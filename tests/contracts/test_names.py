@@ -1,7 +1,5 @@
 """One name, one thing: no two classes of core and plugins share a name."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The public API is the one that `public_api.txt` lists."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What users can type is what `surface.txt` lists, so that nothing goes unnoticed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from surface import surface

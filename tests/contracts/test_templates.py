@@ -1,7 +1,5 @@
 """Every package that `stretto new` writes: installed, examined, tested by its own tests, and run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A package outside the repository, installed with pip: listed, checked and run like our own."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

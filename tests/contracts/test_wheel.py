@@ -3,8 +3,6 @@
 Every command of the README works there, or names the extra to install.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -23,15 +21,7 @@ ROOT = Path(__file__).parents[2]
 FILE = "quickstart/run.yaml"
 SMALL = "evaluation=null queue.batch_size=4"
 WITHOUT_EXTRAS = (
-    *(
-        "--help",
-        "doctor",
-        "plugins",
-        "plugins algorithm grpo",
-        "schema",
-        "new reward brevity",
-        "engine install --help",
-    ),
+    *("--help", "doctor", "plugins", "plugins algorithm grpo", "schema", "new reward brevity"),
     *("status RUN", "runs", "samples RUN --step 1", "compare RUN RUN", "report RUN", "audit RUN", "logs RUN"),
     *("watch RUN", "export RUN", "export RUN --samples rows.jsonl", "engine install --help"),
 )

@@ -10,8 +10,6 @@ trained: it has no advantage and no loss, and no sum, mean or count knows it. Po
 batch of T tokens, in which the S sequences follow each other without padding.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Those with one GPU passed on an H100. Those with two, and that of `cuda_graphs`, were not tried.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path
@@ -92,9 +90,7 @@ def test_a_step_of_new_shapes_takes_no_longer_than_one_of_known_shapes(tiny_mode
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_replayed_decode_steps_compute_what_the_plain_forward_does(
-    tiny_models: Models, dtype: str
-) -> None:
+async def test_replayed_steps_compute_what_the_plain_forward_does(tiny_models: Models, dtype: str) -> None:
     folder = tiny_models("qwen2")
     models = [load(folder), perturbed(load(folder), 1)]
     async with serving(folder, slots=16, gpus=1, device="cuda", dtype=dtype, cuda_graphs=True) as served:

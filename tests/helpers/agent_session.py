@@ -1,7 +1,5 @@
 """A policy that says what a test wants, for agents by endpoint, and a check of the trajectories."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -11,6 +9,7 @@ from typing import Any, TypeVar
 import anyio
 import numpy as np
 from numpy.typing import NDArray
+from openai import AsyncOpenAI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -64,6 +63,15 @@ async def recorded_agent(
     async with endpoint.serve(recorder) as key:
         yield endpoint.base_url, key, recorder
     await endpoint.stop()
+
+
+@asynccontextmanager
+async def openai_agent(
+    session: Any, limits: CallLimits | None = None, **options: Any
+) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
+    async with recorded_agent(session, limits) as (url, key, recorder):
+        async with AsyncOpenAI(base_url=url, api_key=key, **options) as client:
+            yield client, recorder
 
 
 T = TypeVar("T")

@@ -1,7 +1,5 @@
 """A headless Chromium for tests of pages: `from browser import open_browser`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """For tests of what runs on the bus: waiting, plain clients, and the kernel's first message to a worker."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable
@@ -114,16 +112,6 @@ def welcome(run: str, lease_epoch: int, **sections: Any) -> Welcome:
 
 def bundle(size: int) -> TrajectoryBundle:
     tokens = np.arange(size, dtype=np.int32)
-    trajectory = WireTrajectory(
-        "1/1/0",
-        Array.of(tokens),
-        Array.of(tokens % 2 == 0),
-        Array.of(tokens, np.float32),
-        Array.of(tokens),
-        1.0,
-        {"accuracy": 1.0},
-        "stop",
-        "inference-0",
-        1,
-    )
+    arrays = Array.of(tokens), Array.of(tokens % 2 == 0), Array.of(tokens, np.float32), Array.of(tokens)
+    trajectory = WireTrajectory("1/1/0", *arrays, 1.0, {"accuracy": 1.0}, "stop", "inference-0", 1)
     return TrajectoryBundle(1, 1, 0, (trajectory,))

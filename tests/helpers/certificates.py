@@ -1,7 +1,5 @@
 """Certificates made by the commands of docs/nats.md: `from certificates import write_certificates`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Sequence

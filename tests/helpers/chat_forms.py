@@ -1,7 +1,5 @@
 """Chat templates of our own, each with a tokenizer, that have the traits of real ones."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,11 +55,6 @@ class Form:
         self.ends = self.ends or (self.eos,)
 
 
-def _turns(turn: str, before: str = "", opening: str = "<r>assistant\n") -> str:
-    opens = f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}" if opening else ""
-    return f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{opens}"
-
-
 _TOOLS = "{% if tools %}{{ '<r>tools\n' + tools | tojson + '<e>\n' }}{% endif %}"
 _CALLS = "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + CALL + '</tool_call>' }}{% endfor %}"
 _AS_JSON = _CALLS.replace("CALL", "c.function | tojson")
@@ -72,7 +65,20 @@ _XML = _CALLS.replace(
 )
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
 
-_PLAIN_TURNS = _turns("{{ '<r>' + m.role + '\n' }}CONTENT" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS)
+_PARTS = {"[JSON]": _AS_JSON, "[JOINED]": _JOINED, "[XML]": _XML, "[LAST]": _LAST}
+"""What stands in a turn for calls, and for the content without its reasoning."""
+
+
+def _turns(turn: str, before: str = "", opening: str = "<r>assistant\n") -> str:
+    for name, part in _PARTS.items():
+        turn = turn.replace(name, part)
+    opens = f"{{% if add_generation_prompt %}}{{{{ '{opening}' }}}}{{% endif %}}" if opening else ""
+    return f"{before}{{% for m in messages %}}{turn}{{% endfor %}}{opens}"
+
+
+_PLAIN_TURNS = _turns("{{ '<r>' + m.role + '\n' }}CONTENT[JSON]{{ '<e>\n' }}", _TOOLS)
+_NAMED = "{{ '<r>' + m.role + '\n' + m.content }}"
+_ANSWERS = "{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}"
 
 
 def _raising(test: str, reason: str) -> str:
@@ -87,22 +93,26 @@ _LINES = _turns(
     f"{{{{ '<r>' + {_ROLE} + '\n' + m.content }}}}" + _QUOTED + "{{ '<e>\n' }}{% endif %}",
     "{% if messages[0].role != 'system' %}{{ '<r>system\nBe kind.<e>\n' }}{% endif %}" + _TOOLS,
 )
-_WORDS = _turns("{{ m.role + ':\n' + m.content }}" + _AS_JSON + "{{ '<x>\n' }}", _TOOLS, "assistant:\n")
+_WORDS = _turns("{{ m.role + ':\n' + m.content }}[JSON]{{ '<x>\n' }}", _TOOLS, "assistant:\n")
 
-FORMS: dict[str, Form] = {
-    "plain lines": Form(_LINES),
-    "wrong eos": Form(
+_X: dict[str, Any] = {"eos": "<x>", "closing": "<x>"}
+_TOOLLESS: dict[str, Any] = {"shows_tools": False, "shows_calls": False}
+_OPENS: dict[str, Any] = {"keeps": False, "sft": "opens the answer with"}
+_THINKS: dict[str, Any] = {**_OPENS, "think": True}
+
+_WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain lines": (_LINES, {}),
+    "wrong eos": (
         _LINES.replace(_ROLE, f"('<a>' if m.role == 'assistant' else '<r>' + {_ROLE})")
         .replace("'<r>' + ('<a>'", "('<a>'")
         .replace("<r>assistant\n", "<a>"),
-        eos="<x>",
-        lead="\n",
+        {"eos": "<x>", "lead": "\n"},
     ),
-    "thinker by switch": Form(
+    "thinker by switch": (
         _turns(
             "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' + "
             "(m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '') "
-            "+ '\n</think>\n\n' }}{% endif %}" + _LAST + _AS_JSON + "{{ '<e>\n' }}",
+            "+ '\n</think>\n\n' }}{% endif %}[LAST][JSON]{{ '<e>\n' }}",
             _TOOLS,
             "<r>assistant\n<think>\n\n</think>\n\n",
         ).replace(
@@ -110,81 +120,53 @@ FORMS: dict[str, Form] = {
             "{{ '<r>assistant\n' }}"
             "{% if enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
         ),
-        given={"enable_thinking": False},
-        opened="<think>\n\n</think>\n\n",
-        keeps=False,
-        sft="opens the answer with",
+        {**_OPENS, "given": {"enable_thinking": False}, "opened": "<think>\n\n</think>\n\n"},
     ),
-    "opened thinker": Form(
+    "opened thinker": (
         _turns(
             _raising("m.role == 'system' and not loop.first", "late system")
             + _raising("m.role not in ('system', 'user', 'assistant', 'tool')", "unknown role")
             + "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' }}"
             "{{ m.content.strip() }}{% else %}{{ (m.content.split('</think>')[-1]).strip() }}{% endif %}"
-            + _XML
-            + "{{ '<e>\n' }}",
+            "[XML]{{ '<e>\n' }}",
             _raising("messages | selectattr('role', 'eq', 'user') | list | length == 0", "no user") + _TOOLS,
             "<r>assistant\n<think>\n",
         ),
-        opened="<think>\n",
-        think=True,
-        keeps=False,
-        sft="opens the answer with",
+        {**_THINKS, "opened": "<think>\n"},
     ),
-    "forced thinker": Form(
+    "forced thinker": (
         _turns(
-            "{{ '<r>' + m.role + '\n' }}{% if m.content is none %}"
-            + _JOINED
-            + "{% else %}"
-            + _LAST
-            + "{% endif %}{{ '<e>\n' }}",
+            "{{ '<r>' + m.role + '\n' }}{% if m.content is none %}[JOINED]{% else %}[LAST]{% endif %}"
+            "{{ '<e>\n' }}",
             "<b>" + _TOOLS,
             "<r>assistant\n<think>\n",
         ),
-        opened="<think>\n",
-        bos=True,
-        arguments="text",
-        call_content=None,
-        think=True,
-        keeps=False,
-        sft="opens the answer with",
+        {**_THINKS, "opened": "<think>\n", "bos": True, "arguments": "text", "call_content": None},
     ),
-    "lone closer": Form(
+    "lone closer": (
         _turns(
             "{% if m.role == 'user' %}{{ '<u>' + m.content }}"
             "{% elif m.role == 'tool' %}{{ '<o>' + m.content }}"
-            "{% elif m.role == 'system' %}{{ m.content }}{% else %}{{ '<a></think>' }}"
-            + _LAST
-            + _AS_JSON
-            + "{% endif %}",
+            "{% elif m.role == 'system' %}{{ m.content }}"
+            "{% else %}{{ '<a></think>' }}[LAST][JSON]{% endif %}",
             "{% if tools %}{{ tools | tojson }}{% endif %}",
             "<a><think>",
         ),
-        eos="<x>",
-        ends=("<x>", "<u>", "<o>"),
-        closing="<u>",
-        call_closing="<o>",
-        opened="<think>",
-        think=True,
-        keeps=False,
-        sft="opens the answer with",
+        {"eos": "<x>", "ends": ("<x>", "<u>", "<o>"), "closing": "<u>", "call_closing": "<o>"}
+        | {**_THINKS, "opened": "<think>"},
     ),
-    "dated header": Form(
+    "dated header": (
         _turns(
             _raising("m.tool_calls is defined and m.tool_calls | length != 1", "one call")
             + "{{ '<r>' + m.role + '\n\n' }}"
             "{{ m.content | tojson if m.role == 'tool' else m.content.strip() }}"
-            + _AS_JSON
-            + "{% if tools and loop.first %}{{ tools | tojson }}{% endif %}{{ '<e>' }}",
+            "[JSON]{% if tools and loop.first %}{{ tools | tojson }}{% endif %}{{ '<e>' }}",
             "<b>{{ '<r>system\n\nToday: ' + strftime_now('%d %b %Y') + '<e>' }}",
             "<r>assistant\n\n",
         ),
-        ends=("<x>", "<e>", "<k>"),
-        bos=True,
-        given={"strftime_now": "2026-07-26"},
-        strips=True,
+        {"ends": ("<x>", "<e>", "<k>"), "bos": True, "strips": True, "given": {"strftime_now": "2026-07-26"}},
     ),
-    "strict alternation": Form(
+    "strict alternation": (
         _turns(
             "{% if m.role == 'system' %}{% else %}"
             + _raising("m.role not in ('user', 'assistant')", "no tools")
@@ -195,21 +177,14 @@ FORMS: dict[str, Form] = {
             "<b>{% set offset = 1 if messages[0].role == 'system' else 0 %}",
             "<r>model\n",
         ),
-        eos="<x>",
-        ends=("<x>", "<e>"),
-        bos=True,
-        shows_tools=False,
-        shows_calls=False,
-        strips=True,
+        {**_TOOLLESS, "eos": "<x>", "ends": ("<x>", "<e>"), "bos": True, "strips": True},
     ),
-    "late system": Form(
+    "late system": (
         _turns(
             "{% if m.role == 'user' %}{{ '<i>' }}{% if loop.index0 == ns.last %}"
             "{% if tools %}{{ tools | tojson }}{% endif %}"
             "{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}{% endif %}{% endif %}"
-            "{{ m.content + '</i>' }}{% elif m.role == 'assistant' %}{{ m.content }}"
-            + _AS_JSON
-            + "{{ '<x>' }}"
+            "{{ m.content + '</i>' }}{% elif m.role == 'assistant' %}{{ m.content }}[JSON]{{ '<x>' }}"
             "{% elif m.role == 'tool' %}"
             + _raising("(m.tool_call_id or '') | length != 9", "nine letters")
             + "{{ '<o>' + m.content }}{% endif %}",
@@ -217,24 +192,18 @@ FORMS: dict[str, Form] = {
             "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}",
             "",
         ),
-        eos="<x>",
-        closing="<x>",
-        bos=True,
-        sentence_piece="first",
+        {**_X, "bos": True, "sentence_piece": "first"},
     ),
-    "last turn differs": Form(
+    "last turn differs": (
         _turns(
             "{{ ('\n' if not loop.first else '') + '<r>' + m.role + '\n' + m.content }}"
-            + _AS_JSON
-            + "{{ '<x>' if loop.last and m.role == 'assistant' else '<e>' }}",
+            "[JSON]{{ '<x>' if loop.last and m.role == 'assistant' else '<e>' }}",
             _TOOLS,
             "\n<r>assistant\n",
         ),
-        eos="<x>",
-        closing="<x>",
-        keeps=False,
+        {**_X, "keeps": False},
     ),
-    "channels": Form(
+    "channels": (
         _turns(
             _raising("'<m>' in m.content", "channels inside")
             + "{{ '<r>' + m.role }}{% if m.role == 'assistant' %}{% for c in (m.tool_calls or [])[:1] %}"
@@ -244,165 +213,112 @@ FORMS: dict[str, Form] = {
             _TOOLS,
             "<r>assistant",
         ),
-        eos="<x>",
-        ends=("<x>", "<k>"),
-        closing="<x>",
-        call_closing="<k>",
-        lead="<c>final<m>",
-        keeps=False,
+        {**_X, "ends": ("<x>", "<k>"), "call_closing": "<k>", "lead": "<c>final<m>", "keeps": False},
     ),
-    "open turn": Form(
+    "open turn": (
         _turns(
             "{% if m.role == 'tool' %}{{ '<o>' + m.content + '<o>' }}{% else %}"
             "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<r>' + m.role + '\n' }}"
-            "{% endif %}{{ m.content.strip() }}"
-            + _XML
-            + "{% if '<tool_call>' not in m.content and not m.tool_calls %}"
-            "{{ '<e>\n' }}{% endif %}{% endif %}",
+            "{% endif %}{{ m.content.strip() }}[XML]{% if '<tool_call>' not in m.content "
+            "and not m.tool_calls %}{{ '<e>\n' }}{% endif %}{% endif %}",
             _TOOLS,
-            "<r>assistant\n",
         ).replace(
             "{% if add_generation_prompt %}",
             "{% if add_generation_prompt and messages[-1].role != 'tool' %}",
         ),
-        eos="<x>",
-        ends=("<x>", "<e>", "<k>"),
-        strips=True,
+        {"eos": "<x>", "ends": ("<x>", "<e>", "<k>"), "strips": True},
     ),
-    "counting ids": Form(
+    "counting ids": (
         _turns(
             "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<think></think>' }}{% endif %}"
-            + _LAST
-            + _AS_JSON
-            + "{{ '<e>' if m.role == 'tool' else '<e>\n' }}",
-            _TOOLS,
-            "<r>assistant\n",
-        ),
-        keeps=False,
-    ),
-    "words for headers": Form(
-        _WORDS,
-        eos="<x>",
-        closing="<x>",
-        sentence_piece="always",
-    ),
-    "closer in words": Form(
-        _turns(
-            "{{ '<r>' + m.role + '\n' + m.content }}"
-            + _AS_JSON
-            + "{{ '</answer>' if m.role == 'assistant' }}{{ '<e>\n' }}",
+            "[LAST][JSON]{{ '<e>' if m.role == 'tool' else '<e>\n' }}",
             _TOOLS,
         ),
-        eos="<x>",
-        tail="</answer>",
+        {"keeps": False},
     ),
-    "words alone close": Form(
-        _turns("{{ m.role + ': ' + m.content }}" + _AS_JSON + "{{ '\n### End\n' }}", _TOOLS, "assistant: "),
-        eos="<x>",
-        closing="<x>",
-        tail="\n### End",
-        keeps=False,
+    "words for headers": (_WORDS, {**_X, "sentence_piece": "always"}),
+    "closer in words": (
+        _turns(f"{_NAMED}[JSON]{{{{ '</answer>' if m.role == 'assistant' }}}}{{{{ '<e>\n' }}}}", _TOOLS),
+        {"eos": "<x>", "tail": "</answer>"},
     ),
-    "tokens that strip": Form(
-        _turns("{{ '<r>' + m.role + '\n' + m.content }}" + _AS_JSON + "{{ '<e>\n' }}", _TOOLS),
-        sentence_piece="always",
-        rstrips=True,
+    "words alone close": (
+        _turns("{{ m.role + ': ' + m.content }}[JSON]{{ '\n### End\n' }}", _TOOLS, "assistant: "),
+        {**_X, "tail": "\n### End", "keeps": False},
     ),
-    "line before the text": Form(
-        _turns(
-            "{{ ('<a>' if m.role == 'assistant' else '<u>') + '\n ' + m.content }}" + _AS_JSON, _TOOLS, "<a>"
-        ),
-        eos="<x>",
-        ends=("<x>", "<u>"),
-        closing="<u>",
-        lead="\n ",
-        sentence_piece="llama",
+    "tokens that strip": (
+        _turns(_NAMED + "[JSON]{{ '<e>\n' }}", _TOOLS),
+        {"sentence_piece": "always", "rstrips": True},
     ),
-    "space before a text": Form(
+    "line before the text": (
+        _turns("{{ ('<a>' if m.role == 'assistant' else '<u>') + '\n ' + m.content }}[JSON]", _TOOLS, "<a>"),
+        {"eos": "<x>", "ends": ("<x>", "<u>"), "closing": "<u>", "lead": "\n ", "sentence_piece": "llama"},
+    ),
+    "space before a text": (
         _WORDS,
-        eos="<x>",
-        closing="<x>",
-        prefixes=True,
-        merges=(("a", "o"), ("Ġ", "Ċ"), ("o", "k"), ("Ġ", "ok")),
+        {**_X, "prefixes": True, "merges": (("a", "o"), ("Ġ", "Ċ"), ("o", "k"), ("Ġ", "ok"))},
     ),
-    "roles alone": Form(
-        _turns("{{ ('<a>' if m.role == 'assistant' else '<u>') + m.content }}" + _AS_JSON, _TOOLS, "<a>"),
-        eos="<x>",
-        closing="<x>",
-        keeps=False,
+    "roles alone": (
+        _turns("{{ ('<a>' if m.role == 'assistant' else '<u>') + m.content }}[JSON]", _TOOLS, "<a>"),
+        {**_X, "keeps": False},
     ),
-    "brackets": Form(
+    "brackets": (
         _turns(
             "{% if m.role == 'assistant' %}{{ ' ' + m.content.strip() + '<x>' }}"
             "{% else %}{{ '<i>' + m.content + '</i>' }}{% endif %}",
-            "",
-            "",
+            opening="",
         ),
-        eos="<x>",
-        closing="<x>",
-        lead=" ",
-        sentence_piece="first",
-        shows_tools=False,
-        shows_calls=False,
-        strips=True,
+        {**_X, **_TOOLLESS, "lead": " ", "sentence_piece": "first", "strips": True},
     ),
-    "pieces": Form(_LINES, sentence_piece="first", unigram=True),
-    "end on a line": Form(
+    "pieces": (_LINES, {"sentence_piece": "first", "unigram": True}),
+    "end on a line": (
         _turns("{{ '<r>' + m.role + '\n' + m.content + '\n<e>\n' }}"),
-        tail="\n",
-        shows_tools=False,
-        shows_calls=False,
+        {**_TOOLLESS, "tail": "\n"},
     ),
-    "marked answer": Form(
+    "marked answer": (
         _turns(
             "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<c>' + m.content + '<k>' }}"
-            + _AS_JSON
-            + "{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}",
+            "[JSON]{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}",
             _TOOLS,
         ),
-        lead="<c>",
-        tail="<k>",
+        {"lead": "<c>", "tail": "<k>"},
     ),
-    "end of the chat": Form(
+    "end of the chat": (
         _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",
-        eos="<x>",
-        final="<x>",
+        {"eos": "<x>", "final": "<x>"},
     ),
-    "calls as they are": Form(_LINES.replace(_QUOTED, _WRITTEN), arguments="mapping or text"),
-    "parts of the user": Form(
+    "calls as they are": (_LINES.replace(_QUOTED, _WRITTEN), {"arguments": "mapping or text"}),
+    "parts of the user": (
         _PLAIN_TURNS.replace(
             "CONTENT",
             "{% if m.role == 'user' %}{% for p in m.content %}{{ p.text }}{% endfor %}"
             "{% else %}{{ m.content }}{% endif %}",
         ),
-        content={"user": {"parts"}},
+        {"content": {"user": {"parts"}}},
     ),
-    "text or parts": Form(
+    "text or parts": (
         _PLAIN_TURNS.replace(
             "CONTENT",
             "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
             "{{ '' if loop.first else '; ' }}{{ '[' + p.thinking + ']' if p.type == 'thinking' else p.text }}"
             "{% endfor %}{% endif %}",
         ),
-        content={
-            **{role: {"text", "parts"} for role in ("system", "user", "tool")},
-            "assistant": {"text", "parts", "thinking"},
+        {
+            "content": {
+                **{role: {"text", "parts"} for role in ("system", "user", "tool")},
+                "assistant": {"text", "parts", "thinking"},
+            }
         },
     ),
-    "no header for answers": Form(
+    "no header for answers": (
         {
-            "default": _turns("{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}", "", ""),
-            "tool_use": _turns(
-                "{{ m.content + ('\nAnswer: ' if m.role == 'user' else '<e>\n') }}",
-                "{{ tools | tojson + '\n' }}",
-                "",
-            ),
+            "default": _turns(_ANSWERS, opening=""),
+            "tool_use": _turns(_ANSWERS, "{{ tools | tojson + '\n' }}", ""),
         },
-        eos="<x>",
-        shows_calls=False,
-        merges=(("Ġ", "o"), ("o", "k")),
+        {"eos": "<x>", "shows_calls": False, "merges": (("Ġ", "o"), ("o", "k"))},
     ),
 }
+"""Name -> template, and what else is not as usual."""
+FORMS = {name: Form(template, **options) for name, (template, options) in _WRITTEN_FORMS.items()}
 
 
 def write_model(form: Form, folder: Path) -> str:

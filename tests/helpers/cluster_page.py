@@ -1,7 +1,5 @@
 """The commands of docs/cluster.md: `from cluster_page import Section`."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Commands of stretto, as a user types them: each in a process of its own, or in this one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The types of fixtures of `conftest.py`, for the signatures of tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A disk without room: `from full_disk import no_file_larger_than`."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Each gets its bootstrap on standard input, and an empty folder in place of the r
 another machine that shares no disk with the kernel's.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ programs does it, so all must score 0. A program that gets where it must not be 
 with the imports of the modules that it names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Folders of runs as a kernel leaves them, without a kernel: `keep_run(folder, seed=1)`."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

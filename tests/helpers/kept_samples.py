@@ -1,7 +1,5 @@
 """Kept samples in a folder, as a run's sample writer leaves them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

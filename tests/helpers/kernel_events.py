@@ -1,7 +1,5 @@
 """Events of a kernel as tests need them: `from kernel_events import step_measured`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

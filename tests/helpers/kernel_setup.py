@@ -1,7 +1,5 @@
 """A run on mock engines: its file, and what its kernel makes of it. `from kernel_setup import make_setup`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

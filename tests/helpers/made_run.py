@@ -4,8 +4,6 @@ The files have the form that a run writes; the figures are drawn. `python tests/
 makes a run of 10,000 steps and 1,000,000 samples.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of `stretto ui` in a browser: `from pages import Page, served`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

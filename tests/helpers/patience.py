@@ -7,8 +7,6 @@ begin, and again while they run. The processes of one pytest share their measure
 In the simulated world, `patience(seconds)` is `seconds`: its time does not depend on the machine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Plugins as files, for runs of tests: `from plugin_files import write_plugin`."""
 
-from __future__ import annotations
-
 import textwrap
 from pathlib import Path
 

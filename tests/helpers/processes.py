@@ -1,7 +1,5 @@
 """Start processes of a test's own, and look at processes that may end at any moment."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What a run leaves in its folder, for tests of real and of simulated runs."""
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable

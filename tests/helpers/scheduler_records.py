@@ -7,8 +7,6 @@ A rebuild of the scheduler, or of how it recovers, has to give the same commands
 prints each kernel whose scheduler gives others today, with the first ones that differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import gzip
 import hashlib

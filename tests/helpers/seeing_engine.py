@@ -4,8 +4,6 @@ The tests of the contract of engines know nothing of images. With this engine th
 the engine puts it before each text, and `SeeingReference` does the same.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -29,6 +27,7 @@ from stretto.testing.tiny_model import END, POSITIONS, VOCABULARY, Reference, Ti
 from stretto.training.model import names_in_files
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
+from tiny_sizes import tiny_sizes
 from vision_models import llava_options, never_sample, save_llava_processor
 
 PREFIX = 5
@@ -121,15 +120,9 @@ def make_seeing_model(folder: Path, *, seed: int, layers: int) -> TinyModel:
     token = fast.convert_tokens_to_ids("<image>")
     assert token == VOCABULARY
     text = {
-        "vocab_size": VOCABULARY + 1,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
+        **tiny_sizes(64, layers=layers, vocab_size=VOCABULARY + 1, eos_token_id=END),
         "max_position_embeddings": POSITIONS + PREFIX,
         "initializer_range": 0.15,
-        "eos_token_id": END,
     }
     config: Any = AutoConfig.for_model("llava", image_token_id=token, **llava_options(text))
     generator = torch.random.get_rng_state()

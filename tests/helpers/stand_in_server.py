@@ -6,8 +6,6 @@ parts of memory that it has, and ends at what would break a real server: to free
 that is free, to take memory that it has, to load without memory for weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

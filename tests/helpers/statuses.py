@@ -1,7 +1,5 @@
 """A status of a run in which everything that the live view shows has a figure."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

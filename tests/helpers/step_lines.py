@@ -1,7 +1,5 @@
 """Lines of `metrics.jsonl` as a healthy run writes them, with what a test changes, and the advice on them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,16 +10,11 @@ from stretto.observe.advice import Advice, Adviser
 
 Line = dict[str, Any]
 
+NO_BOUND = {"bound": None}
 RUN: dict[str, Any] = {
     "algorithm": {"group_size": 8, "correction": {"use": "decoupled"}, "entropy_coef": 0.0},
     "training": {"lr": 3e-4, "clip_norm": 1.0, "threads": 1, "processes": 1, "dtype": "float32"},
-    "inference": {
-        "slots": 16,
-        "replicas": 1,
-        "cache_gb": 1.0,
-        "dtype": "bfloat16",
-        "canary": {"bound": None},
-    },
+    "inference": {"slots": 16, "replicas": 1, "cache_gb": 1.0, "dtype": "bfloat16", "canary": NO_BOUND},
     "queue": {"batch_size": 32, "max_staleness": 2},
     "rollout": {"concurrency": 64},
     "sampling": {"max_tokens": 32},

@@ -3,8 +3,6 @@
 `python tests/helpers/surface.py > tests/contracts/surface.txt` writes the list that the tests compare with.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`stretto` in a terminal of its own: `from terminals import Terminal`."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

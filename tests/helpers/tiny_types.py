@@ -1,25 +1,16 @@
 """Configs of tiny models of many types, without tokenizers: `tiny_config("mpt")`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
-    "initializer_range": 0.2,
+from tiny_sizes import IDS, tiny_sizes
+
+_SIZES = {
+    **tiny_sizes(32, layers=2, max_position_embeddings=64, vocab_size=97, initializer_range=0.2),
+    **IDS,
 }
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
@@ -27,26 +18,14 @@ _STATE = {"state_size": 8, "n_groups": 1, "num_heads": 4, "head_dim": 16, "chunk
 _JITTER = {"router_jitter_noise": 0.1, "input_jitter_noise": 0.1}
 _WINDOW = {"sliding_window": 4}
 _MPT = {"d_model": 32, "n_heads": 2, "n_layers": 2}
+_DBRX_WIDTHS = {"ffn_hidden_size": 48, "hidden_size": 32}
 _DBRX = {
     "attn_config": {"kv_n_heads": 1, "attn_pdrop": 0.1, "clip_qkv": 8, "rope_theta": 1e4},
-    "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.1, "ffn_hidden_size": 48}
-    | {"hidden_size": 32},
+    "ffn_config": {"moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": 0.1} | _DBRX_WIDTHS,
 }
 _PLAIN = (
-    *(
-        "arcee",
-        "cohere",
-        "gemma",
-        "glm",
-        "glm4",
-        "granite",
-        "llama",
-        "nemotron",
-        "olmo",
-        "olmo2",
-        "persimmon",
-    ),
-    *("phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm"),
+    *("arcee", "cohere", "gemma", "glm", "glm4", "granite", "llama", "nemotron", "olmo", "olmo2"),
+    *("persimmon", "phi", "phi3", "qwen2", "qwen3", "smollm3", "stablelm"),
 )
 TYPES: Mapping[str, Mapping[str, Any]] = {
     **{name: {} for name in _PLAIN},

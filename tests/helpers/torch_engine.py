@@ -1,7 +1,5 @@
 """Tiny models on disk, and a torch inference engine that serves them as an inference worker would."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from stretto.testing.tiny_model import make_tiny_tokenizer
 from stretto.weights import WeightsNote
 from stretto_torch import TorchInferenceConfig
 from stretto_torch.inference import TorchInferenceEngine
+from tiny_sizes import IDS, tiny_sizes
 
 VOCABULARY = 101
 NORM = "model.norm.weight"
@@ -35,26 +34,19 @@ NORM = "model.norm.weight"
 # ------------------------------------------------------------------------------------ tiny models
 
 SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 512,
+    **tiny_sizes(64, layers=3, vocab_size=VOCABULARY, max_position_embeddings=512),
     "tie_word_embeddings": True,
     "initializer_range": 0.15,
-    "bos_token_id": None,
+    **IDS,
     "eos_token_id": None,
-    "pad_token_id": 0,
 }
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
+    "original_max_position_embeddings": 64,
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},

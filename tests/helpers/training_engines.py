@@ -1,7 +1,5 @@
 """The training engine `torch` for tests, and batches, losses and steps for it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast

@@ -3,8 +3,6 @@
 Each failing seed is shrunk, written to `build/universes`, and described. The search continues after it.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tapes of random universes, in two sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from random import Random

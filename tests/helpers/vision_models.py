@@ -1,7 +1,5 @@
 """Tiny random vision-language models, with tokenizer and processor, and pictures for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from tiny_sizes import IDS, tiny_sizes
 
 ARCHITECTURES = ["llava", "qwen2_5_vl"]
 PLACE = {"llava": "<image>", "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>"}
@@ -38,32 +38,18 @@ def make_vision_model(
         Qwen2VLImageProcessorPil(patch_size=patch, size=sizes).save_pretrained(folder)
     text = {
         "vocab_size": len(vocabulary),
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "bos_token_id": None,
         "initializer_range": 0.08,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": positions,
+        **IDS,
+        **tiny_sizes(32, layers=2, max_position_embeddings=positions),
     }
     if architecture == "llava":
         options = llava_options(text)
     else:
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+        sees = {**_SEES, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "patch_size": patch}
         options = {
             "text_config": {**text, "rope_parameters": rope},
-            "vision_config": {
-                **_SEES,
-                "depth": 2,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "patch_size": patch,
-                "window_size": 4 * patch,
-                "fullatt_block_indexes": [1],
-            },
+            "vision_config": {**sees, "window_size": 4 * patch, "fullatt_block_indexes": [1]},
             "vision_start_token_id": vocabulary["<|vision_start|>"],
         }
     torch.manual_seed(7)

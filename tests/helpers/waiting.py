@@ -1,7 +1,5 @@
 """Wait in a test without an event loop: `from waiting import until`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Jobs for launchers: `from worker_jobs import job`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

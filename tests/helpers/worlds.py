@@ -1,7 +1,5 @@
 """Where the runs of a test live: in the simulation, or as real processes."""
 
-from __future__ import annotations
-
 import pytest
 
 REAL, SIMULATED = "real", "simulated"

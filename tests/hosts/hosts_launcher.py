@@ -4,8 +4,6 @@ While the cable is cut (the file `cut` is in the launcher's folder), it can neit
 B: what ran there counts as lost, and runs on A from then on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 `make test-hosts`; needs root and iproute2.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

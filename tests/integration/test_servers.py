@@ -3,8 +3,6 @@
 `make test-integration` installs the servers.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Which processes of a former kernel the next one takes over."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

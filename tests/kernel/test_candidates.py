@@ -1,7 +1,5 @@
 """Which workers a rollout worker may call: few, stable, and nobody is forgotten."""
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections import Counter
@@ -39,9 +37,7 @@ def apply(candidates: Candidates, event: str, number: int) -> None:
 
 @settings(max_examples=150)
 @given(EVENTS)
-def test_everyone_is_known_and_the_same_events_give_the_same_candidates(
-    events: list[tuple[str, int]],
-) -> None:
+def test_everyone_is_known_and_equal_events_give_equal_candidates(events: list[tuple[str, int]]) -> None:
     candidates = Candidates()
     known = dict[str, list[str]]()
     rollouts, groups = set[str](), dict[str, object]()

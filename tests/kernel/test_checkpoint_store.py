@@ -1,7 +1,5 @@
 """Checkpoints whose files are in a store: whole or absent, checked, found, downloaded and removed."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The measurement of the cores that a run may use."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

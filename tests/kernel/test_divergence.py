@@ -1,7 +1,5 @@
 """The divergence of trained batches: measured by the trainer, less the engine's error, it moves the gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,9 +141,7 @@ def test_an_engines_error_never_closes_the_gate(diverging: Start) -> None:
 
 
 @in_simulation
-def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figures(
-    diverging: Start,
-) -> None:
+def test_the_gate_closes_on_divergence_and_a_resumed_run_takes_the_recorded_figures(diverging: Start) -> None:
     run = diverging(0.2, 0.0, "checkpoint.every=3", "steps=24")
     run.until_step(11)
     run.kill("trainer-0")

@@ -1,7 +1,5 @@
 """Which row each ticket gets: the same after a kill, whatever the order in which groups finish."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Signals that end a run, which may have several kernels in one process."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """The fork server: what its processes have for themselves, and what happens when it cannot fork."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -71,9 +69,7 @@ async def test_a_forked_process_is_like_one_that_was_started(forks: ForkServer, 
     assert first[1] != second[1]
 
 
-async def test_processes_survive_the_server_and_their_end_is_noticed(
-    forks: ForkServer, tmp_path: Path
-) -> None:
+async def test_processes_survive_the_server_and_their_end_is_seen(forks: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "w.out"
     process = await forks.fork(command("waits", str(tmp_path)), log, [])
     assert process is not None
@@ -128,9 +124,7 @@ async def test_the_local_launcher_forks_only_workers_with_the_servers_environmen
     forks.close()
 
 
-async def test_a_process_has_what_it_needs_imported_before_it_starts(
-    forks: ForkServer, tmp_path: Path
-) -> None:
+async def test_what_a_process_needs_is_imported_before_it_starts(forks: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "needed.py").write_text("import os\nprint('imported in', os.getpid(), flush=True)\n")
     (tmp_path / "uses.py").write_text("import needed\n")
     (tmp_path / "later.py").write_text("print('and later', flush=True)\n")

@@ -1,7 +1,5 @@
 """The reason of a run that ended on a full disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Which engines are lent to an evaluation, and for how long."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -12,41 +10,30 @@ NONE, BESIDE, TWO = Demand(), Demand(10, (10,)), Demand(10, (10, 20))
 RESTING, UNTRAINED = Demand(10, (10,), resting=True), Demand(0, (0,), untrained=True)
 
 
-@pytest.mark.parametrize(
-    "story",
-    [
-        pytest.param([(NONE, "ab", None, "")], id="nothing without an evaluation"),
-        pytest.param([(RESTING, "ab", None, "ab")], id="all while training rests"),
-        pytest.param(
-            [(BESIDE, "abcde", None, "a"), (TWO, "abcde", None, "ab"), (TWO, "ab", None, "a")],
-            id="of several one, and half of them while another evaluation waits",
-        ),
-        pytest.param(
-            [(BESIDE, "bc", None, "b"), (BESIDE, "abc", None, "b"), (BESIDE, "ac", None, "a")],
-            id="the same one until it is lost",
-        ),
-        *(
-            pytest.param(  # while the evaluator starts again, the evaluation waits
-                [(TWO, w, "e", "e"), (RESTING, w, "e", f"{w}e"), (BESIDE, w, "", ""), (NONE, w, "e", "")],
-                id=f"beside training only the evaluator, with {len(w)} others",
-            )
-            for w in ("a", "ab")
-        ),
-        pytest.param(
-            [
-                (UNTRAINED, "a", None, ""),
-                (Demand(0, (0,), resting=True, untrained=True), "a", None, "a"),  # it has nothing to do
-                (UNTRAINED, "a", None, ""),
-                (Demand(0, (0,)), "a", None, "a"),
-            ],
-            id="a single one not before the first step",
-        ),
-        pytest.param([(UNTRAINED, "ab", None, "a")], id="before the first step if another one trains"),
-    ],
-)
-def test_engines_are_lent(story: list[tuple[Demand, str, str | None, str]]) -> None:
+STORIES: dict[str, list[tuple[Demand, str, str | None, str]]] = {
+    "nothing without an evaluation": [(NONE, "ab", None, "")],
+    "all while training rests": [(RESTING, "ab", None, "ab")],
+    "of several one, and half of them while another evaluation waits":
+        [(BESIDE, "abcde", None, "a"), (TWO, "abcde", None, "ab"), (TWO, "ab", None, "a")],
+    "the same one until it is lost":
+        [(BESIDE, "bc", None, "b"), (BESIDE, "abc", None, "b"), (BESIDE, "ac", None, "a")],
+    # While the evaluator starts again, the evaluation waits.
+    **{f"beside training only the evaluator, with {len(w)} others":
+        [(TWO, w, "e", "e"), (RESTING, w, "e", f"{w}e"), (BESIDE, w, "", ""), (NONE, w, "e", "")]
+       for w in ("a", "ab")},
+    "a single one not before the first step":
+        [(UNTRAINED, "a", None, ""),
+         (Demand(0, (0,), resting=True, untrained=True), "a", None, "a"),  # it has nothing to do
+         (UNTRAINED, "a", None, ""),
+         (Demand(0, (0,)), "a", None, "a")],
+    "before the first step if another one trains": [(UNTRAINED, "ab", None, "a")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_engines_are_lent(name: str) -> None:
     lending = Lending(30)
-    for now, (demand, workers, evaluators, lent) in enumerate(story):
+    for now, (demand, workers, evaluators, lent) in enumerate(STORIES[name]):
         own = None if evaluators is None else frozenset(evaluators)
         assert lending.choose(demand, dict.fromkeys(workers), now, own) == math.inf
         assert lending.lent == frozenset(lent)

@@ -1,7 +1,5 @@
 """The queues of open tickets: order of deadlines, bounded memory, and the last holder of a ticket."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """A bad outcome costs its ticket, and neither the run nor its resumption."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any
@@ -121,9 +119,7 @@ def test_no_outcome_stops_the_scheduler(outcomes: list[Outcome], evaluates: bool
     assert ledger.pop("issued") == sum(ledger.values())
 
 
-async def test_a_bad_outcome_in_the_log_fails_its_ticket_in_every_life(
-    open_bus: OpenBus, names: Subjects
-) -> None:
+async def test_bad_outcomes_in_the_log_fail_tickets_in_every_life(open_bus: OpenBus, names: Subjects) -> None:
     """A real rollout worker's credentials write it; two kernels, one after the other, read it."""
     faulty = "rollout-0 wrote a faulty group: it has no member"
     async with open_bus("kernel") as kernel, open_bus("rollout") as rollout:

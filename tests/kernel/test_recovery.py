@@ -1,7 +1,5 @@
 """What a run continues from when its store, its checkpoints or its metrics are damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -291,9 +289,7 @@ async def test_tickets_of_a_former_kernel_are_gone_before_a_worker_can_take_them
     assert newest == [0]
 
 
-async def test_tickets_of_a_kernel_that_has_replaced_this_one_stay(
-    open_bus: OpenBus, names: Subjects
-) -> None:
+async def test_tickets_of_a_kernel_that_replaced_this_one_stay(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("kernel") as bus:
         subject = names.ticket("train")
         await bus.store.make_queue(names.tickets_stream, [subject, names.ticket("eval")], redeliver_s=60)

@@ -1,7 +1,5 @@
 """What a rollout worker is told of the workers that it may call, when engines come, go and are lent."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace

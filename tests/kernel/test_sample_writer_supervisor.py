@@ -1,7 +1,5 @@
 """The kernel's side of the sample writer, with writers that hang or cannot be started."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """The scheduler's promises, held against generated sequences of events, and its rules by example."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter, deque
@@ -965,9 +963,7 @@ def limits(
 
 
 @pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
-def test_the_gate_stays_open_below_the_bound_and_closes_where_any_staleness_is_above_it(
-    max_staleness: int,
-) -> None:
+def test_the_gate_stays_open_below_the_bound_and_closes_if_any_staleness_is_above(max_staleness: int) -> None:
     calm = limits(lambda lag: 0.9 * lag / max_staleness, max_staleness=max_staleness, steps=300)
     assert calm == [max_staleness] * 300
     fierce = limits(lambda lag: 5.0 * lag, max_staleness=max_staleness, steps=300)

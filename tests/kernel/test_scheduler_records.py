@@ -4,8 +4,6 @@ Where a change is meant: `python tests/helpers/scheduler_records.py write FILE`,
 what differs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Figures of a step as `metrics.jsonl` has them."""
 
-from __future__ import annotations
-
 from stretto.kernel.step_meter import _figure  # pyright: ignore[reportPrivateUsage]
 
 

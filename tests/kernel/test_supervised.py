@@ -1,7 +1,5 @@
 """When a process that has failed is started again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """Variants of an A/B test in the kernel: the draw of a ticket's variant, and the accounts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

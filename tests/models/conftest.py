@@ -1,8 +1,7 @@
 """What the tests of models share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from vision_models import ARCHITECTURES, make_vision_model
 @pytest.fixture(scope="session")
 def vision_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`vision_models("llava")`: folder of a random vision-language model with tokenizer and processor."""
-    made: dict[str, Path] = {}
 
+    @cache
     def folder(architecture: str) -> Path:
-        if architecture not in made:
-            made[architecture] = tmp_path_factory.mktemp(architecture)
-            make_vision_model(architecture, made[architecture])
-        return made[architecture]
+        make_vision_model(architecture, made := tmp_path_factory.mktemp(architecture))
+        return made
 
     return folder
 

@@ -1,12 +1,10 @@
 """Images that workflows and agents add: their tokens, their way to the trainer, and what is refused."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re
-from collections.abc import AsyncGenerator, Collection, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +13,10 @@ from typing import Any, cast
 import numpy as np
 import openai
 import pytest
-from openai import AsyncOpenAI
 
-from agent_session import recorded_agent
+from agent_session import openai_agent
 from fixture_types import Models
 from stretto import Context
-from stretto.agents.recorder import CallRecorder
 from stretto.array import Array
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import StoredImage, TrajectoryBundle, WireTrajectory
@@ -247,13 +243,6 @@ def test_an_environments_images_that_cannot_be_used_fail_its_ticket(images: Any,
 # ------------------------------------------------------------------------------------------ agents
 
 
-@asynccontextmanager
-async def agent_of(session: FakeSession) -> AsyncGenerator[tuple[AsyncOpenAI, CallRecorder]]:
-    async with recorded_agent(session) as (url, key, recorder):
-        async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
-            yield client, recorder
-
-
 def data_url(file: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(file).decode()}"
 
@@ -265,7 +254,7 @@ async def test_an_agent_sends_images_in_data_urls(vision_models: Models) -> None
     with ticket(vision_models("llava")) as (vision, images):
         await images.encode_row({"prompt": "x"})
         session = FakeSession(["ok"], tokenizer=vision.tokenizer, images=images)
-        async with agent_of(session) as (client, recorder):
+        async with openai_agent(session, max_retries=0) as (client, recorder):
 
             def user(*urls: str) -> Any:
                 parts = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
@@ -292,7 +281,7 @@ async def test_an_agent_sends_images_in_data_urls(vision_models: Models) -> None
         assert [each.images for each in made] == [names, names[:1]]
         for each in made:
             await images.check(each)
-    async with agent_of(FakeSession(["ok"], tokenizer=ByteTokenizer())) as (client, _):
+    async with openai_agent(FakeSession(["ok"], tokenizer=ByteTokenizer()), max_retries=0) as (client, _):
         with pytest.raises(openai.BadRequestError, match="the policy reads no images"):
             await client.chat.completions.create(model="", messages=chat)
 
@@ -319,9 +308,7 @@ class Log:
         return StoredImage(self.images[digest])
 
 
-async def test_a_trainer_makes_the_arrays_of_the_images_that_a_trajectory_names(
-    vision_models: Models,
-) -> None:
+async def test_a_trainer_makes_the_arrays_of_images_that_a_trajectory_names(vision_models: Models) -> None:
     vision = Vision(str(vision_models("llava")))
     files = [file_of(seed) for seed in range(3)]
     names = [name_of(file) for file in files]

@@ -1,7 +1,5 @@
 """Real models' chat templates: what a turn is, whichever form it has."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from functools import cache

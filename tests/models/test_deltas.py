@@ -1,7 +1,5 @@
 """Deltas of tensor files: what they restore, what they cost, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -25,9 +23,7 @@ def written(width: int, before: Any, after: Any, cut: int = 0) -> tuple[FileByte
 
 
 @given(st.integers(1, 2), st.integers(0, 300), st.lists(st.integers(0, 299), max_size=75), st.integers(0, 9))
-def test_a_delta_leads_from_one_version_to_the_next(
-    width: int, words: int, changed: list[int], seed: int
-) -> None:
+def test_a_delta_leads_from_version_to_version(width: int, words: int, changed: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)
     before = rng.integers(0, 256, words * width, np.uint8)
     after = before.copy()

@@ -1,7 +1,5 @@
 """The hash of a tensor, and the digest of a set of weights: what they cover."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import sys

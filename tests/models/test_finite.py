@@ -1,7 +1,5 @@
 """NaN and infinity in weights are found, whatever the dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

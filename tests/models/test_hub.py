@@ -1,7 +1,5 @@
 """Models of the hub are downloaded before a run starts, and the user is told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,9 +44,7 @@ class Hub:
         return str(self._folder / name) if (self._folder / name).exists() else None
 
 
-def test_only_what_a_run_loads_is_downloaded_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_runs_load_is_downloaded_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = dict.fromkeys([*SHARDS, "original/consolidated.safetensors", "pytorch_model.bin"], 10**9)
     hub = Hub(tmp_path, monkeypatch, files | {"config.json": 10, "tokenizer.model": 10, "README.md": 10})
     hub.download()

@@ -1,7 +1,5 @@
 """Images that cannot be read are one clear error for their row, and cost little memory."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -17,15 +15,7 @@ from PIL import Image
 
 from fixture_types import Models, Start
 from stretto.errors import ConfigError
-from stretto.models.images import (
-    MAX_FILE_BYTES,
-    ImageError,
-    decode,
-    files_of,
-    images_of,
-    names_in,
-    with_names,
-)
+from stretto.models import images
 from vision_models import picture
 
 
@@ -69,10 +59,10 @@ BAD: dict[str, tuple[bytes, str]] = {
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_image_is_refused_for_a_reason(kind: str) -> None:
     data, reason = BAD[kind]
-    with pytest.raises(ImageError, match=reason):
-        decode(data)
+    with pytest.raises(images.ImageError, match=reason):
+        images.decode(data)
     with pytest.raises(ConfigError, match="column 'image' of row 'r7': what its bytes hold is no image that"):
-        images_of({"id": "r7", "image": {"bytes": data or b"x", "path": None}})
+        images.images_of({"id": "r7", "image": {"bytes": data or b"x", "path": None}})
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
@@ -80,7 +70,7 @@ def test_a_bad_image_is_refused_for_a_reason(kind: str) -> None:
 def test_other_images_are_read(format: str, mode: str) -> None:
     if (format, mode) in {("JPEG", "P"), ("JPEG", "RGBA")}:
         pytest.skip("there is no such file")
-    assert decode(saved(picture(0).convert(mode), format)).mode == "RGB"
+    assert images.decode(saved(picture(0).convert(mode), format)).mode == "RGB"
 
 
 CLEAR = Image.new("RGBA", (2, 1))
@@ -114,34 +104,36 @@ TRANSPARENT: dict[str, Any] = {
 def test_what_is_transparent_lies_on_white(kind: str) -> None:
     image = TRANSPARENT[kind]
     image = {"bytes": image, "path": None} if isinstance(image, bytes) else image
-    [of_row], [of_feedback] = images_of({"image": image}), files_of([image])
+    [of_row], [of_feedback] = images.images_of({"image": image}), images.files_of([image])
     second = bytes([255] * 3 if kind == "grey of 1 bit" else [68] * 3)
-    for pixels in (of_row.pixels, decode(of_row.file), decode(of_feedback)):
+    for pixels in (of_row.pixels, images.decode(of_row.file), images.decode(of_feedback)):
         assert (pixels.mode, pixels.tobytes()) == ("RGB", bytes([255] * 3) + second)
 
 
 def test_half_of_a_colour_is_mixed_with_white() -> None:
-    assert decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 51)))).tobytes() == bytes([255, 204, 204])
+    assert images.decode(saved(Image.new("RGBA", (1, 1), (255, 0, 0, 51)))).tobytes() == bytes(
+        [255, 204, 204]
+    )
 
 
 def test_a_picture_is_turned_as_its_camera_says() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
-    assert decode(saved(picture(0, 20, 14), "JPEG", exif=exif)).size == (14, 20)
+    assert images.decode(saved(picture(0, 20, 14), "JPEG", exif=exif)).size == (14, 20)
 
 
 def test_a_huge_image_costs_no_memory() -> None:
     process, data = psutil.Process(), BAD["huge"][0]
     before = process.memory_info().rss
     for _ in range(5):
-        with pytest.raises(ImageError):
-            decode(data)
+        with pytest.raises(images.ImageError):
+            images.decode(data)
     assert process.memory_info().rss - before < 2**26
 
 
 def test_what_is_no_image_is_one_clear_error(tmp_path: Path) -> None:
     with (tmp_path / "large.png").open("wb") as file:  # it is not read
-        file.truncate(MAX_FILE_BYTES + 1)
+        file.truncate(images.MAX_FILE_BYTES + 1)
     os.mkfifo(tmp_path / "pipe.png")  # it is not waited for
     rows: list[tuple[dict[str, Any], str]] = [
         ({"images": ["/no/a.png"], "id": "r1"}, "column 'images' of row 'r1': no such file: '/no/a.png'"),
@@ -153,17 +145,17 @@ def test_what_is_no_image_is_one_clear_error(tmp_path: Path) -> None:
     ]
     for row, message in rows:
         with pytest.raises(ConfigError, match=message):
-            images_of(row)
+            images.images_of(row)
 
 
 def test_people_read_the_paths_of_images() -> None:
     image = Image.new("RGB", (2, 2))
     row = {"answer": "2", "images": ["/a.png", {"bytes": None, "path": "/b.png"}, {"bytes": b"abc"}, image]}
-    named = with_names(row)
+    named = images.with_names(row)
     assert named == {"answer": "2", "images": ["/a.png", "/b.png", {"bytes": 3}, {"type": "Image"}]}
-    assert names_in(named) == named["images"]
-    assert names_in(with_names({"image": "/c.png"})) == ["/c.png"]
-    assert names_in("a row that was cut") == []
+    assert images.names_in(named) == named["images"]
+    assert images.names_in(images.with_names({"image": "/c.png"})) == ["/c.png"]
+    assert images.names_in("a row that was cut") == []
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Adapters that travel alone: what is put together beside an engine is what the trainer would have merged."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The headers of safetensors files, damaged in every way: one kind of error, which names file and tensor."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Mapping

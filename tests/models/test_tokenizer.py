@@ -1,7 +1,5 @@
 """Tokenizers and chat templates."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

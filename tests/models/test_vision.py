@@ -1,7 +1,5 @@
 """Rows with images, from the dataset to the training engine: the processors, the numbers, whole runs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -89,9 +87,7 @@ def test_images_come_from_paths_bytes_and_pillow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_prompt_has_as_many_image_tokens_as_the_model_features(
-    vision_models: Models, architecture: str
-) -> None:
+def test_a_prompt_has_an_image_token_for_each_model_feature(vision_models: Models, architecture: str) -> None:
     vision = Vision(str(vision_models(architecture)))
     image = picture(0, 32, 24)
     tokens = 4 if architecture == "llava" else (24 // 8) * (32 // 8)  # 16 × 16 at 8; Qwen: 2 × 2 patches of 4

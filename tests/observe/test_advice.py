@@ -1,7 +1,5 @@
 """Advice: every rule says its fault and nothing else; runs show it, keep it, and end by it where asked."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -79,26 +77,17 @@ SAID: list[tuple[str, list[Part], str]] = [
     # The usual size of gradients is what `training.clip_norm` is set to.
     ("gradient_spikes", spikes(172.0), "the largest is 172; set `training.lr` to 0.0001 (now 0.0003)"),
     ("gradient_spikes", spikes(math.nan), "the largest is inf"),
-    (
-        "masked_tokens",
-        [part(20), part(30, masked_fraction=0.4)],
-        "leaves out 40% of the tokens; set `queue.max_staleness` to 1 (now 2)",
-    ),
-    (
-        "entropy_collapse",
-        [part(20), part(40, entropy=0.01)],
-        "raise `algorithm.entropy_coef` from 0 to 0.001",
-    ),
+    ("masked_tokens", [part(20), part(30, masked_fraction=0.4)],
+     "leaves out 40% of the tokens; set `queue.max_staleness` to 1 (now 2)"),
+    ("entropy_collapse", [part(20), part(40, entropy=0.01)],
+     "raise `algorithm.entropy_coef` from 0 to 0.001"),
     ("zero_variance_groups", [part(40, 0.1, zero_variance_groups=0.9)], "90% of the groups"),
     ("zero_variance_groups", [part(40, 0.4, zero_variance_groups=0.0, **FILTERED)], "86% of the groups"),
     ("truncation", [part(20), part(30, truncated=0.5)], "raise `sampling.max_tokens` from 32 to 64"),
     ("engine_mismatch", [part(10), part(5, canary_mean=0.4)], "differ by 0.4 per token on the canary"),
     ("engine_mismatch", [part(10), part(5, mismatch_mean=0.4)], "differ by 0.4 per token"),
-    (
-        "engine_mismatch",
-        [part(10), part(5, mismatch_mean=0.4)],
-        "set `inference.dtype` to float32 (now bfloat16)",
-    ),
+    ("engine_mismatch", [part(10), part(5, mismatch_mean=0.4)],
+     "set `inference.dtype` to float32 (now bfloat16)"),
     ("constant_reward", [part(200, 0.0, reward_std=0.0)], "every answer so far has the reward 0,"),
     ("failures", FAILURES, "'gold' (mine.py:3); 4 x RewardError: reward took longer"),
     ("failures", FAILURES, "12 of 332 tickets failed in 10 steps: 8 x RewardError: reward raised KeyError: "),
@@ -108,38 +97,27 @@ SAID: list[tuple[str, list[Part], str]] = [
     ("generation_waits", [part(60, **SPEED["generation_waits"])], "raise `training.processes` from 1 to 2"),
     ("slot_bound", [part(60, **SPEED["slot_bound"])], "raise `inference.slots` from 16 to 32"),
     ("kv_bound", [part(60, **SPEED["kv_bound"])], "raise `inference.cache_gb` from 1 to 2"),
-    (
-        "lost_prefixes",
-        [part(60, train_s=0.2, lost_per_token=5.0)],
-        "set `rollout.concurrency` to {min: 8, max: 64} (now 64)",
-    ),
+    ("lost_prefixes", [part(60, train_s=0.2, lost_per_token=5.0)],
+     "set `rollout.concurrency` to {min: 8, max: 64} (now 64)"),
     ("verifier_bound", [part(60, **SPEED["verifier_bound"])], "raise `verifier.children` from 1 to 2"),
     ("slow_swaps", [part(60, swap_pause_s=0.3)], "raise `queue.batch_size` from 32 to 64"),
     ("late_tickets", [part(60, **LATE)], "late tickets 60% of the time: a few take much longer"),
     ("late_tickets", [part(60, **LATE)], "raise `queue.max_staleness` from 2 to 3"),
     ("training_waits", [part(60, **LATE | {"generate_busy_s": 0.95})], "training waits for generation"),
     ("checkpoint_waits", [part(60, **SAVING)], "for checkpoints 40% of the time"),
-]
+]  # fmt: skip
 FALLING = [part(30, 0.6), part(30, 0.05)]
 NO_CORE = [part(60, train_s=0.2, cores_idle=0.05)]
 OF_RUN: list[tuple[dict[str, Any], str, list[Part], str]] = [
     (CLIPPED, "gradient_spikes", spikes(172.0), "set `training.clip_norm` to 1 (now 5)"),
-    (
-        UNCLIPPED,
-        "reward_collapse",
-        FALLING,
-        "; set `training.lr` to 3e-05 (now 0.0003), or set `training.clip_norm` to 0.3 (now null)",
-    ),
+    (UNCLIPPED, "reward_collapse", FALLING,
+     "; set `training.lr` to 3e-05 (now 0.0003), or set `training.clip_norm` to 0.3 (now null)"),
     (UNCLIPPED, "reward_collapse", FALLING, "`training.clip_norm` to 0.3 (now null)\n"),
-    (
-        TOOLS,
-        "verifier_bound",
-        [part(60, **SPEED["verifier_bound"])],
-        "; raise `verifier.tool_children` from 4 to 8, or raise `verifier.children`",
-    ),
+    (TOOLS, "verifier_bound", [part(60, **SPEED["verifier_bound"])],
+     "; raise `verifier.tool_children` from 4 to 8, or raise `verifier.children`"),
     (AT_ONCE, "training_waits", [part(60, train_s=0.2)], "from 0 to 1, or raise `inference.replicas`"),
     (AT_ONCE, "training_waits", NO_CORE, "`queue.max_staleness` from 0 to 1\n"),
-]
+]  # fmt: skip
 CASES = [*((RUN, *each) for each in SAID), *OF_RUN]
 SILENT: dict[str, list[Part]] = {
     "steps are short and the run learns": [part(60, (0.3, 0.7), **SHORTENED)],
@@ -156,9 +134,7 @@ SILENT: dict[str, list[Part]] = {
 
 
 @pytest.mark.parametrize(("run", "rule", "parts", "text"), CASES, ids=[rule for _, rule, *_ in CASES])
-def test_a_fault_is_said_with_what_helps(
-    run: dict[str, Any], rule: str, parts: list[Part], text: str
-) -> None:
+def test_a_fault_is_said_with_a_remedy(run: dict[str, Any], rule: str, parts: list[Part], text: str) -> None:
     advice = only(advised(series(*parts), run), rule)
     assert text in f"{advice.message}\n"
     if rule in SPEED:
@@ -299,19 +275,13 @@ def evaluated_steps(evaluation_s: float) -> list[Line]:
             "(`evaluation.rows`), or raise `inference.replicas` from 1 to 2",
         ),
         ({"rows": 500}, "set `evaluation.rows` to 250 (now 500)"),
-        (
-            {"own_engine": False},
-            "because they take all inference engines; set `evaluation.own_engine` to true (now false), ",
-        ),
-        (
-            {"own_engine": True},
-            "because they are due faster than their engine samples; raise `evaluation.every`",
-        ),
+        ({"own_engine": False},
+         "because they take all inference engines; set `evaluation.own_engine` to true (now false), "),
+        ({"own_engine": True},
+         "because they are due faster than their engine samples; raise `evaluation.every`"),
     ],
-)
-def test_evaluations_that_take_long_are_named_in_place_of_generation(
-    values: dict[str, Any], text: str
-) -> None:
+)  # fmt: skip
+def test_long_evaluations_are_named_in_place_of_generation(values: dict[str, Any], text: str) -> None:
     run = {**RUN, "evaluation": {"every": 15, "rows": None, **values}}
     assert text in only(advised(evaluated_steps(25.0), run), "evaluation_waits").message
     assert advised(evaluated_steps(2.0), run) == []
@@ -469,15 +439,11 @@ def test_a_resumed_run_keeps_its_advice(start: Start) -> None:
         ("verifier_bound", "bound by verifiers", QUICK, "import time; time.sleep(0.03); "),
         ("slow_swaps", "swaps of weights stop the engines", "inference.swap_s=0.1", ""),
         ("training_waits", "bound by generation", f"{QUICK} inference.tokens_per_s=3000", ""),
-        (
-            "generation_waits",
-            "bound by training",
-            "training.seconds_per_step=2 inference.tokens_per_s=2e5",
-            "",
-        ),
+        ("generation_waits", "bound by training", "training.seconds_per_step=2 inference.tokens_per_s=2e5",
+         ""),
         ("truncation", "end at the limit of tokens", "sampling.max_tokens=16", ""),
     ],
-)
+)  # fmt: skip
 def test_a_fault_in_a_real_run_is_said(
     start: Start, tmp_path: Path, rule: str, words: str, overrides: str, body: str
 ) -> None:

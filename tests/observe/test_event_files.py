@@ -1,7 +1,5 @@
 """The journal as files: what is written, what readers make of it, and what follows from it."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import chain
@@ -157,9 +155,7 @@ async def test_a_message_in_parts_is_kept_with_its_parts(open_bus: OpenBus, name
         assert await bus.store.holds(names.journal_stream, writer.head.sequence)
 
 
-async def test_the_newest_lease_is_known_after_its_message_is_purged(
-    open_bus: OpenBus, names: Subjects
-) -> None:
+async def test_the_newest_lease_is_known_when_its_message_is_gone(open_bus: OpenBus, names: Subjects) -> None:
     async with open_bus("kernel") as bus:
         former, writer = await own_journal(bus, names, "0"), await own_journal(bus, names, "0")
         assert await newest_epoch(bus, names) == writer.epoch > former.epoch

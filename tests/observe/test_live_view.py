@@ -1,7 +1,5 @@
 """The live view draws any status, and the status of a kernel has everything that the view draws."""
 
-from __future__ import annotations
-
 import io
 import time
 from pathlib import Path

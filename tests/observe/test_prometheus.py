@@ -1,7 +1,5 @@
 """The kernel's endpoint for Prometheus: who may read it, and figures that a healthy run never has."""
 
-from __future__ import annotations
-
 import re
 import socket
 import time

@@ -1,7 +1,5 @@
 """The kernel's side of trackers: processes that fail or hang cost the run neither its time nor its end."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 
@@ -98,9 +96,7 @@ async def test_a_tracker_that_ends_the_process_ends_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", ["OSError", "SystemExit"])
-async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_the_end(
-    tmp_path: Path, error: str
-) -> None:
+async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_last(tmp_path: Path, error: str) -> None:
     run = Run(tmp_path, f"raise {error}('no network')", finish_s=patience(60))
     await until(lambda: bool(run.problems))
     await run.finish()

@@ -1,7 +1,5 @@
 """The verdict: what it says of made series of steps, and how often it is wrong."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -118,27 +116,18 @@ def test_a_run_without_rewards_learns_when_its_loss_falls() -> None:
 @pytest.mark.parametrize(
     ("losses", "rows_change", "expected"),
     [
-        (
-            [1.5, 1.25, 1.0],
-            False,
-            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1, the lowest so far",
-        ),
+        ([1.5, 1.25, 1.0], False,
+         "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1, the lowest so far"),
         ([1.5, 1.0, 1.25, 1.5, 1.75], False, "falling: held-out loss +0.75 since step 20: it overfits"),
         ([1.5, 1.0, 1.01, 1.02, 1.01], False, "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1.01"),
-        (
-            [1.0, 0.0, 0.0, 0.0, 0.0],
-            False,
-            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 0, lowest",
-        ),
-        (
-            [1.5, 1.0, 1.25, 1.5],
-            False,
-            "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1.5, lowest after",
-        ),
+        ([1.0, 0.0, 0.0, 0.0, 0.0], False,
+         "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 0, lowest"),
+        ([1.5, 1.0, 1.25, 1.5], False,
+         "learning: loss 1.908 → 1.075 in 60 steps; held-out loss 1.5, lowest after"),
         ([1.5, 1.25], True, "learning: held-out loss -0.25 since step 10"),
         ([1.5, 1.75], True, "flat: held-out loss +0.25 since step 10"),
     ],
-)
+)  # fmt: skip
 def test_a_run_without_rewards_is_judged_by_its_held_out_loss(
     losses: list[float], rows_change: bool, expected: str
 ) -> None:

@@ -1,7 +1,5 @@
 """Text of models, rewards and agents is shown in the terminal as plain text."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

@@ -1,7 +1,5 @@
 """Fixtures of the plugins' tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from torch_engine import Folders

@@ -3,8 +3,6 @@
 The vectors in `golden/` come from `reference.py`, which shares no code with what is tested.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """The reward `code`: right, wrong and hostile programs, by what real sandboxes make of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

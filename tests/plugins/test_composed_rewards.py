@@ -1,7 +1,5 @@
 """The rewards `format`, `regex` and `length`, and `sum`, which adds others up."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The torch engine keeps every promise of the conformance suite."""
 
-from __future__ import annotations
-
 import pytest
 
 import seeing_engine

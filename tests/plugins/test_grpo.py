@@ -1,7 +1,5 @@
 """What the golden vectors leave open of GRPO: gradients, statistics and the scale of steps, by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The dataset `hf` on what the `datasets` library writes itself."""
 
-from __future__ import annotations
-
 import gzip
 import subprocess
 import sys

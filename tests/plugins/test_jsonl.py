@@ -1,7 +1,5 @@
 """The dataset `jsonl`, and prompts made of columns."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The reward `judge`, against a server of our own that answers as told."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The local launcher with workers that come later."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

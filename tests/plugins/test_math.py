@@ -1,7 +1,5 @@
 """The reward `math`: which answers are right, which rows it can score, and what a hostile answer may cost."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The dataset `mix`: shares of its parts, schedules, pools and gates; what `check` refuses."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -233,20 +231,14 @@ def test_without_weights_all_rows_have_the_same_chance(composed: Callable[..., C
         (["pools: {a: {weigth: 1}}"], r"unknown key 'weigth'; did you mean 'weight'"),
         (["gates: {flat: {reject_min: 1, reject_max: 0}}"], r"reject_max is 0, below reject_min, 1"),
         (["parts: {}"], r"parts: expected at least one"),
-        (
-            ["parts: {a: {use: jsonl, path: a.jsonl, shuffle: false}}"],
-            r"parts.a: write max_prompt_tokens and shuffle",
-        ),
-        (
-            ["parts: {a: {use: mix, parts: {b: {use: jsonl, path: b.jsonl}}}}"],
-            r"parts.a has a curriculum of its own",
-        ),
+        (["parts: {a: {use: jsonl, path: a.jsonl, shuffle: false}}"],
+         r"parts.a: write max_prompt_tokens and shuffle"),
+        (["parts: {a: {use: mix, parts: {b: {use: jsonl, path: b.jsonl}}}}"],
+         r"parts.a has a curriculum of its own"),
         (["parts: {a: {use: jsonl, path: empty.jsonl}}"], r"parts.a is empty"),
     ],
-)
-def test_faults_of_the_section_are_named(
-    composed: Callable[..., Composed], lines: list[str], message: str
-) -> None:
+)  # fmt: skip
+def test_section_faults_are_named(composed: Callable[..., Composed], lines: list[str], message: str) -> None:
     with pytest.raises(StrettoError, match=message):
         made(composed(*lines))
 

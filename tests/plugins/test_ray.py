@@ -1,8 +1,6 @@
 """The launcher `ray` without a Ray: its section, the resources of workers, their placement groups, and the
 actor of one worker."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Dataset and reward `reasoning_gym`: rows and scores are the library's own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import Counter

@@ -1,7 +1,5 @@
 """What rewards take for a result: text behind the reasoning, columns as texts, and numbers of any library."""
 
-from __future__ import annotations
-
 import json
 from decimal import Decimal
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """The reward `model`: the score that the class of a checkpoint gives each text alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

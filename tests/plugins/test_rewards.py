@@ -1,7 +1,5 @@
 """The rewards `exact` and `function`, and the forms that a reward may have."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The launcher `slurm` without a Slurm: the script of a job, run by bash, and what its answers mean."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,8 +1,6 @@
 """Decode steps that a GPU replays as CUDA graphs. On a CPU the same steps run without graphs, which shows all
 that a replay depends on: what a step reads, at which addresses, and what it computes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -137,9 +135,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, dtype: torch.dtype) -> None
     decoder.compute(ROWS, 64)
 
 
-def test_cuda_graphs_are_refused_for_a_model_that_transformers_runs(
-    tiny_models: Callable[[str], Path],
-) -> None:
+def test_cuda_graphs_are_refused_if_transformers_runs_the_model(tiny_models: Callable[[str], Path]) -> None:
     config = TorchInferenceConfig(slots=4, context_length=64, device="cpu", cuda_graphs=True)
     assert isinstance(load_model(str(tiny_models("qwen2")), config).decoder, GraphDecoder)
     with pytest.raises(EngineError, match="cannot run this model: its architecture is not one of"):

@@ -1,7 +1,5 @@
 """Parts of the torch inference engine that can be tested alone: shapes, drawing, the test of a decoder."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -134,9 +132,7 @@ class Pool:
         ([10, 500], {512: 2}),
     ],
 )
-def test_a_size_class_that_costs_more_than_it_saves_joins_the_next(
-    needs: list[int], classes: dict[int, int]
-) -> None:
+def test_a_size_class_that_does_not_pay_joins_the_next(needs: list[int], classes: dict[int, int]) -> None:
     size_classes = SizeClasses(Shapes(128, context=512), 128 * 512, one_size_class=False)
     plan = size_classes.plan(needs, [None] * len(needs))
     assert {plan.blocks[start].capacity: stop - start for start, stop in plan.size_classes} == classes

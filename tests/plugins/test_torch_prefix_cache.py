@@ -1,7 +1,5 @@
 """The torch inference engine's prefix cache, and the memory that it takes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec
@@ -139,9 +137,7 @@ TOKEN_GB = 3 * 2 * 32 * 4 / 2**30
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("qwen2", 1024), ("qwen2", 512), ("gpt2", 2 * 8 * 512)])
-async def test_a_small_cache_makes_samples_wait_and_loses_none(
-    folders: Folders, name: str, tokens: int
-) -> None:
+async def test_a_small_cache_delays_samples_and_loses_none(folders: Folders, name: str, tokens: int) -> None:
     # A token of `gpt2` takes twice the memory: the last budget is 8 rows at full length.
     model = load(folders[name])
     requests = [

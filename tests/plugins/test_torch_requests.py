@@ -1,7 +1,5 @@
 """The torch inference engine's requests: numbers, determinism, resumption, endings and failures."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -204,9 +202,7 @@ async def test_an_error_in_the_compute_thread_reaches_everyone_concerned(folders
 
 
 @pytest.mark.parametrize("on_swap", ["keep_cache", "recompute"])
-async def test_weights_that_are_not_finite_end_answers_and_leave_no_trace(
-    folders: Folders, on_swap: str
-) -> None:
+async def test_weights_that_are_not_finite_end_answers_without_trace(folders: Folders, on_swap: str) -> None:
     model = load(folders["slow"])
     broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in weights_of(model).items()}
     asked = request("after", n=3, prompt=30, max_tokens=30)

@@ -1,7 +1,5 @@
 """The torch inference engine under changing weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any

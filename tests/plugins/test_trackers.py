@@ -4,8 +4,6 @@ The test writes and cuts `metrics.jsonl` as a kernel does. A named pipe in the p
 stops the process between sending and noting, which is the worst moment to kill it.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import os

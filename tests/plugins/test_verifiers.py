@@ -6,8 +6,6 @@ STRETTO_TEXTARENA_PYTHON, STRETTO_OPENENV_PYTHON and STRETTO_HARBOR_PYTHON (3.12
 have its extra `ta`, `openenv` or `harbor`, and STRETTO_SMALL_MODEL a chat model that two cores can train.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -238,9 +236,7 @@ async def test_a_recorded_episode_is_one_trajectory(
     assert all(message["content"] in text for call in calls for message in call["adds"])
 
 
-async def test_what_goes_wrong_in_an_episode_fails_it_alone(
-    library: Path, workflow: VerifiersWorkflow
-) -> None:
+async def test_a_fault_in_an_episode_fails_it_alone(library: Path, workflow: VerifiersWorkflow) -> None:
     rows = tasks(library)
     with pytest.raises(EpisodeError, match="the episode failed: RuntimeError: TaskError: cannot be added"):
         await play(workflow, rows[1])
@@ -294,9 +290,7 @@ def test_private_folders_are_below_the_root(folder: str) -> None:
         VerifiersWorkflowConfig(use="verifiers", private=(folder,))
 
 
-def test_tasks_in_a_cache_below_another_home_are_the_same(
-    library: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_cached_below_another_home_are_the_same(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [file] = library.glob("**/v1/__init__.py")
     dump = "return {'folder': os.environ['HOME'] + '/.cache/t'}"
     file.write_text(file.read_text().replace('return {"n": self.n}', dump))

@@ -1,7 +1,5 @@
 """Workflows of several turns: what they make of a group, and whole runs of them."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -221,9 +219,7 @@ def score(prompt, completion, answer, messages, tool_calls, turns):
 
 
 @pytest.mark.slow
-def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_verifier_that_dies(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_tool_that_hangs_fails_no_ticket_nor_does_a_dead_verifier(start: Start, tmp_path: Path) -> None:
     for name, code in (("tools", TOOLS), ("reward", REWARD), ("script", CALLS)):
         (tmp_path / f"{name}.py").write_text(code)
     run = start(

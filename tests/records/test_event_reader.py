@@ -1,7 +1,5 @@
 """The events of a run by their times, from files that grow and that killed kernels left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 # The keys that a view shows are its own matter.
 # pyright: reportPrivateUsage=false
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

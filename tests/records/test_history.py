@@ -1,6 +1,6 @@
 """What the events of runs with accidents tell."""
 
-from __future__ import annotations
+import pytest
 
 from kernel_events import done, issued, retired, step_measured
 from stretto.bus.messages.events import FleetChanged, KernelBegan, RunEnded
@@ -72,14 +72,8 @@ def test_retired_tickets_have_their_account_and_reason() -> None:
         (106.0, retired(1, "failed", "no result", purpose="eval")),
         (107.0, RunEnded("failed", "")),
     )
-    expected = {
-        "0/1": "filtered",
-        "1/1": "failed",
-        "3/1": "expired",
-        "eval-1/1": "failed",
-        "2/1": "unfinished",
-    }
-    assert outcomes(history) == expected
+    ended = {"0/1": "filtered", "1/1": "failed", "3/1": "expired", "eval-1/1": "failed"}
+    assert outcomes(history) == ended | {"2/1": "unfinished"}
     by_name = {attempt.name: attempt for attempt in history.attempts}
     assert by_name["0/1"].reason == "by the algorithm"
     assert (by_name["3/1"].worker, by_name["3/1"].ended) == ("", 105.0)
@@ -118,35 +112,22 @@ def test_what_a_killed_kernel_leaves_ends_with_its_last_event() -> None:
     assert len(history.steps) == 3
 
 
-def test_a_group_whose_end_the_killed_kernel_did_not_write_down_is_trained() -> None:
-    history = told(
-        (101.0, issued(0)),
-        (101.5, taken(0)),
-        (200.0, KernelBegan(2, 0, 0.0)),
-        (202.0, step_measured(1, 201.5, (0,))),
-        (206.0, RunEnded("completed", "")),
-    )
+@pytest.mark.parametrize("is_done_there", [False, True])
+def test_a_group_whose_end_the_killed_kernel_did_not_write_down_is_trained(is_done_there: bool) -> None:
+    """Its attempt may live on under the next kernel."""
+    former = (101.0, issued(0)), (101.5, taken(0)), (200.0, KernelBegan(2, 0, 0.0))
+    step = (202.0, step_measured(1, 201.5, (0,)))
+    later = ((201.0, done(0)), step) if is_done_there else (step, (206.0, RunEnded("completed", "")))
+    history = told(*former, *later)
     assert outcomes(history) == {"0/1": "trained"}
-    assert history.attempts[0].ended == 101.5
+    [attempt] = history.attempts
+    assert (attempt.start, attempt.ended) == (101.5, 201.0 if is_done_there else 101.5)
 
 
 def test_a_run_that_goes_on_ends_with_its_newest_event() -> None:
     history = told((101.0, issued(0)), (102.0, taken(0)))
     assert (history.began, history.ended) == (100.0, 102.0)
     assert outcomes(history) == {"0/1": "open"}
-
-
-def test_an_attempt_that_lives_on_under_the_next_kernel_is_done_there() -> None:
-    history = told(
-        (101.0, issued(0)),
-        (101.5, taken(0)),
-        (200.0, KernelBegan(2, 0, 0.0)),
-        (201.0, done(0)),
-        (202.0, step_measured(1, 201.5, (0,))),
-    )
-    assert outcomes(history) == {"0/1": "trained"}
-    [attempt] = history.attempts
-    assert (attempt.start, attempt.ended) == (101.5, 201.0)
 
 
 def test_a_part_of_a_run_has_what_began_before_it() -> None:

@@ -1,7 +1,5 @@
 """Intervals against values of published tables."""
 
-from __future__ import annotations
-
 import math
 from statistics import fmean, variance
 

@@ -1,7 +1,5 @@
 """The list of living runs: a run is in it while its kernel has its lock."""
 
-from __future__ import annotations
-
 import stat
 from pathlib import Path
 

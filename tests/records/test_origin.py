@@ -1,7 +1,5 @@
 """Where a run comes from."""
 
-from __future__ import annotations
-
 import subprocess
 from importlib.metadata import version
 from pathlib import Path

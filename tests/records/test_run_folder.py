@@ -1,7 +1,5 @@
 """A run's records as commands and pages read them, while a kernel appends to them and cuts them."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Samples in the formats of other tools. The schemas are those of their packages: `model_json_schema()` of
 OpenEnv's `TrainingTrace` and of Harbor's `Trajectory`, of the versions in the files' names, without texts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -39,23 +37,13 @@ CHAT = [*PROMPT, *ANSWERED, {"role": "assistant", "content": "two"}]
 def sample(**changes: Any) -> dict[str, Any]:
     """A conversation with a tool: two answers of two tokens."""
     tokens, mask = [5, 6, 7, 8, 9, 10, *b"two"], [0, 0, 1, 1, 0, 0, 1, 1, 1]
+    ids = {"id": "3/1/0", "purpose": "train", "ticket": 3, "row": 7, "outcome": "trained", "step": 2}
+    figures = {"staleness": 1, "reward": 0.5, "metrics": {"turns": 2}, "oldest": 0, "newest": 1}
+    texts = {"prompt_text": "<1+1?", "text": "two", "finish": "stop", "messages": CHAT, "images": None}
     return {
-        "id": "3/1/0",
-        "purpose": "train",
-        "ticket": 3,
-        "row": 7,
-        "outcome": "trained",
-        "step": 2,
-        "staleness": 1,
-        "reward": 0.5,
-        "metrics": {"turns": 2},
-        "finish": "stop",
-        "oldest": 0,
-        "newest": 1,
-        "prompt_text": "<1+1?",
-        "text": "two",
-        "messages": CHAT,
-        "images": None,
+        **ids,
+        **figures,
+        **texts,
         "dataset_row": {"prompt": PROMPT, "tools": [TOOL]},
         "tokens": tokens,
         "loss_mask": [bool(one) for one in mask],
@@ -179,11 +167,7 @@ def test_calls_of_the_agents_own_model_are_read(tmp_path: Path) -> None:
         ("atif", {**written("atif"), "schema_version": "ATIF-v2.0"}, r"schema_version"),
         ("training-trace", changed("training-trace", "per_token_logps", None), "field `per_token_logps`"),
         ("training-trace", changed("training-trace", "per_token_logps", [0.0]), "turn 2: 1 logprobs for 3"),
-        (
-            "training-trace",
-            changed("training-trace", "loss_mask", [1] * 9),
-            "turn 2: expected a loss_mask",
-        ),
+        ("training-trace", changed("training-trace", "loss_mask", [1] * 9), "turn 2: expected a loss_mask"),
         ("training-trace", changed("training-trace", "completion_token_ids", [-1]), r"ids\[0\]"),
         ("atif", changed("atif", "logprobs", None), "step 6: expected one call .* logprobs in its metrics"),
         ("atif", changed("atif", "prompt_token_ids", None), "step 6: expected one call of the model"),
@@ -192,7 +176,7 @@ def test_calls_of_the_agents_own_model_are_read(tmp_path: Path) -> None:
         ("training-trace", changed("training-trace", "prompt_token_ids", []), "turn 2: no prompt_token_ids"),
         ("atif", of_models("small", "large"), "step 6 is of the model 'large', and the agent's is 'small'"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_line_is_named(tmp_path: Path, format: TraceFormat, trace: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"traces\.jsonl:2: .*{message}"):
         read(tmp_path, format, written(format), trace)

@@ -1,7 +1,5 @@
 """Packed batches: splitting, joining and selecting lose nothing and mix nothing up."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

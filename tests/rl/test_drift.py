@@ -1,7 +1,5 @@
 """The difference between two sides' logprobs, by depth of context."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

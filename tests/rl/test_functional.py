@@ -1,7 +1,5 @@
 """The arithmetic: what the golden vectors of the algorithms leave open, gradients by hand, and properties."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, get_args
 

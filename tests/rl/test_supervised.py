@@ -1,7 +1,5 @@
 """Sequences made of rows: which tokens of a conversation are trained, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -92,9 +90,7 @@ def test_the_assistants_turns_are_trained_as_the_template_writes_them(
     ],
     ids=["text", "earlier", "an answer as text"],
 )
-def test_what_is_trained_follows_the_template(
-    template: str, answer: Any, expected: str, tmp_path: Path
-) -> None:
+def test_training_follows_the_template(template: str, answer: Any, expected: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_with(template, tmp_path)
     encoded = prompt_and_answer({"prompt": [ASK], "completion": answer}, "completion", tokenizer)
     found = trained(encoded, tokenizer)
@@ -113,22 +109,16 @@ def test_what_is_trained_follows_the_template(
         (TEMPLATE, {"completion": [{**LAST, "content": "a</think>b"}, ASK, LAST]}, "changes its 'content'"),
         (OPENS, {"completion": [LAST]}, "opens the answer with '<think>', and writes"),
         (PLAIN, {"completion": [{**LAST, "reasoning_content": "why"}]}, "changes its 'reasoning_content'"),
-        (
-            PLAIN,
-            {"completion": [{**TRL, "tool_calls": ["add"]}]},
-            "expected tool calls with a function's name",
-        ),
+        (PLAIN, {"completion": [{**TRL, "tool_calls": ["add"]}]},
+         "expected tool calls with a function's name"),
         (PLAIN, {"completion": [LAST], "tools": ["add"]}, "column 'tools' of row 7: expected a list of JSON"),
         (PLAIN, {"completion": [ASK, LAST]}, "begins with a turn of the user; expected the answer alone"),
         (PLAIN, {"prompt": "1+1?", "completion": [LAST]}, "has chat messages, and the prompt is text"),
-        (
-            PLAIN,
-            {"completion": [{**LAST, "content": [{"type": "image"}]}]},
-            "only the prompt may have images",
-        ),
+        (PLAIN, {"completion": [{**LAST, "content": [{"type": "image"}]}]},
+         "only the prompt may have images"),
         (None, {"completion": [LAST]}, "has no chat template"),
     ],
-)
+)  # fmt: skip
 def test_what_the_template_does_not_write_is_an_error_with_the_row(
     template: str, row: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -1,7 +1,5 @@
 """Benchmarks of whole runs with small inputs: the whole chain, and every figure."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`benchmarks/chaos.py` and `benchmarks/faults.py`: runs under kills and under faults of the machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

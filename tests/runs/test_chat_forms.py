@@ -1,7 +1,5 @@
 """Real runs on models whose chat templates are other people's, against what transformers renders."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -40,27 +38,18 @@ def samples_of(run: Path, *options: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("form", "workflow", "row", "renders"),
     [
-        (
-            replace(FORMS["plain lines"], eos="<x>", ends=("<x>",)),
-            {"use": "multi_turn", "environment": "world.py:answer"},
-            {"prompt": [{"role": "user", "content": PARTS}]},
-            [{"role": "user", "content": "is it ok?"}],
-        ),
-        (
-            FORMS["forced thinker"],
-            {"use": "tool_use", "tools": ["tools.py:add"]},
-            {"prompt": [{"role": "user", "content": "ok?"}], "tools": [TOOL]},
-            [{"role": "user", "content": "ok?"}],
-        ),
-        (
-            FORMS["late system"],
-            {"use": "single_turn"},
-            {"prompt": [{"role": "system", "content": "t"}, {"role": "user", "content": PARTS}]},
-            [{"role": "system", "content": "t"}, {"role": "user", "content": "is it ok?"}],
-        ),
+        (replace(FORMS["plain lines"], eos="<x>", ends=("<x>",)),
+         {"use": "multi_turn", "environment": "world.py:answer"},
+         {"prompt": [{"role": "user", "content": PARTS}]}, [{"role": "user", "content": "is it ok?"}]),
+        (FORMS["forced thinker"], {"use": "tool_use", "tools": ["tools.py:add"]},
+         {"prompt": [{"role": "user", "content": "ok?"}], "tools": [TOOL]},
+         [{"role": "user", "content": "ok?"}]),
+        (FORMS["late system"], {"use": "single_turn"},
+         {"prompt": [{"role": "system", "content": "t"}, {"role": "user", "content": PARTS}]},
+         [{"role": "system", "content": "t"}, {"role": "user", "content": "is it ok?"}]),
     ],
     ids=["wrong eos", "forced thinker", "late system"],
-)
+)  # fmt: skip
 def test_what_is_trained_is_what_transformers_renders(
     tmp_path: Path, form: Form, workflow: dict[str, Any], row: dict[str, Any], renders: list[dict[str, Any]]
 ) -> None:

@@ -1,7 +1,5 @@
 """Runs whose trainers share no folder with the kernel: their checkpoints are in a store."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs whose dataset brings a curriculum: the draws are in the journal, and a resumed run keeps them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

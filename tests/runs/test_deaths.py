@@ -1,7 +1,5 @@
 """Runs whose processes are killed or interrupted, and what a resumed run does."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -81,9 +79,7 @@ def trainerless(module_start: Start, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @module_in_both_worlds
-def test_a_trainer_that_ends_too_often_ends_the_run_which_can_be_resumed(
-    trainerless: tuple[Any, Path],
-) -> None:
+def test_a_trainer_that_ends_too_often_ends_a_run_which_can_be_resumed(trainerless: tuple[Any, Path]) -> None:
     run, _ = trainerless
     assert "trainer-0 ended 1 times (launcher.max_restarts=0), at last with" in run.summary()["reason"]
     run.assert_balanced()
@@ -249,9 +245,7 @@ def test_a_second_interrupt_ends_at_once(start: Start) -> None:
 
 
 @in_both_worlds
-def test_a_run_whose_last_checkpoint_cannot_be_written_has_failed_and_goes_on_when_it_can(
-    start: Start,
-) -> None:
+def test_a_run_whose_last_checkpoint_cannot_be_written_fails_and_goes_on_when_it_can(start: Start) -> None:
     run = start("steps=3", "checkpoint.every=0")
     run.until_step(1)
     checkpoints = run.folder / "checkpoints"
@@ -280,14 +274,8 @@ def test_an_interrupt_while_starting_ends_it(start: Start) -> None:
 @in_both_worlds
 @pytest.mark.parametrize("trainer_lives", [True, False])
 def test_a_killed_kernels_run_goes_on_and_trains_every_ticket_once(start: Start, trainer_lives: bool) -> None:
-    # The workers wait for the next kernel however busy the machine is.
-    run = start(
-        "checkpoint.every=3",
-        "steps=20",
-        "queue.max_staleness=1",
-        "samples.keep=all",
-        f"bus.grace_s={patience(60)}",
-    )
+    patient = f"bus.grace_s={patience(60)}"  # workers wait for the next kernel however busy the machine is
+    run = start("checkpoint.every=3", "steps=20", "queue.max_staleness=1", "samples.keep=all", patient)
     run.until_step(8)
     run.kill(*([] if trainer_lives else ["trainer-0"]))
     before = run.metrics()
@@ -354,9 +342,7 @@ def test_a_run_without_a_checkpoint_is_repeated_from_its_beginning(start: Start,
 
 
 @in_simulation
-def test_an_interrupt_in_the_last_evaluation_leaves_a_run_that_can_be_finished(
-    start: Start, tmp_path: Path
-) -> None:
+def test_after_an_interrupt_in_the_last_evaluation_a_run_can_finish(start: Start, tmp_path: Path) -> None:
     evaluation = (f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}", "evaluation.rows=40")
     run = start("steps=2", *evaluation, "evaluation.samples=8", "inference.tokens_per_s=1500")
     run.until_step(2)

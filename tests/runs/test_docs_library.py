@@ -1,7 +1,5 @@
 """The Python blocks of docs/library.md run, one after the other, as one program."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

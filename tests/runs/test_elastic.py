@@ -1,7 +1,5 @@
 """Numbers of workers that change while a run lives: `scale`, also in a loop, workers by hand, and `stop`."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

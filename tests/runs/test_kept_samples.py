@@ -1,7 +1,5 @@
 """Whole runs keep their samples: every trajectory once, also when the writer and the kernel are killed."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections import Counter
@@ -17,9 +15,7 @@ from stretto.records.samples.store import SampleFilter, SampleStore
 
 
 @pytest.mark.slow
-def test_every_trajectory_is_kept_once_although_writer_and_kernel_are_killed(
-    start: Start, tmp_path: Path
-) -> None:
+def test_each_trajectory_is_kept_once_though_writer_and_kernel_die(start: Start, tmp_path: Path) -> None:
     evaluation = f"evaluation.dataset={{use: jsonl, path: {tmp_path}/rows.jsonl}}"
     values = ("steps=14", "checkpoint.every=4", "checkpoint.keep=1", evaluation, "evaluation.rows=3")
     run = start(*values, "samples.keep=all")

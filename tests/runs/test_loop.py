@@ -1,7 +1,5 @@
 """examples/loop.py is the algorithm of a run: it reaches the run's own weights, without any part of a run."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """One real run of the mock engines, as Prometheus, Grafana and Perfetto see it."""
 
-from __future__ import annotations
-
 import json
 import stat
 import urllib.request

@@ -1,7 +1,5 @@
 """Whole runs on other nats-servers: a cluster that loses servers, TLS between machines, a leaf node."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Runs in folders whose names have what names of folders may have."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto.run`: runs that a Python program starts, follows, awaits and stops."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -57,9 +55,7 @@ def test_a_plain_script_trains_and_reads_what_the_run_did(config: Mapping[str, A
 
 
 @pytest.mark.slow
-async def test_steps_come_while_the_run_goes_on_and_leaving_the_block_stops_it(
-    config: Mapping[str, Any],
-) -> None:
+async def test_steps_come_while_it_runs_and_leaving_the_block_stops_it(config: Mapping[str, Any]) -> None:
     steps: list[int] = []
     async with stretto.run(config, steps=4000) as run:
         async for step in run:
@@ -170,9 +166,7 @@ def program(config: Mapping[str, Any], rest: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
-def test_a_program_that_ends_leaves_nothing_behind(
-    config: Mapping[str, Any], tmp_path: Path, end: str
-) -> None:
+def test_a_program_that_ends_leaves_nothing(config: Mapping[str, Any], tmp_path: Path, end: str) -> None:
     folder = tmp_path / "out"
     command = program(config, f"while not run.metrics: time.sleep(0.05)\n{end}")
     done = subprocess.run(command, timeout=patience())

@@ -1,7 +1,5 @@
 """The quickstart's files are what examples/quickstart/make_model.py says they are."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`stretto replay`: the recorded steps of a run, trained again without generation."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Runs that are resumed with other values than they began with."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import pairwise
 from pathlib import Path

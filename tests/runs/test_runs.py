@@ -1,7 +1,5 @@
 """Whole runs of the mock engines through the command line: real processes and a real server."""
 
-from __future__ import annotations
-
 import json
 import re
 import stat

@@ -1,7 +1,5 @@
 """`stretto run --supervise`: the next kernel after one that was killed, and signals."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -55,9 +53,7 @@ def test_a_killed_kernel_is_followed_by_the_next_one(start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_the_launcher_cannot_take_over_leave_before_others_start(
-    start: Start, tmp_path: Path
-) -> None:
+def test_workers_that_no_launcher_takes_over_leave_before_others_start(start: Start, tmp_path: Path) -> None:
     plugin = write_plugin(tmp_path, "launcher", PLAIN, "stretto.LauncherConfig")
     run = start("--supervise", "steps=14", "checkpoint.every=5", f"plugins=[{plugin}]", "launcher=mine")
     run.until_step(3)

@@ -1,7 +1,5 @@
 """The torch engines together: whose logprobs are whose, and runs that repeat bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -198,9 +196,7 @@ def test_a_killed_kernel_and_a_killed_engine_change_no_bit(
 
 
 @pytest.mark.nightly
-def test_many_models_train_alike_in_any_layout_and_go_on_in_another(
-    deterministic: Start, start: Start
-) -> None:
+def test_models_train_alike_in_any_layout_and_go_on_in_another(deterministic: Start, start: Start) -> None:
     """PPO with a KL: actor and reference in one worker group, the critic in another."""
     several = [
         *("algorithm.use=ppo", "algorithm.kl={coef: 0.1, target: 1.0}", "training.lr=1e-3"),
@@ -269,9 +265,7 @@ def _margin(row: dict[str, str], folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_weights_that_are_not_finite_are_not_published(
-    start: Start, tiny_models: Models, tmp_path: Path
-) -> None:
+def test_only_finite_weights_are_published(start: Start, tiny_models: Models, tmp_path: Path) -> None:
     shutil.copytree(tiny_models("qwen2"), tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)

@@ -1,7 +1,5 @@
 """Runs whose rewards, workflows, rows or messages have faults, and runs on a full disk."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

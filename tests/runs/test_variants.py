@@ -1,7 +1,5 @@
 """An A/B test within one run of the mock engines, through the command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 
@@ -18,9 +16,7 @@ def short(prompt, completion): return {"reward": 0.75, "accuracy": 1.0}
 
 
 @in_simulation
-def test_each_variant_has_its_own_sampling_and_reward_and_its_own_figures(
-    start: Start, tmp_path: Path
-) -> None:
+def test_each_variant_has_its_own_sampling_reward_and_figures(start: Start, tmp_path: Path) -> None:
     (tmp_path / "score.py").write_text(REWARDS)
     run = start(
         "reward={use: function, function: score.py:long}",

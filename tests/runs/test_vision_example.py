@@ -1,7 +1,5 @@
 """The files of examples/vision are what its make_model.py says they are."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

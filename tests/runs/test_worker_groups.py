@@ -1,7 +1,5 @@
 """Runs of several models in several worker groups, and runs that start trainers only."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -75,9 +73,7 @@ def several(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_calls_of_different_groups_overlap_and_rows_move_between_ranks(
-    start: Start, several: list[str]
-) -> None:
+def test_calls_of_groups_overlap_and_rows_move_between_ranks(start: Start, several: list[str]) -> None:
     run = start(*several)
     summary = run.assert_completed(3)
     assert summary["restarts"] == 0

@@ -1,7 +1,5 @@
 """What became of groups, by the messages of the log in any order: each is complete once, with its fate."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kept samples: written to segments and found."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which kept samples a tracker gets, and when."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The sample writer as a process on a real bus: killed, it writes every trajectory once."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

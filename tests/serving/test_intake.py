@@ -1,7 +1,5 @@
 """The intake of inference engines: checks, the waiting line, the version gate, deadlines."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

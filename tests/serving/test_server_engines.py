@@ -1,8 +1,6 @@
 """Engines that are servers: what a run file is refused for, and what becomes of samples when a server is in
 trouble. The servers are small stand-ins; real ones are in `integration/`."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -68,11 +66,8 @@ def run_file(tmp_path: Path) -> Path:
         ([URLS, "inference.replicas=2"], "inference.urls", "1 server(s) for 2"),
         ([URLS, "inference.python=/bin/sh"], "inference.urls", "excludes inference.python"),
         ([URLS, "inference.args={x: 1}"], "inference.args", "urls are running"),
-        (
-            ["inference.urls=[http://a:1, http://b:1]", EVALUATION, "evaluation.own_engine=true"],
-            "evaluation.own_engine",
-            "needs one more server",
-        ),
+        (["inference.urls=[http://a:1, http://b:1]", EVALUATION, "evaluation.own_engine=true"],
+         "evaluation.own_engine", "needs one more server"),
         ([URLS, "inference.sleep=true"], "inference.sleep", "servers that the workers start"),
         (["inference.deterministic=true"], "inference.deterministic", "cannot repeat answers"),
         (["inference.args={port: 1}"], "inference.args.port", "the worker sets --port"),
@@ -81,13 +76,10 @@ def run_file(tmp_path: Path) -> Path:
         (["inference.tensor_parallel=2", "inference.gpus=1"], "inference.tensor_parallel", "has 1 GPU(s)"),
         (["inference.api_key=k"], "inference.api_key", "is for the servers in urls"),
         (["sampling.temperature=0.005"], "sampling", "temperature 0.005: vLLM supports 0 and 0.01 to 2"),
-        (
-            ["inference=sglang", EVALUATION, "evaluation.sampling={top_k: 20, top_p: 0.8}"],
-            "evaluation.sampling",
-            "top_k 20 with top_p 0.8: SGLang",
-        ),
+        (["inference=sglang", EVALUATION, "evaluation.sampling={top_k: 20, top_p: 0.8}"],
+         "evaluation.sampling", "top_k 20 with top_p 0.8: SGLang"),
     ],
-)
+)  # fmt: skip
 def test_check_refuses_a_section_that_cannot_work(
     run_file: Path, overrides: list[str], path: str, message: str
 ) -> None:
@@ -255,9 +247,7 @@ async def memory_of(engine: Engine) -> list[str]:
     return (await server.get("/state", deadline_s=patience()))["memory"]
 
 
-async def test_a_server_sleeps_until_a_swap_also_if_it_is_killed(
-    tmp_path: Path,
-) -> None:
+async def test_a_server_sleeps_until_a_swap_also_if_it_is_killed(tmp_path: Path) -> None:
     """The stand-in ends if a call comes in a wrong order."""
     async with started(tmp_path, None, sleep=True, restarts=1) as (engine, answers):
         for version in (0, 0, 1):

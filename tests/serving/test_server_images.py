@@ -1,8 +1,6 @@
 """Prompts with images, on their way to servers: what is sent, and what becomes of an answer to another
 prompt. Real servers are in `integration/`."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

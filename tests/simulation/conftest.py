@@ -1,7 +1,5 @@
 """Tests that run on a real nats-server, and on the simulated one in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the bus promises, on a real nats-server and on the simulated one. The real one is the truth."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -18,18 +16,7 @@ from bus_testing import NO_LOCK, bundle, one_at_a_time, until
 from fixture_types import OpenBus
 from patience import patience
 from stretto.bus.client import Bus
-from stretto.bus.messages.events import (
-    BatchesReleased,
-    Event,
-    EventBatch,
-    KernelLease,
-    OutcomeRead,
-    RunClosing,
-    ScheduleStarted,
-    StepTrained,
-    VersionPublished,
-    WorkerGone,
-)
+from stretto.bus.messages import events
 from stretto.bus.messages.membership import Heartbeat, Join, Welcome
 from stretto.bus.messages.subjects import Subjects
 from stretto.bus.messages.tickets import (
@@ -308,18 +295,18 @@ async def test_only_the_newest_writer_of_a_stream_appends(open_bus: OpenBus, siz
         store = kernel.store
         await store.make_log(stream, NAMES.of_journal)
         former = StreamEnd(stream, 0)
-        first = await store.append(NAMES.leases, KernelLease("here"), id="a", after=former)
+        first = await store.append(NAMES.leases, events.KernelLease("here"), id="a", after=former)
         newer = StreamEnd(stream, former.sequence)
-        second = await store.append(NAMES.leases, KernelLease("x" * size), id="b", after=newer)
+        second = await store.append(NAMES.leases, events.KernelLease("x" * size), id="b", after=newer)
         assert (await store.extent(stream)).last == newer.sequence == second > first
         with pytest.raises(Superseded):
-            await store.append(NAMES.leases, KernelLease("x" * size), id="c", after=former)
-        third = await store.append(NAMES.leases, KernelLease("there"), id="d", after=newer)
+            await store.append(NAMES.leases, events.KernelLease("x" * size), id="c", after=former)
+        third = await store.append(NAMES.leases, events.KernelLease("there"), id="d", after=newer)
         assert third == second + 1
-        assert await store.read(stream, second, KernelLease) == KernelLease("x" * size)
+        assert await store.read(stream, second, events.KernelLease) == events.KernelLease("x" * size)
         await store.purge(stream, below=third + 1)  # nothing says any more what was stored there
         with pytest.raises(Superseded):
-            await store.append(NAMES.leases, KernelLease("here"), id="c", after=former)
+            await store.append(NAMES.leases, events.KernelLease("here"), id="c", after=former)
 
 
 @whole_and_in_parts
@@ -330,19 +317,19 @@ async def test_what_was_stored_without_an_acknowledgement_is_recognised(open_bus
         store = kernel.store
         await store.make_log(stream, NAMES.of_journal)
         end = StreamEnd(stream, 0)
-        await store.append(NAMES.leases, KernelLease("x" * size), id="a", after=end)
+        await store.append(NAMES.leases, events.KernelLease("x" * size), id="a", after=end)
         again = StreamEnd(stream, 0)  # as if no acknowledgement had come
-        await store.append(NAMES.leases, KernelLease("x" * size), id="a", after=again)
+        await store.append(NAMES.leases, events.KernelLease("x" * size), id="a", after=again)
         assert again == end
         assert (await store.extent(stream)).last == end.sequence
 
         newer = StreamEnd(stream, end.sequence)
-        await store.append(NAMES.leases, KernelLease("there"), id="b", after=newer)
+        await store.append(NAMES.leases, events.KernelLease("there"), id="b", after=newer)
         again = StreamEnd(stream, 0)
-        await store.append(NAMES.leases, KernelLease("x" * size), id="a", after=again)
+        await store.append(NAMES.leases, events.KernelLease("x" * size), id="a", after=again)
         assert again == end
         with pytest.raises(Superseded):
-            await store.append(NAMES.leases, KernelLease("here"), id="c", after=again)
+            await store.append(NAMES.leases, events.KernelLease("here"), id="c", after=again)
         assert (await store.extent(stream)).last == newer.sequence
 
 
@@ -354,11 +341,11 @@ async def test_an_append_that_was_cancelled_is_no_other_writer(open_bus: OpenBus
         end = StreamEnd(stream, 0)
         with anyio.CancelScope() as scope:
             scope.cancel()
-            await store.append(NAMES.leases, KernelLease("sent"), id="a", after=end)
+            await store.append(NAMES.leases, events.KernelLease("sent"), id="a", after=end)
         assert end == StreamEnd(stream, 0, {"a"})  # no acknowledgement has come
-        assert await store.append(NAMES.leases, KernelLease("next"), id="b", after=end) == 2
+        assert await store.append(NAMES.leases, events.KernelLease("next"), id="b", after=end) == 2
         assert end == StreamEnd(stream, 2)
-        assert await store.read(stream, 1, KernelLease) == KernelLease("sent")
+        assert await store.read(stream, 1, events.KernelLease) == events.KernelLease("sent")
 
 
 async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(open_bus: OpenBus) -> None:
@@ -366,15 +353,15 @@ async def test_a_kernel_that_takes_the_lease_becomes_the_only_writer(open_bus: O
         former = await own_journal(kernel, NAMES, "here")
         async with anyio.create_task_group() as tasks:  # each waits for the one before
             for version in (1, 2, 3):
-                former.hear(VersionPublished(0, version, "digest"))
+                former.hear(events.VersionPublished(0, version, "digest"))
                 tasks.start_soon(former.flush)
         newer = await own_journal(kernel, NAMES, "there")
         assert newer.epoch > former.epoch == 1
         assert await newest_epoch(kernel, NAMES) == newer.epoch
-        former.hear(VersionPublished(0, 5, "digest"))
+        former.hear(events.VersionPublished(0, 5, "digest"))
         with pytest.raises(Superseded):
             await former.flush()
-        newer.hear(VersionPublished(0, 5, "another digest"))
+        newer.hear(events.VersionPublished(0, 5, "another digest"))
         await newer.flush()
         assert (await kernel.store.extent(NAMES.journal_stream)).last == newer.epoch + 1
 
@@ -389,29 +376,29 @@ async def test_events_whose_append_fails_are_stored_by_the_next_one(
         async def refused(*args: Any, **options: Any) -> int:
             raise BusError("insufficient resources")
 
-        writer.hear(VersionPublished(0, 1, "digest"))
+        writer.hear(events.VersionPublished(0, 1, "digest"))
         monkeypatch.setattr(store, "append", refused)
         with pytest.raises(BusError, match="insufficient"):
             await writer.flush()
         monkeypatch.setattr(store, "append", append)
-        writer.hear(VersionPublished(0, 2, "digest"))
+        writer.hear(events.VersionPublished(0, 2, "digest"))
         await writer.settle()
         assert writer.stored_to == 3  # the lease, and both messages
-        messages = [await store.read(NAMES.journal_stream, number, EventBatch) for number in (2, 3)]
+        messages = [await store.read(NAMES.journal_stream, number, events.EventBatch) for number in (2, 3)]
     assert [(each.first, len(each.events)) for each in messages] == [(0, 1), (1, 1)]
     assert messages[1].former == messages[0].digest
 
 
 async def test_events_are_stored_in_order(open_bus: OpenBus) -> None:
-    heard: list[Event] = [
-        ScheduleStarted(),
+    heard: list[events.Event] = [
+        events.ScheduleStarted(),
         TicketStarted("rollout-0", "train", 1, 1),
         Progress("rollout-0", ((1, 1, 0),)),
-        OutcomeRead(7),
-        StepTrained(1, hold=True, divergence=float("inf")),
-        WorkerGone("rollout-0", drained=False),
+        events.OutcomeRead(7),
+        events.StepTrained(1, hold=True, divergence=float("inf")),
+        events.WorkerGone("rollout-0", drained=False),
     ]
-    messages: list[EventBatch] = []
+    messages: list[events.EventBatch] = []
     began = clock.wall()
     async with open_bus("kernel") as kernel, anyio.create_task_group() as tasks:
         store, stream = kernel.store, NAMES.journal_stream
@@ -428,24 +415,24 @@ async def test_events_are_stored_in_order(open_bus: OpenBus) -> None:
         tasks.start_soon(writer.keep)
         for event in heard[3:]:
             writer.hear(event)  # nobody waits for it
-        async for _, message in store.follow(stream, NAMES.events, EventBatch, start=1):
+        async for _, message in store.follow(stream, NAMES.events, events.EventBatch, start=1):
             messages.append(message)
             if sum(len(each.events) for each in messages) == len(heard):
                 break
         newer = await own_journal(kernel, NAMES, "there")
-        newer.hear(BatchesReleased())
+        newer.hear(events.BatchesReleased())
         await newer.flush()
         await store.purge(stream, below=newer.stored_to)
-        newest = await store.read_newest(stream, NAMES.events, EventBatch)
+        newest = await store.read_newest(stream, NAMES.events, events.EventBatch)
         assert newest is not None
-        released = (msgspec.Raw(msgspec.msgpack.encode(BatchesReleased())),)
-        assert newest == EventBatch(newer.epoch, 0, released, newest.times, messages[-1].digest)
-        writer.hear(RunClosing())
+        released = (msgspec.Raw(msgspec.msgpack.encode(events.BatchesReleased())),)
+        assert newest == events.EventBatch(newer.epoch, 0, released, newest.times, messages[-1].digest)
+        writer.hear(events.RunClosing())
         with pytest.raises(Superseded):
             await writer.flush()
         tasks.cancel_scope.cancel()
     assert [each.first for each in messages] == [0, 2, 3]
-    decode = msgspec.msgpack.Decoder(Event).decode
+    decode = msgspec.msgpack.Decoder(events.Event).decode
     assert [decode(event) for each in messages for event in each.events] == heard
     times = [time for each in messages for time in each.times]
     assert len(times) == len(heard)

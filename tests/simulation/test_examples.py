@@ -1,8 +1,6 @@
 """Every run file of `examples/`, and every component that `stretto new` writes, can be simulated and planned,
 or the command says why not; a run that fails without any fault leaves a tape."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -140,9 +138,7 @@ def test_the_limit_that_ended_something_is_named(
     assert "exit status" not in told
 
 
-def test_a_run_has_the_steps_that_fit_and_shows_its_progress(
-    rows: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_the_steps_that_fit_and_shows_progress(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = [value for value in small_run(QUICKSTART, rows, "evaluation=null") if value != "steps=2"]
     monkeypatch.setattr(stretto_simulate, "_UNIVERSE_S", 0)
     monkeypatch.setattr(stretto_simulate, "_SAY_S", 0.1)

@@ -1,7 +1,5 @@
 """Forecasts of the speed of a run: cores that processes share, and service times that are fitted."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -72,9 +70,7 @@ def write_run(file: Path, **sections: Any) -> Path:
         (3, 2, 1, 1, 1 + INTERFERENCE / 2),
     ],
 )
-def test_computations_share_the_cores(
-    cores: int, jobs: int, threads: int, seconds: float, factor: float
-) -> None:
+def test_computations_share_cores(cores: int, jobs: int, threads: int, seconds: float, factor: float) -> None:
     """They take `factor` times as much processor time, because cores that are in use interfere."""
     loop = SimulatedLoop(1)
     host = Host(loop, cores, {}, 0.0, sleep_is_work=True)

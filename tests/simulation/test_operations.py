@@ -1,7 +1,5 @@
 """Random operations on streams have the same results on a real nats-server and on the simulated one."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

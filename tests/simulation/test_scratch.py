@@ -1,7 +1,5 @@
 """A folder that goes with the process that made it, however that one ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever happens to a worker while a run starts, the run starts all the same, or says what happened."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -48,9 +46,7 @@ class Refuses:
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("seconds", BEFORE_READY_S)
-def test_a_worker_that_refuses_ends_the_start(
-    role: Role, seconds: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_workers_refusal_ends_a_start(role: Role, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before all others are launched: a launcher starts one after the other."""
     launch = SimulatedLauncher.launch
 

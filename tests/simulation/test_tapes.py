@@ -2,8 +2,6 @@
 names of tapes of real bugs begin with `bug-`; those of faults that a trial of real runs found begin with the
 number of the fault, such as `r3-`. Those of bugs that are not mended yet begin with `open-`: they fail."""
 
-from __future__ import annotations
-
 import multiprocessing
 import re
 from collections.abc import Callable

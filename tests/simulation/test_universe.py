@@ -1,7 +1,5 @@
 """Universes repeat themselves, show planted faults, and run from the command line."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -123,9 +121,7 @@ def test_a_search_continues_with_the_universes_that_its_record_does_not_name(tmp
     assert [tape.seed for tape, _ in search([*tapes, other], record=record)] == [1]
 
 
-def test_the_limit_of_a_universe_begins_again_with_each_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_renews_the_limit_of_a_universe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def allow(seconds: float) -> None:
         with (tmp_path / "limits").open("a") as file:  # a universe is a process of its own
             file.write(f"{seconds}\n")

@@ -3,8 +3,6 @@
 `FOLDER/case.json` says what to do. `measure` is also what a single process is measured by.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

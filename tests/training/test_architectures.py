@@ -1,7 +1,5 @@
 """Tiny models of many types: with the defaults, the trainer's loss is that of plain transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`state: host`: float32 parameters and the optimizer on the host give the bits of `state: device`."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 No CPU has the kernels: transformers' own functions, once for each sequence, take their place.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from stretto.algorithm import Loss
 from stretto.models.files import needs_padding
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows
+from tiny_sizes import tiny_sizes
 from training_engines import batch_of, loaded_engine, plain_loss, step_of
 
 RULE: Any = modeling_qwen3_next.torch_chunk_gated_delta_rule
@@ -61,18 +60,12 @@ def rule_with_a_gradient_across_sequences(*given: Tensor, **options: Any) -> Any
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of Gated DeltaNet around one of full attention."""
     folder = tmp_path_factory.mktemp("hybrid")
-    sizes: dict[str, Any] = {
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-    }
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    sizes = tiny_sizes(32, layers=3, head_dim=16, vocab_size=97)
     state = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
     experts = {"num_experts": 0, "mlp_only_layers": [0, 1, 2], "decoder_sparse_step": 1}
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     common = {"layer_types": kinds, "linear_value_head_dim": 16, "initializer_range": 0.2}
-    config = AutoConfig.for_model("qwen3_next", **sizes, **heads, **state, **experts, **common)
+    config = AutoConfig.for_model("qwen3_next", **sizes, **state, **experts, **common)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
@@ -99,21 +92,17 @@ def test_a_packed_row_has_the_gradients_of_padded_ones(hybrid: Path, monkeypatch
         torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_are_padded_without_kernels(hybrid: Path) -> None:
+@pytest.mark.parametrize("kernels", ["none", "leak gradients"])
+def test_rows_are_padded_without_kernels_that_keep_them_apart(
+    kernels: str, hybrid: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels == "leak gradients":
+        install(monkeypatch, rule_with_a_gradient_across_sequences)
     with capture_logs() as logs:
         engine = loaded_engine(hybrid)
     assert isinstance(form_of(engine), PaddedRows)
     [reason] = [line["reason"] for line in logs if "padded" in line["event"]]
-    assert "can't keep packed sequences apart" in reason
-
-
-def test_a_kernel_whose_gradients_leak_is_found(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, rule_with_a_gradient_across_sequences)
-    with capture_logs() as logs:
-        engine = loaded_engine(hybrid)
-    assert isinstance(form_of(engine), PaddedRows)
-    [reason] = [line["reason"] for line in logs if "padded" in line["event"]]
-    assert "not independent" in reason
+    assert ("can't keep packed sequences apart" if kernels == "none" else "not independent") in reason
 
 
 def test_check_knows_which_kernels_are_installed(

@@ -1,7 +1,5 @@
 """Training over several processes gives the numbers of one: FSDP2, copies, tensor parallel, pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -31,6 +29,7 @@ from stretto.dataset import DatasetConfig
 from stretto.errors import EngineError
 from stretto.user_code.importable import load_module
 from stretto_fsdp2.tensor_parallel import check_splits
+from tiny_sizes import IDS, tiny_sizes
 from training_engines import off
 
 PROGRAM = Path(__file__).with_name("layout_ranks.py")
@@ -41,18 +40,10 @@ layout_ranks: Any = load_module(str(PROGRAM))
 SGD = {"optimizer": "sgd", "lr": 0.1}
 ADAM = {"lr": 1e-3, "eps": 1e-6}
 SIZES = {
-    "vocab_size": layout_ranks.VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+    **tiny_sizes(64, layers=3, heads=4, key_heads=2, head_dim=16, vocab_size=layout_ranks.VOCABULARY),
     "max_position_embeddings": 128,
     "initializer_range": 0.08,
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": None,
+    **IDS,
 }
 TIED = {"qwen2": True, "llama": False, "gemma": True}
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """The memory of training, counted before a run, against the bytes that a real step holds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -139,9 +137,7 @@ def test_state_on_the_host_is_counted_there(tiny_models: Models, dtype: str) -> 
     assert f"and {4 * rows['masters'] / 2**30:.2g} GiB of the host" in on_gpu.settings
 
 
-def test_a_small_model_has_a_bound_without_a_count(
-    tiny_models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_small_model_is_bounded_without_count(tiny_models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [(dtype, state) for dtype in ("float32", "bfloat16") for state in ("device", "host")]
     exact = {pair: counted(tiny_models("llama"), dtype=pair[0], state=pair[1]).parts for pair in every}
     monkeypatch.setattr(memory, "_SMALL", 2**40)

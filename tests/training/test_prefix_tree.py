@@ -1,7 +1,5 @@
 """Shared prefixes: the tree of any sequences, and the plain forward's logprobs and gradients from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache, partial
 from itertools import chain
@@ -52,9 +50,7 @@ def test_a_tree_by_hand() -> None:
 
 
 @given(sequences=SEQUENCES, width=st.sampled_from([100, 20_000, 10**6]))
-def test_nodes_are_the_distinct_prefixes_and_read_their_ancestors(
-    sequences: list[list[int]], width: int
-) -> None:
+def test_nodes_are_distinct_prefixes_and_read_their_ancestors(sequences: list[list[int]], width: int) -> None:
     tree = PrefixTree(arrays(sequences))
     prefixes = {tuple(sequence[:end]) for sequence in sequences for end in range(1, len(sequence) + 1)}
     assert len(tree.tokens) == len(prefixes)
@@ -87,9 +83,7 @@ def test_nodes_are_the_distinct_prefixes_and_read_their_ancestors(
     groups=st.lists(st.integers(0, 2), min_size=10, max_size=10),
     budget=st.integers(1, 60),
 )
-def test_micro_batches_hold_a_budget_of_nodes(
-    sequences: list[list[int]], groups: list[int], budget: int
-) -> None:
+def test_micro_batches_hold_a_node_budget(sequences: list[list[int]], groups: list[int], budget: int) -> None:
     whole = batch_from(sequences, groups[: len(sequences)])
 
     def size(batch: Batch) -> int:

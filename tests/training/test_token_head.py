@@ -1,7 +1,5 @@
 """Logits in chunks: the logprobs, entropies and gradients of the whole logits, for every form of a head."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -21,21 +19,11 @@ from stretto.array import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
+from tiny_sizes import IDS, tiny_sizes
 from training_engines import assert_equal_steps, batch_of, loaded_engine, off, squared, step_of
 
 VOCABULARY = 97
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+SIZES = {**tiny_sizes(32, layers=1, vocab_size=VOCABULARY, initializer_range=0.2), **IDS}
 FORMS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "llama": {"tie_word_embeddings": False},
@@ -178,9 +166,7 @@ def test_a_head_of_an_unknown_form_is_computed_whole(model_of: Callable[..., Pat
     assert engine.forward(batch(), temperature=1.0).any()
 
 
-def test_no_tensor_has_the_size_of_all_logits(
-    model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_tensor_holds_all_logits(model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(token_head.CHUNK_BYTES, "cpu", 4 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 

@@ -1,7 +1,5 @@
 """The training engine `torch`: the numbers of plain forwards, and one gradient however it is split."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil
@@ -91,9 +89,7 @@ def test_one_step_equals_the_gradient_of_the_plain_loop(tiny_models: Models, red
         torch.testing.assert_close(update[name], expected, atol=2e-6, rtol=1e-4)
 
 
-def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(
-    tiny_models: Models,
-) -> None:
+def test_a_loss_scales_the_learning_rate_by_the_statistics_of_the_whole_batch(tiny_models: Models) -> None:
     engine = engine_of(tiny_models("qwen2"), lr=1.0, micro_batch_tokens=10)
     batch, seen = batch_of([6, 13, 4]), list[float]()
 
@@ -401,9 +397,7 @@ def test_weights_that_would_be_unpickled_are_refused(tiny_models: Models, tmp_pa
         engine_of(tmp_path)
 
 
-def test_a_checkpoint_is_written_whatever_the_generation_config_says(
-    tiny_models: Models, tmp_path: Path
-) -> None:
+def test_a_checkpoint_is_written_with_any_generation_config(tiny_models: Models, tmp_path: Path) -> None:
     """Many models of the hub come with one that transformers refuses to save."""
     source = tmp_path / "source"
     shutil.copytree(tiny_models("qwen2"), source)
@@ -414,9 +408,7 @@ def test_a_checkpoint_is_written_whatever_the_generation_config_says(
     engine_of(tmp_path / "saved" / "model")
 
 
-def test_on_a_gpu_cudnn_does_not_plan_the_attention_of_each_new_shape(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_on_a_gpu_cudnn_does_not_plan_attention_for_each_new_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU: `make test-gpu` measures what it is for."""
     shares, enabled = list[float](), list[bool]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

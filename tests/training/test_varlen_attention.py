@@ -3,8 +3,6 @@
 No CPU has the kernel: `reference` takes its place, by the text of torch's documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain

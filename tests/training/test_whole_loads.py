@@ -1,7 +1,5 @@
 """A model is loaded whole: what is missing, has another shape or belongs to another head is refused."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Mapping

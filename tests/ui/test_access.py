@@ -1,7 +1,5 @@
 """Who may read the page, and what its answers allow."""
 
-from __future__ import annotations
-
 import hashlib
 import signal
 import socket

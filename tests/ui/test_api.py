@@ -1,7 +1,5 @@
 """What the server says of runs, against the files of the runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -156,9 +154,7 @@ async def test_curves_are_the_lines(ask: Ask, folder: Path) -> None:
         ("tokens", {}, "names no ticket"),
     ],
 )
-async def test_what_cannot_be_asked_is_refused(
-    ask: Ask, path: str, query: dict[str, str], fault: str
-) -> None:
+async def test_wrong_questions_are_refused(ask: Ask, path: str, query: dict[str, str], fault: str) -> None:
     assert fault in (await ask(f"one/{path}", 400, **query))["error"]
 
 
@@ -352,9 +348,7 @@ async def test_a_hostile_run_is_a_problem_of_its_own(tmp_path: Path, monkeypatch
         assert "not a regular file" in series["error"]
 
 
-async def test_the_folder_of_one_run_shows_this_run_also_with_a_status_that_cannot_be_read(
-    tmp_path: Path,
-) -> None:
+async def test_the_folder_of_one_run_shows_it_also_with_a_status_that_cannot_be_read(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one", name="one", steps=2)
     (run / "status.json").write_text('{"pid": 7}')
     async for ask in _asking(run):

@@ -1,7 +1,5 @@
 """Curves for the page: smoothing, points for pixels, windows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The timeline in a window, as lanes."""
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

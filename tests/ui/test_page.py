@@ -1,7 +1,5 @@
 """The page in a browser: what it shows is what the run's files hold."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`stretto report`: a file that holds the page, and answers of its server."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

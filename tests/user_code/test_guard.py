@@ -1,7 +1,5 @@
 """The guard of child processes, with guards and children that are really killed."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Files that a run file names are loaded once, and whole."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -51,18 +49,12 @@ def score(prompt, completion):
     [
         ({"pool.py": POOL.replace("METHOD", "'fork'"), "beside.py": "length = len"}, "pool.py:score"),
         ({"my.pool.py": POOL.replace("METHOD", "'spawn'"), "beside.py": "length = len"}, "my.pool.py:score"),
-        (
-            {
-                "rewards/__init__.py": "",
-                "rewards/deep/__init__.py": "",
-                "rewards/util.py": "length = len",
-                "rewards/deep/main.py": "from ..util import length\ndef score(_, text): return length(text)",
-            },
-            "rewards/deep/main.py:score",
-        ),
+        ({"rewards/__init__.py": "", "rewards/deep/__init__.py": "", "rewards/util.py": "length = len",
+          "rewards/deep/main.py": "from ..util import length\ndef score(_, text): return length(text)"},
+         "rewards/deep/main.py:score"),
     ],
     ids=["fork", "spawn", "package"],
-)
+)  # fmt: skip
 def test_a_file_is_a_module_like_any_other(files: dict[str, str], reference: str, tmp_path: Path) -> None:
     """From any folder; also in the processes of a pool, which get its functions by their names."""
     for name, text in files.items():

@@ -1,7 +1,5 @@
 """The sandbox, by what real processes in it can and cannot do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -60,9 +58,7 @@ def test_it_starts_here() -> None:
     assert sandbox_problem() == ""
 
 
-def test_credentials_and_what_is_not_shown_are_not_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_credentials_and_what_is_hidden_are_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "of the run")
     project, run = tmp_path / "project", tmp_path / "project" / "out"
     for folder in (run / "bus", run / "agent"):
@@ -227,9 +223,7 @@ def test_without_systemd_processes_are_limited_for_the_user(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("fresh_trial")
-def test_systemd_limits_the_whole_sandbox_where_it_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_systemd_limits_a_whole_sandbox_if_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In place of systemd, which test machines rarely run: it notes its arguments and runs the command.
     (tmp_path / "systemd-run").write_text(
         '#!/bin/sh\nline="$XDG_RUNTIME_DIR"\nwhile [ "$1" != -- ]; do line="$line $1"; shift; done\n'

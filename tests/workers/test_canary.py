@@ -1,7 +1,5 @@
 """The texts of the canary, and what an engine's worker makes of their logprobs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Children of a verifier worker: real processes that are killed, that lie, and that leave others behind."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

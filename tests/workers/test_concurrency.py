@@ -1,7 +1,5 @@
 """How many tickets a rollout worker runs at once."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 

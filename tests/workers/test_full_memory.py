@@ -1,7 +1,5 @@
 """An error of full memory names what the process held, what was counted, and the keys that free most."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -34,20 +32,14 @@ HELD = rf"this process held {SIZE} \(weights {SIZE}, gradients {SIZE}, optimizer
             rf"; its GPU was full; `stretto check` counts {SIZE} \(weights \d.*, activations \d\.\d, .*\); "
             r"training\.micro_batch_tokens=512 frees",
         ),
-        (
-            "trainer-critics-1",
-            OF_HOST,
-            rf"; this machine's memory was full; {HELD}; `stretto check` counts {SIZE} .*; groups\.critics\.",
-        ),
-        (
-            "inference-0",
-            OF_HOST,
-            rf"held {SIZE}; .* \(weights 0\.0, .*cache \d\.\d, .*\); inference\.slots=1024 frees {SIZE}",
-        ),
+        ("trainer-critics-1", OF_HOST,
+         rf"; this machine's memory was full; {HELD}; `stretto check` counts {SIZE} .*; groups\.critics\."),
+        ("inference-0", OF_HOST,
+         rf"held {SIZE}; .* \(weights 0\.0, .*cache \d\.\d, .*\); inference\.slots=1024 frees {SIZE}"),
         ("verifier-0", OF_HOST, rf"; this machine's memory was full; this process held {SIZE}$"),
         ("inference-0", ValueError("3"), "^$"),
     ],
-)
+)  # fmt: skip
 def test_full_memory_ends_with_what_was_held_and_counted(
     worker: str, error: Exception, pattern: str, tmp_path: Path
 ) -> None:

@@ -2,8 +2,6 @@
 engine at work on it dies, gives it up, or says nothing any more.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """Images go from a rollout worker to an engine's worker once, whole, and under their own names."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """What workers keep of samples for people: texts by turns, and the trainer's figures of each token."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace

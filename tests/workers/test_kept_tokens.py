@@ -1,7 +1,5 @@
 """The tokens that a sampler kept, on their way from an engine's chunks to a batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

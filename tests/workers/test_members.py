@@ -1,7 +1,5 @@
 """The samples of one ticket that fail: tried again, left out, penalized, or the end of the ticket."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable

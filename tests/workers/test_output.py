@@ -1,7 +1,5 @@
 """Output of workers and of their children, in real files."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Calls of user code that pause while a service does not answer."""
 
-from __future__ import annotations
-
 import anyio
 import pytest
 

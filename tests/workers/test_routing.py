@@ -1,7 +1,5 @@
 """Which engine a request goes to; and what is in the log when one of them was killed in the middle of it."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter, deque
 from contextlib import AsyncExitStack

@@ -18,18 +18,10 @@ import msgspec
 import pytest
 
 from patience import SOON_S, patience
+from stretto import tools
 from stretto.machine.proxies import spare_this_machine
 from stretto.models.images import decode
 from stretto.serving.server import Server
-from stretto.tools import (
-    MCPServer,
-    ToolAnswer,
-    ToolCall,
-    ToolsConfig,
-    assistant_message,
-    parse_calls,
-    tool_of,
-)
 from stretto.user_code.protocol import try_to_ask
 from stretto.user_code.tools import Invocation, command, max_answer, setup_frame
 from stretto.workers.scoring.child_pool import ChildEnded, ChildPool, Program
@@ -65,7 +57,7 @@ def search(
 
 
 def test_a_function_becomes_a_schema() -> None:
-    assert tool_of(search).schema == {
+    assert tools.tool_of(search).schema == {
         "type": "function",
         "function": {
             "name": "search",
@@ -95,7 +87,7 @@ def test_a_function_becomes_a_schema() -> None:
 
 
 async def test_arguments_are_checked_before_the_function_sees_them() -> None:
-    tool = tool_of(search)
+    tool = tools.tool_of(search)
     for _ in range(2):  # a default that can change is a new one each time
         assert await tool.run({"query": "café", "near": {"x": 1}}) == ["café 1 0 5 km ['x']"]
     for given, fault in (
@@ -110,12 +102,12 @@ async def test_arguments_are_checked_before_the_function_sees_them() -> None:
     def loose(*args: int) -> None: ...
 
     with pytest.raises(TypeError, match="parameter 'args' cannot be given by name"):
-        tool_of(loose)
+        tools.tool_of(loose)
 
 
 # ------------------------------------------------------------------------------------------- calls
 
-F, G = ToolCall("f", {"a": 1}), ToolCall("g", {})
+F, G = tools.ToolCall("f", {"a": 1}), tools.ToolCall("g", {})
 
 
 @pytest.mark.parametrize(
@@ -138,12 +130,12 @@ F, G = ToolCall("f", {"a": 1}), ToolCall("g", {})
         ("llama3", 'The answer is {"name": "f"}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</s>', [F, G]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>',
-         [ToolCall("f", {"a": 1}, id="abcdefgh1"), G]),
+         [tools.ToolCall("f", {"a": 1}, id="abcdefgh1"), G]),
         ("mistral", "no call</s>", []),
     ],
 )  # fmt: skip
-def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
-    assert parse_calls(text, parser) == calls
+def test_calls_are_read(parser: Any, text: str, calls: list[tools.ToolCall]) -> None:
+    assert tools.parse_calls(text, parser) == calls
 
 
 @pytest.mark.parametrize(
@@ -160,14 +152,16 @@ def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
-    [call] = parse_calls(text, parser)
+    [call] = tools.parse_calls(text, parser)
     assert fault in call.fault
     assert call.arguments == {}
 
 
 def test_only_mistral_is_shown_its_calls_as_data() -> None:
-    assert assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
-    message = assistant_message("x[TOOL_CALLS]…", [ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral")
+    assert tools.assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
+    message = tools.assistant_message(
+        "x[TOOL_CALLS]…", [tools.ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral"
+    )
     function = {"name": "f", "arguments": {"a": 1}}
     assert message["content"] == "x"
     assert message["tool_calls"] == [{"id": "abcdefgh1", "type": "function", "function": function}]
@@ -225,17 +219,11 @@ def leave() -> None:
 
 @asynccontextmanager
 async def tool_process(
-    config: ToolsConfig, folder: Path, count: int = 1
+    config: tools.ToolsConfig, folder: Path, count: int = 1
 ) -> AsyncGenerator[tuple[ChildPool, bytes]]:
-    sandboxed = command(config, "bubblewrap", str(folder))
-    program = Program(
-        "the tools",
-        sandboxed.argv,
-        setup_frame(config),
-        sandboxed.env,
-        sandboxed.folder,
-        max_answer(config),
-    )
+    made = command(config, "bubblewrap", str(folder))
+    frame = setup_frame(config)
+    program = Program("the tools", made.argv, frame, made.env, made.folder, max_answer(config))
     children = ChildPool(program, count)
     try:
         async with anyio.create_task_group() as tasks:
@@ -247,9 +235,9 @@ async def tool_process(
 
 async def call(
     children: ChildPool, name: str, timeout_s: float | None = None, *, images: bool = False, **arguments: Any
-) -> ToolAnswer:
+) -> tools.ToolAnswer:
     invocation = Invocation(name, json.dumps(arguments).encode(), images)
-    return await children.ask(invocation, ToolAnswer, timeout_s or patience())
+    return await children.ask(invocation, tools.ToolAnswer, timeout_s or patience())
 
 
 async def test_tools_in_the_sandbox_always_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,30 +248,25 @@ async def test_tools_in_the_sandbox_always_answer(tmp_path: Path, monkeypatch: p
     credentials.parent.mkdir(parents=True)
     credentials.write_text("{}")
     names = ("double", "seen", "broken", "unspeakable", "text", "page", "hang", "leave")
-    config = ToolsConfig(
+    config = tools.ToolsConfig(
         tools=tuple(f"{tmp_path}/tools.py:{name}" for name in names), max_result_chars=4000, env={"KEY": "k"}
     )
     async with tool_process(config, tmp_path / "out", count=2) as (children, _):
-        assert await call(children, "double", n=4) == ToolAnswer("8")
-        wrong = await call(children, "double", n="four")
-        assert wrong == ToolAnswer(
-            "error: wrong arguments: Expected `int`, got `str` - at `$.n`", failed=True
-        )
+        assert await call(children, "double", n=4) == tools.ToolAnswer("8")
+        wrong = "error: wrong arguments: Expected `int`, got `str` - at `$.n`"
+        assert await call(children, "double", n="four") == tools.ToolAnswer(wrong, failed=True)
         assert (await call(children, "broken")).text == "error: KeyError: 'no such key'"
         assert (await call(children, "unspeakable")).text == "error: ValueError: oh ?"
         unknown = await call(children, "duoble")
         assert unknown.failed
         assert "no tool 'duoble'; did you mean 'double'?" in unknown.text
-        assert (
-            await call(children, "text")
-        ).text == "?" + "x" * 3999 + "\n[cut after 4000 of 5001 characters]"
+        cut = "\n[cut after 4000 of 5001 characters]"
+        assert (await call(children, "text")).text == f"?{'x' * 3999}{cut}"
         page = await call(children, "page", images=True)
-        assert (page.text, [decode(file).getpixel((0, 0)) for file in page.images]) == (
-            '{"links":2}',
-            [(255, 0, 0)],
-        )
+        assert page.text == '{"links":2}'
+        assert [decode(file).getpixel((0, 0)) for file in page.images] == [(255, 0, 0)]
         assert page.content == [{"type": "text", "text": '{"links":2}'}, {"type": "image"}]
-        assert await call(children, "page") == ToolAnswer('{"links":2}\n[image, which you cannot see]')
+        assert await call(children, "page") == tools.ToolAnswer('{"links":2}\n[image, which you cannot see]')
         unreadable = await call(children, "page", images=True, broken=True)
         assert unreadable.failed
         assert unreadable.text.startswith("error: the result has an image that cannot be used: cannot id")
@@ -302,7 +285,7 @@ async def test_tools_in_the_sandbox_always_answer(tmp_path: Path, monkeypatch: p
         assert time.monotonic() - began < patience(10)
         with pytest.raises(ChildEnded, match="exit status 3"):
             await call(children, "leave")
-        assert await call(children, "double", n=5) == ToolAnswer("10")
+        assert await call(children, "double", n=5) == tools.ToolAnswer("10")
 
 
 MCP_SERVER = """
@@ -338,22 +321,22 @@ server.run("stdio")
 async def test_tools_of_an_mcp_server(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(MCP_SERVER)
     (tmp_path / "tools.py").write_text("def colour() -> None: ...\ndef double(n: int) -> int: return 2 * n\n")
-    server = MCPServer(command=("python", str(tmp_path / "server.py")))
+    server = tools.MCPServer(command=("python", str(tmp_path / "server.py")))
     shown = f"{tmp_path}/tools.py"  # what lies beside it is seen, the server too
-    config = ToolsConfig(tools=(f"{shown}:double",), mcp=(server,))
+    config = tools.ToolsConfig(tools=(f"{shown}:double",), mcp=(server,))
     async with tool_process(config, tmp_path / "out") as (children, listed):
         schemas = msgspec.msgpack.decode(listed, type=list[dict[str, Any]])
         assert [schema["function"]["name"] for schema in schemas] == ["double", "colour", "photo"]
         assert schemas[1]["function"]["description"] == "The colour of a thing."
         assert schemas[1]["function"]["parameters"]["required"] == ["thing"]
-        assert await call(children, "colour", thing="sky") == ToolAnswer("sky is blue")
+        assert await call(children, "colour", thing="sky") == tools.ToolAnswer("sky is blue")
         photo = await call(children, "photo", images=True)
         assert (photo.text, [decode(file).size for file in photo.images]) == ("of a cat", [(1, 1)])
         refused = await call(children, "colour", thing="air")
         assert refused.failed
         assert "it has none" in refused.text
         assert (await call(children, "colour", thing=1)).failed
-        assert await call(children, "double", n=1) == ToolAnswer("2")
+        assert await call(children, "double", n=1) == tools.ToolAnswer("2")
 
 
 async def test_tools_of_a_running_mcp_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,12 +347,12 @@ async def test_tools_of_a_running_mcp_server(tmp_path: Path, monkeypatch: pytest
     spare_this_machine()
     (tmp_path / "server.py").write_text(MCP_SERVER)
     port, _ = Server.draw_address()
-    config = ToolsConfig(mcp=(MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
+    config = tools.ToolsConfig(mcp=(tools.MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
     running = subprocess.Popen([sys.executable, tmp_path / "server.py", str(port)])
     try:
         await until_it_listens(port)
         async with tool_process(config, tmp_path / "out") as (children, _):
-            assert await call(children, "colour", thing="sky") == ToolAnswer("sky is blue")
+            assert await call(children, "colour", thing="sky") == tools.ToolAnswer("sky is blue")
             assert (await call(children, "colour", thing="air")).failed
     finally:
         running.kill()
@@ -436,8 +419,10 @@ def runs(id: int) -> bool: return Path(f"/proc/{id}").exists()
 async def test_a_lost_mcp_server_costs_one_call(tmp_path: Path, how: str, status: int) -> None:
     (tmp_path / "server.py").write_text(MORTAL_SERVER)
     (tmp_path / "tools.py").write_text(BESIDE)
-    server = MCPServer(command=("python", str(tmp_path / "server.py"), "/tmp/calls"))
-    config = ToolsConfig(tools=(f"{tmp_path}/tools.py:calls", f"{tmp_path}/tools.py:runs"), mcp=(server,))
+    server = tools.MCPServer(command=("python", str(tmp_path / "server.py"), "/tmp/calls"))
+    config = tools.ToolsConfig(
+        tools=(f"{tmp_path}/tools.py:calls", f"{tmp_path}/tools.py:runs"), mcp=(server,)
+    )
     async with tool_process(config, tmp_path / "out") as (children, _):
         for number in (1, 2, 3, 4):  # each works again after one that fails
             assert json.loads((await call(children, "process")).text)["id"]
@@ -445,11 +430,11 @@ async def test_a_lost_mcp_server_costs_one_call(tmp_path: Path, how: str, status
             assert lost.failed
             assert "server.py /tmp/calls' was lost: MCPError: Connection closed; its last " in lost.text
             assert re.search(rf"out of paper;( Killed;)? exit status {status}", lost.text)
-            assert await call(children, "calls") == ToolAnswer("x" * number)  # made once; others go on
+            assert await call(children, "calls") == tools.ToolAnswer("x" * number)  # made once; others go on
         # A server that ends between two calls costs none.
         process = json.loads((await call(children, "later")).text)
         with anyio.fail_after(patience()):
-            while await call(children, "runs", **process) == ToolAnswer("true"):
+            while await call(children, "runs", **process) == tools.ToolAnswer("true"):
                 await anyio.sleep(SOON_S)
         assert not (await call(children, "process")).failed
         for _ in range(3):
@@ -463,7 +448,7 @@ async def test_a_running_mcp_server_that_restarts_costs_the_call_in_which_it_end
     (tmp_path / "server.py").write_text(MORTAL_SERVER)
     port, _ = Server.draw_address()
     command = [sys.executable, tmp_path / "server.py", tmp_path / "calls", str(port)]
-    config = ToolsConfig(mcp=(MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
+    config = tools.ToolsConfig(mcp=(tools.MCPServer(url=f"http://127.0.0.1:{port}/mcp"),), network=True)
     running = subprocess.Popen(command)
     try:
         await until_it_listens(port)
@@ -497,10 +482,8 @@ async def test_a_running_mcp_server_that_restarts_costs_the_call_in_which_it_end
         ({"url": "http://127.0.0.1:9/mcp"}, "ConnectError: All connection attempts failed"),
     ],
 )
-async def test_a_server_that_does_not_start_says_why(
-    tmp_path: Path, server: dict[str, Any], reason: str
-) -> None:
-    config = ToolsConfig(mcp=(msgspec.convert(server, MCPServer),))
+async def test_servers_say_why_they_do_not_start(tmp_path: Path, server: dict[str, Any], reason: str) -> None:
+    config = tools.ToolsConfig(mcp=(msgspec.convert(server, tools.MCPServer),))
     sandboxed = command(config, "bubblewrap", str(tmp_path))
     started, _ = try_to_ask(sandboxed.argv, setup_frame(config), (), patience(), env=sandboxed.env)
     name = server.get("url") or " ".join(server["command"])
@@ -522,4 +505,4 @@ async def until_it_listens(port: int) -> None:
 def test_a_server_is_started_or_named() -> None:
     for given in ({}, {"command": ["x"], "url": "http://localhost/mcp"}):
         with pytest.raises(msgspec.ValidationError, match="either `command` or `url`"):
-            msgspec.convert(given, MCPServer)
+            msgspec.convert(given, tools.MCPServer)

@@ -1,7 +1,5 @@
 """What the policy sampled in a conversation that did not end well."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

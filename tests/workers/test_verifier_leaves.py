@@ -1,7 +1,5 @@
 """A verifier worker that leaves: its calls go to another one, and none of them fails."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 
