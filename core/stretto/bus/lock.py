@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import socket
 import time
 from pathlib import Path
 from typing import IO
@@ -71,5 +72,5 @@ class KernelLock(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _machine() -> str:
-    """Return an id of this machine: the id of its last start."""
-    return _BOOT_ID.read_text().strip()
+    """Return an id of this machine: on Linux the id of its last start, elsewhere its host name."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
