@@ -371,8 +371,9 @@ def test_runs_that_cannot_work_are_refused(
     monkeypatch.chdir(run_file.parent)
     Path("model/config.yaml").touch()
     Path("model/config.json").write_text('{"vocab_size": 100}')
-    for folder in ("empty", "other"):
-        Path(folder).mkdir()
+    Path("empty").mkdir()
+    shutil.copytree("model", "other")
+    Path("other/tokenizer.json").unlink()
     Path("other/config.json").write_text('{"text_config": {"vocab_size": 99}}')
     assert words in complaints(compose(run_file, overrides))[0]
 

@@ -7,6 +7,8 @@
 - `python` runs, and `yaml` is composed in place of these sections of the quickstart's run file.
 """
 
+from __future__ import annotations  # the blocks inherit it: some annotate with names that they do not import
+
 import ast
 import os
 import re

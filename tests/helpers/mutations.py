@@ -86,7 +86,7 @@ MUTATIONS: list[Mutation] = [
         "a repeated step without a digest gets none",
         "stretto.kernel.durable.recovery",
         old="""        if recorded is None:
-            self._writer.hear(VersionPublished(self._state.incarnation, note.version, note.digest))
+            self._writer.hear(events.VersionPublished(self._state.incarnation, note.version, note.digest))
         elif recorded != note.digest:\n""",
         new="""        if recorded is not None and recorded != note.digest:\n""",
     ),
