@@ -7,12 +7,14 @@ tokenizer's chat template to messages once. `id` is optional. The reward receive
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from stretto.component import PositiveInt
+from stretto.errors import ConfigError
 
 __all__ = [
     "Curriculum",
@@ -25,6 +27,7 @@ __all__ = [
     "SourcedDataset",
     "TicketEnd",
     "first_of",
+    "object_of",
 ]
 
 Row = dict[str, Any]
@@ -98,6 +101,14 @@ def first_of(sources: Iterable[tuple[str, range]], rows: int | None) -> Iterator
     for source, indices in sources:
         yield source, indices[:rows]
         rows = None if rows is None else rows - len(indices[:rows])
+
+
+def object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as `object_pairs_hook` of json. Raise ConfigError if a key stands twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ConfigError(f"an object has the key {key!r} twice; leave one of them out")
+    return found
 
 
 class TicketEnd(msgspec.Struct, frozen=True):

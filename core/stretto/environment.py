@@ -131,6 +131,12 @@ def _turns(result: Any) -> tuple[str | dict[str, Any], ...]:
     if isinstance(result, str):
         return (result,)
     turns = [result] if isinstance(result, Mapping) else result
+    for turn in turns if isinstance(turns, Sequence) else ():
+        if isinstance(turn, Mapping) and (own := {"reward", "images", "feedback"} & turn.keys()):
+            raise ValueError(
+                f"the environment returned a message with {sorted(own)[0]!r}; return a dict with the message "
+                "as `feedback`, and `reward` and `images` beside it"
+            )
     if isinstance(turns, Sequence) and turns and all(map(_is_message, cast("Sequence[Any]", turns))):
         return tuple(dict(cast("Message", turn)) for turn in cast("Sequence[Any]", turns))
     raise ValueError(

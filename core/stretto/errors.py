@@ -262,16 +262,19 @@ def place_of(error: BaseException, files: str = "") -> str:
     """Return the error and its place, such as `"ZeroDivisionError: … (rewards.py:12)"`.
 
     The place is the last line of the user's own code in the traceback, or of a library if the traceback has
-    no code of the user. A group of errors gives its first `_MOST_PARTS` parts, and a command that failed the
-    last line of its standard error. The text is `printable`.
+    no code of the user. A group of errors gives its first `_MOST_PARTS` parts, an error raised `from` another
+    also that, and a command that failed the last line of its standard error. The text is `printable`.
 
     Args:
         files: a file or a folder that counts as the user's own code, such as that of an installed plugin.
     """
 
     def text_and_place(part: BaseException) -> str:
-        location = f" ({where})" if (where := location_of(part, files)) else ""
-        return printable(f"{_text_of_part(part)}{location}")
+        where = location_of(part, files) or location_of(error, files)  # the parts may never have been raised
+        text, cause = _text_of_part(part), part.__cause__
+        reason = error_text(cause) if cause is not None else ""
+        by = f", caused by {reason}" if reason.partition(": ")[2] not in text else ""
+        return printable(f"{text}{f' ({where})' if where else ''}{by}")
 
     return _of_parts(error, text_and_place)
 
@@ -288,7 +291,10 @@ def _of_parts(error: BaseException, text: Callable[[BaseException], str]) -> str
 
 
 def _text_of_part(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {error}"
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception as fault:  # noqa: BLE001 - user code may raise anything, also while it writes the text
+        text = f"{type(error).__name__}, whose text cannot be made ({type(fault).__name__} in __str__)"
     if isinstance(error, (subprocess.CalledProcessError, subprocess.TimeoutExpired)):
         output: str | bytes = error.stderr or error.output or ""
         last = (output.decode(errors="replace") if isinstance(output, bytes) else output).strip()

@@ -22,7 +22,8 @@ from typing import Any, Literal, cast, get_type_hints
 import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt
-from stretto.dataset import Message, OwnTurn
+from stretto.dataset import Message, OwnTurn, object_of
+from stretto.errors import ConfigError
 from stretto.reward import plain_number, reasoning_end
 from stretto.workflow import WorkflowConfig
 
@@ -287,12 +288,14 @@ def _call_in(text: str) -> ToolCall:
 
 def _json(text: str) -> tuple[Any, str]:
     """Return the JSON value at the start of a text, and the rest of the text. Raise ValueError if there is no
-    JSON value, or it cannot be encoded as UTF-8."""
+    JSON value, an object has a key twice, or it cannot be encoded as UTF-8."""
     try:
-        value, end = json.JSONDecoder().raw_decode(text)
+        value, end = json.JSONDecoder(object_pairs_hook=object_of).raw_decode(text)
         json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
     return value, text[end:]
 
 

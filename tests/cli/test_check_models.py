@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from peft import LoraConfig as PeftConfig
+from safetensors.numpy import save_file
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
@@ -17,6 +20,8 @@ from stretto.training.source_files import adapter_problems
 
 ROOT = Path(__file__).parents[2]
 BASE = "base_model_name_or_path"
+FORM: dict[str, object] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "k_proj"]}
+OF_PEFT = PeftConfig().to_dict() | FORM | {BASE: "base"}
 BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
@@ -60,7 +65,8 @@ def test_what_is_no_model_says_what_it_is(
     ("own", "run", "message"),
     [
         ({}, {}, ""),
-        ({BASE: "elsewhere/of/base"}, {}, ""),
+        ({BASE: "base"}, {}, ""),
+        ({BASE: "elsewhere/of/base"}, {}, "warning: .* is an adapter of"),
         ({BASE: "/c/hub/models--org--base/snapshots/12ab"}, {}, ""),
         ({BASE: "runs/other/checkpoints/step-000100/model"}, {}, "warning: .* is an adapter of"),
         ({BASE: None}, {}, "warning: .* is an adapter of None, and the model"),
@@ -70,14 +76,20 @@ def test_what_is_no_model_says_what_it_is(
         ({"use_rslora": True, "bias": "all"}, {}, "has .*use_rslora.*bias.* merge it into its model"),
         ({"init_lora_weights": "pissa_niter_4"}, {}, "has .*pissa_niter_4"),
         ({"init_lora_weights": "lora_ga"}, {}, "has .*lora_ga"),
+        (OF_PEFT, {}, ""),
+        ({"use_qalora": True, "qalora_group_size": 16}, {}, "error: .* has {'use_qalora': True}, which"),
+        ({"exclude_modules": ["layers.1.q_proj"]}, {}, "has {'exclude_modules'"),
+        ({"exclude_modules": r"model\.visual\..*"}, {}, ""),
+        ({"task_type": "SEQ_CLS"}, {}, "has {'task_type': 'SEQ_CLS'}"),
+        ({"a_key_of_a_later_peft": {"x": 1}}, {}, "has {'a_key_of_a_later_peft'"),
         ({}, {"adapter": "nowhere"}, "'nowhere' is no adapter in peft's format"),
     ],
 )
 def test_an_adapter_that_cannot_go_on_is_refused(
     own: dict[str, object], run: dict[str, str], message: str, tmp_path: Path
 ) -> None:
-    usual = {"peft_type": "LORA", BASE: "org/base", "target_modules": ["q_proj", "k_proj"]}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(usual | {"r": 4, "lora_alpha": 16} | own))
+    usual = {"peft_type": "LORA", BASE: "org/base"} | FORM
+    (tmp_path / "adapter_config.json").write_text(json.dumps(usual | own))
     (tmp_path / "adapter_model.safetensors").touch()
     adapter = run.get("adapter", str(tmp_path))
     lora = LoraConfig(rank=4, alpha=16, targets=("q_proj", "k_proj"), adapter=adapter)
@@ -85,6 +97,19 @@ def test_an_adapter_that_cannot_go_on_is_refused(
     found = [f"{problem.severity}: {problem.message}" for problem in problems]
     assert len(found) == bool(message)
     assert all(re.search(message, text) for text in found)
+
+
+def test_two_folders_are_one_model_if_their_tensors_are_the_same(tmp_path: Path) -> None:
+    model, copy, other = (tmp_path / name / "tiny" for name in ("a", "b", "c"))
+    for number, folder in enumerate((model, copy, other)):
+        folder.mkdir(parents=True)
+        save_file({"w": np.full(3, number // 2)}, folder / "model.safetensors")
+    (tmp_path / "adapter_model.safetensors").touch()
+    lora = LoraConfig(rank=4, alpha=16, targets=("q_proj", "k_proj"), adapter=str(tmp_path))
+    for base, count in ((model, 0), (copy, 0), (shutil.copytree(copy, tmp_path / "copy"), 0), (other, 1)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(FORM | {BASE: str(base)}))
+        problems = [*adapter_problems(lora, str(model), "training.lora")]
+        assert [problem.severity for problem in problems] == ["error"] * count
 
 
 def change(*keys: str | int, value: object) -> Callable[[Any], None]:

@@ -76,6 +76,40 @@ def test_the_nearest_word() -> None:
     assert nearest("x", []) == ""
 
 
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError("text")
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    try:
+        raise error from cause
+    except Exception as caught:  # noqa: BLE001
+        return caught
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (raised(Mute()), r"Mute, whose text cannot be made \(KeyError in __str__\) \(PLACE\)"),
+        (raised(ExceptionGroup("g", [ValueError("a")])), r"ValueError: a \(PLACE\)"),
+        (
+            raised(RuntimeError("setup"), FileNotFoundError(2, "No such file", "/rubric")),
+            r"RuntimeError: setup \(PLACE\), caused by FileNotFoundError: .* '/rubric'",
+        ),
+        (
+            raised(RuntimeError("no x"), KeyError("x")),
+            r"RuntimeError: no x \(PLACE\), caused by KeyError: 'x'",
+        ),
+        (raised(RuntimeError("again: lost"), OSError("lost")), r"RuntimeError: again: lost \(PLACE\)"),
+    ],
+)
+def test_an_error_of_user_code_has_its_text_line_and_cause(error: Exception, text: str) -> None:
+    fault = SampleFault.of(error, "reward")
+    assert re.fullmatch(f"reward raised {text}".replace("PLACE", rf"{re.escape(__file__)}:\d+"), fault.error)
+    assert re.fullmatch(rf"\w+ {re.escape(__file__)}:\d+", fault.site)
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [

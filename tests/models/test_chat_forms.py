@@ -316,7 +316,7 @@ def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) 
         assert f"add:{written}<" in tokenizer.render([*prompt, *completion])
         prompt_and_answer({"prompt": prompt, "completion": completion}, "completion", tokenizer)
     for name in ("plain lines", "open turn"):
-        with pytest.raises(ConfigError, match=r"message 2 \(role 'assistant'\): .* have a key twice"):
+        with pytest.raises(ConfigError, match=r"message 2 \(role 'assistant'\): .* has the key 'b' twice"):
             models(name).render([ASK, calling, ASK])
 
 

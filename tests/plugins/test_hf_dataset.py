@@ -88,6 +88,66 @@ def test_what_a_source_does_not_have_is_refused(saved: Path) -> None:
         assert error.value.path == next(iter(options), "path")
 
 
+CUT = gzip.compress(b'{"question": "1+1="}' * 999)[:-9]
+JSON, CSV = b'{"question": "1+1="}\n', b"question\n1+1=\n"
+TABLE = b"question,a,b,c,d,e\n1,1,007,1.10,True,NA\n2,-2,12,2.5,False,\n3,,1,3,True,x\n"
+PLACES: list[tuple[dict[str, bytes], str, str]] = [
+    ({"a.jsonl": JSON, "b.csv": CSV}, "", "b.csv is not read beside .*a.jsonl; give the path of one file"),
+    ({"train.jsonl": JSON, "more.jsonl": JSON}, "", "more.jsonl is not read beside .*train.jsonl"),
+    ({"train.jsonl": JSON, "test.jsonl": JSON}, "", ""),
+    (
+        {
+            "README.md": b"---\nconfigs:\n- config_name: x\n  data_files: a.csv\n---",
+            "a.csv": CSV,
+            "b.csv": CSV,
+        },
+        "",
+        "",
+    ),
+    ({"train-00001-of-00003.csv": CSV}, "", "lacks the shard .*train-00000-of-00003, .*train-00002-of-00003"),
+    ({"train-00001-of-00003.csv": CSV}, "train-00001-of-00003.csv", ""),
+    ({"a.csv": CSV, "b.csv": TABLE}, "", "files with different columns: .*'question'. and .*'e'"),
+    (
+        {"d.jsonl": JSON + b'{"question": {"a": 1, "a": 2}}'},
+        "d.jsonl",
+        "d.jsonl:2: an object has the key 'a' twice",
+    ),
+    ({"d.json": b'[{"question": "a", "question": "b"}]'}, "d.json", "d.json:1: .* the key 'question' twice"),
+    ({"d.json": JSON + b'{"question": "\xe9"}'}, "d.json", "d.json:2: 'utf-8' codec can't decode byte 0xe9"),
+    ({"d.csv": CSV.decode().encode("utf-16")}, "d.csv", "d.csv' is UTF-16; save it as UTF-8"),
+    ({"d.jsonl.gz": CUT}, "d.jsonl.gz", "d.jsonl.gz': Compressed file ended before"),
+]
+
+
+@pytest.mark.parametrize(("files", "place", "fault"), PLACES)
+def test_files_are_read_whole_or_not_at_all(
+    files: dict[str, bytes], place: str, fault: str, tmp_path: Path
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    if not fault:
+        assert [row["prompt"] for row in opened(tmp_path / place)] == ["1+1="]  # type: ignore[attr-defined]
+        return
+    with pytest.raises(ConfigError, match=fault) as error:
+        opened(tmp_path / place)
+    assert error.value.path == "path"
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True, "limit": 9}])
+def test_a_column_of_a_csv_is_numbers_only_if_they_are_written_like_that(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_bytes(TABLE)
+    rows = opened(tmp_path / "t.csv", **options)
+    assert [[*row.values()] for row in rows] == [  # type: ignore[attr-defined]
+        [1, "007", "1.10", True, "NA", 1],
+        [-2, "12", "2.5", False, None, 2],
+        [None, "1", "3", True, "x", 3],
+    ]
+    (tmp_path / "t.csv").write_text("question,n\n1,12345678901234567890123\n2,0.5\n")
+    assert [row["n"] for row in opened(tmp_path / "t.csv")] == ["12345678901234567890123", "0.5"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("folder", ["disk", "files", "splits", "d.parquet"])
 def test_rows_come_from_whatever_the_library_reads(saved: Path, folder: str) -> None:
     dataset = opened(saved / folder)

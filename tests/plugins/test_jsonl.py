@@ -74,6 +74,9 @@ def test_a_prompt_that_cannot_be_made_of_the_columns_is_refused(tmp_path: Path) 
         (b'{"prompt": "a", "n": NaN}', "the column 'n' has NaN or an infinity"),
         (b'{"prompt": "NaN", "deep": {"n": [1, -Infinity]}}', "the column 'deep' has NaN or an infinity"),
         (gzip.compress(b'{"prompt": "a"}', mtime=0), "compressed by gzip; unpack it first: gunzip -k FILE"),
+        (b'{"prompt": "\\ud83d\\ude00 \\ud83d!"}', r"\\ud83d is half of a character"),
+        (b'{"prompt": "\\uDE00"}', r"\\uDE00 is half of a character"),
+        ('{"prompt": "a"}'.encode("utf-16"), "as a file in UTF-16; save it as UTF-8"),
         (b"PAR1\x15\x04", "the file is Parquet; use the dataset 'hf'"),
     ],
 )
@@ -81,6 +84,15 @@ def test_a_line_that_is_no_json_is_refused_with_its_place(line: bytes, words: st
     (tmp_path / "rows.jsonl").write_bytes(line)
     with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: not a JSON object in UTF-8: .*{words}"):
         JsonLines(JsonLinesConfig(use="jsonl", path=str(tmp_path / "rows.jsonl")), CONTEXT)
+
+
+def test_a_key_that_stands_twice_is_refused_also_late_in_a_long_file(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": [{"role": "user"}, {"role": '"role":'}]})] * 2000
+    for line in (1999, 7):
+        rows[line] = '{"prompt": [{"role": "user", "role": "system"}]}'
+        (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+        with pytest.raises(ConfigError, match=rf"rows.jsonl:{line + 1}: an object has the key 'role' twice"):
+            JsonLines(JsonLinesConfig(use="jsonl", path=str(tmp_path / "rows.jsonl")), CONTEXT)[line]
 
 
 def test_rewards_get_the_values_of_a_row(tmp_path: Path) -> None:

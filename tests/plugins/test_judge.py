@@ -161,6 +161,11 @@ def test_passing_errors_and_replies_without_a_score_are_tried_again(
     assert len(server.requests) == 5
 
 
+def completion(content: Any, finish_reason: str | None = "stop", **message: Any) -> Answer:
+    reply = {"message": {"content": content, **message}, "finish_reason": finish_reason}
+    return 200, {"choices": [reply]}, {}
+
+
 @pytest.mark.parametrize(
     ("reply", "reason"),
     [
@@ -168,6 +173,12 @@ def test_passing_errors_and_replies_without_a_score_are_tried_again(
         ((200, "Score: -3", {}), "no valid score in the reply 'Score: -3'"),
         ((200, "Score: 7,5", {}), "no valid score in the reply 'Score: 7,5'"),
         ((200, "Score: 3-4", {}), "no valid score in the reply 'Score: 3-4'"),
+        ((200, "Score: 10/100", {}), "no valid score in the reply 'Score: 10/100'"),
+        ((200, "Score: **5** / 5", {}), "no valid score"),
+        ((200, "Score: 4 out of 5.", {}), "no valid score"),
+        ((200, "Score: 7%", {}), "no valid score"),
+        ((200, {"error": {"message": "upstream down"}}, {}), "no chat completion: .*upstream down"),
+        (completion("Score: 3", refusal="I cannot"), "the judge refused: 'I cannot'"),
         ((500, {"error": "out of memory"}, {}), "status 500: .*out of memory"),
     ],
 )
@@ -181,11 +192,6 @@ def test_without_a_score_the_ticket_fails_unless_the_user_gives_one(
     assert (reward, metrics["unscored"]) == (-0.5, 1.0)
 
 
-def completion(content: Any, finish_reason: str | None = "stop", **message: Any) -> Answer:
-    reply = {"message": {"content": content, **message}, "finish_reason": finish_reason}
-    return 200, {"choices": [reply]}, {}
-
-
 @pytest.mark.parametrize(
     "reply",
     [
@@ -196,6 +202,9 @@ def completion(content: Any, finish_reason: str | None = "stop", **message: Any)
         completion("<think>A draft. Score: 2", None),
         completion("<think>Score: 2</think> So <think>Score: 3"),
         completion("<think>Score: 2</think>"),
+        completion("<thinking>maybe Score: 2</thinking>"),
+        completion("[THINK]maybe Score: 2"),
+        completion("<reasoning>Score: 2</reasoning>\n"),
         completion(None, reasoning_content="Score: 2"),
         completion([{"type": "thinking", "thinking": "Score: 2"}]),
     ],
@@ -215,6 +224,7 @@ def test_a_reply_that_is_not_complete_has_no_score(
         ("<think>Score: 2</think> Good. Score: 8. A perfect score 10 needs units.", 8),
         ("Score: 7 (A perfect score 10 needs units)", 7),
         ("score (0-10): 7", 7),
+        ("<thinking>Score: 2</thinking>[Reasoning] Good. Score: 7 of **10**", 7),
         ("**Score (of 10)** = **6.5**", 6.5),
         ("So:\n**Score** 4/10.\n", 4),
         ([{"type": "text", "text": "Score: 3"}], 3),

@@ -134,6 +134,11 @@ async def test_the_limit_ends_a_conversation_and_is_named_where_nothing_fits() -
     [
         (3, "expected text, a chat message"),
         ([{"content": "x"}], "expected text, a chat message"),
+        (
+            {"role": "user", "content": "x", "reward": 1},
+            "a message with 'reward'; return a dict with the message",
+        ),
+        ([{"role": "user", "content": "x", "images": []}], "a message with 'images'; return a dict"),
         ({"reward": float("nan")}, "'reward' in the environment's feedback is nan"),
         ({"feedback": "x", "done": "yes"}, "'done' in the environment's feedback is 'yes'"),
     ],

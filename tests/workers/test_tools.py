@@ -145,10 +145,12 @@ def test_calls_are_read(parser: Any, text: str, calls: list[tools.ToolCall]) -> 
         ("hermes", '<tool_call>{"name": "f", "argum', "not valid JSON"),
         ("hermes", '<tool_call>["f"]</tool_call>', 'JSON object with "name"'),
         ("hermes", '<tool_call>{"name": "f", "arguments": []}</tool_call>', "are not a JSON object"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', "key 'a' twice"),
         ("hermes", '<tool_call>{"name": "\\ud800"}</tool_call>', "not valid JSON"),
         ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "nested too deep"),
         ("llama3", '{"name": "f", "parameters": {', "not valid JSON"),
         ("mistral", "[TOOL_CALLS]f(1)", "not valid JSON"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": {"b": 1, "b": 2}}', "key 'b' twice"),
     ],
 )  # fmt: skip
 def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:

@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, Literal, cast
 
-from stretto.dataset import Message, OwnTurn
+from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
 
 __all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
@@ -457,21 +457,15 @@ def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:
     arguments = function["arguments"]
     if isinstance(arguments, str) and (form == "mapping" or (form != "text" and not arguments.strip())):
         try:
-            value = json.loads(arguments or "{}", object_pairs_hook=partial(_without_duplicates, place))
+            value = json.loads(arguments or "{}", object_pairs_hook=object_of)
         except ValueError:
             value = None
+        except ConfigError as error:
+            raise ConfigError(f"{place}: the arguments of a tool call: {error}") from error
         function["arguments"] = value if isinstance(value, dict) else arguments
     elif form == "text" and not isinstance(arguments, str):
         function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
-
-
-def _without_duplicates(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    arguments = dict(pairs)
-    if len(arguments) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ConfigError(f"{place}: the arguments of a tool call have a key twice; found the keys {keys}")
-    return arguments
 
 
 def _given(parts: Sequence[Any], forms: frozenset[str], place: str) -> str | list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from stretto.dataset import DatasetConfig, Message, OwnTurn, Row
+from stretto.dataset import DatasetConfig, Message, OwnTurn, Row, object_of
 from stretto.errors import ConfigError, column_error
 from stretto.tokenizer import Tokenizer
 
@@ -110,9 +110,11 @@ def tools_of(row: Row) -> Sequence[Mapping[str, Any]]:
     """Return the JSON schemas in the column `tools`; ConfigError if it holds something else."""
     tools = row.get("tools") or []
     try:
-        tools = json.loads(tools) if isinstance(tools, str) else tools
+        tools = json.loads(tools, object_pairs_hook=object_of) if isinstance(tools, str) else tools
     except ValueError:
         tools = None
+    except ConfigError as error:
+        raise column_error(row, "tools", str(error)) from error
     if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in cast("list[Any]", tools)):
         return cast("list[Mapping[str, Any]]", tools)
     raise column_error(

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +24,19 @@ if TYPE_CHECKING:
 __all__ = ["adapter_problems", "base_of", "tensor_problems"]
 
 _TRY_S = 60.0
-_OTHER_ADAPTERS = (
-    "alora_invocation_tokens",
-    "alpha_pattern",
-    "layer_replication",
-    "layers_to_transform",
-    "lora_bias",
-    "modules_to_save",
-    "rank_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_dora",
-    "use_rslora",
+_OTHER_KEYS = re.compile(
+    "auto_mapping|base_model_name_or_path|fan_in_fan_out|inference_mode|layers_pattern|lora_alpha|lora_dropout"
+    "|megatron_core|peft_version|qalora_group_size|r|revision|runtime_config|target_modules"
+    "|(corda|eva|loftq|lora_ga)_config"
 )
-"""Keys of adapter_config.json. An adapter that sets one of them does not compute W + alpha / rank · B A."""
-_NEW_BASES = ("corda", "loftq", "lora_ga", "olora", "pissa")
-"""First parts of those values of `init_lora_weights` that also change the weights of the model."""
+"""Keys of adapter_config.json that are compared with the run, or that do not change what is computed. All
+others are empty in an adapter that computes W + alpha / rank · B A, or have one of these values:"""
+_USUAL = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),  # others also change the model's weights
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM",),
+}
 _OF_MANY = ("", "model", "unknown")
 """Last parts of paths that do not identify a model: every checkpoint of a run has a folder `model`."""
 _SNAPSHOT = re.compile(r".*/models--(.+?)--(.+?)/snapshots/[^/]+/?")
@@ -51,11 +49,26 @@ def base_of(folder: Path) -> str | None:
 
 
 def _is_of(base: str, model: str) -> bool | None:
-    """Whether `base` and `model` have the same path, id or last part; None if `base` names no model."""
+    """Whether `base` and `model` have the same path, id or tensors, or `base` is the last part of `model`, as
+    in exports; None if both have only the last part in common, or `base` names no model."""
     base_place, model_place = (_SNAPSHOT.sub(r"\1/\2", place) for place in map(_place, (base, model)))
     if base_place == model_place:
         return True
-    return None if Path(base_place).name in _OF_MANY else Path(base_place).name == Path(model_place).name
+    if (tensors := _beginnings(base)) and (others := _beginnings(model)):
+        return tensors == others
+    name = Path(base_place).name
+    if name not in (*_OF_MANY, Path(model_place).name):
+        return False
+    return True if base == name and name not in _OF_MANY else None
+
+
+def _beginnings(model: str) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    """Return tensor name -> its shape and first bytes; empty if the model is not on this machine."""
+    tensors = tensors_of_model(model or None)
+    return {
+        name: (place.shape, replace(place, size=min(place.size, 2**16)).read())
+        for name, place in tensors.items()
+    }
 
 
 def _place(name: str) -> str:
@@ -83,14 +96,13 @@ def adapter_problems(lora: LoraConfig, model: str, path: str) -> Iterator[Proble
             "be the model that the adapter was trained on",
             "warning" if fits is None else "error",
         )
-    unsupported = {name: saved[name] for name in _OTHER_ADAPTERS if saved.get(name)}
-    unsupported |= {
-        name: saved[name]
-        for name, usual in (("bias", "none"), ("peft_type", "LORA"))
-        if saved.get(name, usual) != usual
+    if str(saved.get("exclude_modules")).endswith(r"\..*"):
+        del saved["exclude_modules"]  # a vision tower that is frozen
+    unsupported = {
+        name: value
+        for name, value in saved.items()
+        if value and not _OTHER_KEYS.fullmatch(name) and value not in _USUAL.get(name, ())
     }
-    if str(saved.get("init_lora_weights")).startswith(_NEW_BASES):
-        unsupported["init_lora_weights"] = saved["init_lora_weights"]
     if unsupported:
         yield Problem(
             key, f"{lora.adapter!r} has {unsupported}, which stretto does not train; merge it into its model"

@@ -53,7 +53,7 @@ class SampleFault(msgspec.Struct, frozen=True):
             text = str(error)
         else:
             text = f"{type(error).__name__}: {error}" if isinstance(error, StrettoError) else place_of(whole)
-        site = error.site if isinstance(error, RewardError) else _site_of(error)
+        site = error.site if isinstance(error, RewardError) else _site_of(error, whole)
         return cls(printable(text), kind_of(error), site)
 
     def raised(self) -> StrettoError:
@@ -74,9 +74,10 @@ def kind_of(error: BaseException) -> FaultKind:
     return "environment"
 
 
-def _site_of(error: BaseException) -> str:
-    """Return an error's type with file and line, or with its text if no line of the user raised it."""
-    location = location_of(error)
+def _site_of(error: BaseException, whole: BaseException) -> str:
+    """Return an error's type with file and line, or with its text if no line of the user raised it. `whole`:
+    the group of errors that it is part of, or the error itself."""
+    location = location_of(error) or location_of(whole)
     if not location and isinstance(error, StrettoError):
         return f"{type(error).__name__} {error}"
     return f"{type(error).__name__} {location}"

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
+import gzip
 import hashlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 from stretto import Component, Context, hookimpl
 from stretto.component import PositiveInt
-from stretto.dataset import Row, first_of
+from stretto.dataset import Row, first_of, object_of
 from stretto.errors import ConfigError
 from stretto.models.prompts import ColumnsConfig
 
@@ -25,6 +29,11 @@ _READERS = {
     **{kind: kind.removeprefix(".") for kind in (".parquet", ".arrow")},
 }
 """Ending of a file -> the library's reader."""
+_CONVERT: dict[str, Callable[[str], float]] = {
+    "int64": int,
+    "float64": float,
+    "bool": {"True": True, "False": False}.__getitem__,
+}
 
 
 class HFConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,7 +72,9 @@ class HFDataset:
         if isinstance(loaded, datasets.IterableDataset):
             # Keep images as the bytes of their files: pixels would need many times more memory.
             stream = cast("Iterable[Row]", loaded.decode(False))
-            self._rows: Any = list(islice(stream, config.limit))
+            self._rows: Any = [*islice(stream, config.limit)]
+            if loaded.info.builder_name == "csv":
+                self._rows = [*_with_numbers({"": datasets.Dataset.from_list(self._rows)})[""]]
             parts = [(config.split, range(len(self._rows)))]
         else:
             parts = [*first_of(_parts_of(loaded, config), config.limit)]
@@ -128,31 +139,113 @@ def _load(config: HFConfig) -> Any:
     options: dict[str, Any] = {"name": config.name, "revision": config.revision}
     if reader:
         options = {"data_files": glob.escape(config.path)}
-    if config.streaming:
-        options |= {"streaming": True, "split": config.split}
     try:
         if not is_saved:
-            return datasets.load_dataset(reader or config.path, **options)
+            return _load_files(config, reader or config.path, options)
         saved: Any = datasets.load_from_disk(config.path)
         # A `Dataset` that was made as `train[:50%]` is called `train`.
         return (
             saved if isinstance(saved, dict) else {re.split(r"[^\w.]", str(saved.split or "train"))[0]: saved}
         )
-    except (DatasetsError, ValueError, OSError) as error:
+    except (DatasetsError, ValueError, OSError, EOFError) as error:
         # The text of this error does not say what is wrong.
         reason = error.__cause__ if isinstance(error, DatasetGenerationError) else error
         raise ConfigError(f"cannot load the dataset {config.path!r}: {reason}", path="path") from error
 
 
+def _load_files(config: HFConfig, source: str, options: dict[str, Any]) -> Any:
+    import datasets
+
+    builder: Any = datasets.load_dataset_builder(source, **options)
+    files: list[str] = [file for of_split in (builder.config.data_files or {}).values() for file in of_split]
+    _check_files(Path(config.path), files, builder.name)
+    if builder.name == "csv":
+        import pandas
+
+        # The library would read `007` as 7, `1.10` as 1.1, and NA as null.
+        header: dict[str, Any] = {**builder.config.pd_read_csv_kwargs, "chunksize": None, "nrows": 0}
+        columns, *others = [[*pandas.read_csv(file, **header).columns] for file in files]
+        if other := [each for each in others if each != columns]:
+            text = f"{config.path!r} has files with different columns: {columns} and {other[0]}"
+            raise ConfigError(text, path="path")
+        options |= {"features": datasets.Features({str(name): datasets.Value("string") for name in columns})}
+        builder = datasets.load_dataset_builder(source, **options, keep_default_na=False, na_values=[""])
+    if config.streaming:
+        return builder.as_streaming_dataset(config.split)
+    builder.download_and_prepare()
+    return _with_numbers(builder.as_dataset()) if builder.name == "csv" else builder.as_dataset()
+
+
+def _with_numbers(splits: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Convert the columns of CSV files in which every text is written as Python writes a number or bool."""
+    import datasets
+
+    for name in next(iter(splits.values())).column_names:
+        texts = {text for table in splits.values() for text in table.unique(name)} - {None}
+        for dtype, convert in _CONVERT.items() if texts else ():
+            with suppress(
+                KeyError, ValueError
+            ):  # ValueError also from Arrow, for integers of more than 64 bits
+                if all(str(convert(text)) == text for text in texts):
+                    kind = datasets.Value(dtype)
+                    splits = {key: table.cast_column(name, kind) for key, table in splits.items()}
+                    break
+    return splits
+
+
+def _check_files(path: Path, files: list[str], reader: str) -> None:
+    """Refuse a source that the library would read in part: without a shard, a file, or a key of a row."""
+    from datasets.data_files import FILES_TO_IGNORE
+
+    for file in filter(Path.is_file, map(Path, files if reader == "json" else ())):
+        _check_keys(file)
+    shards = [re.match(r"(.*-)(\d{5})(-of-)(\d{5})", file) for file in files if not path.is_file()]
+    have = {shard[0] for shard in shards if shard}
+    need = {f"{s[1]}{n:05}{s[3]}{s[4]}" for s in shards if s for n in range(int(s[4]))}
+    if lost := sorted(need - have):
+        raise ConfigError(f"{str(path)!r} lacks the shard {', '.join(lost)}; copy it here", path="path")
+    card = path / "README.md"  # may say which files to read
+    if reader in _READERS.values() and not (card.exists() and b"configs:" in card.read_bytes()):
+        found = [file for file in path.resolve().rglob("[!.]*") if _ending(file) in _READERS]
+        if left := sorted({str(file) for file in found if file.name not in FILES_TO_IGNORE} - {*files}):
+            text = (
+                f"{str(path)!r}: {left[0]} is not read beside {files[0]}; give the path of one file, or keep "
+            )
+            raise ConfigError(f"{text}only files of one kind, with names of splits or without", path="path")
+
+
+def _check_keys(file: Path) -> None:
+    """Refuse a file of JSON in which an object has a key twice, or that is not UTF-8."""
+    with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+        is_array = lines.read(1) == b"["
+        lines.seek(0)
+        for number, text in enumerate([lines.read()] if is_array else lines, 1):
+            try:
+                json.loads(text, object_pairs_hook=object_of)
+            except (ConfigError, UnicodeDecodeError) as error:
+                raise ConfigError(f"{file}:{number}: {error}", path="path") from error
+            except ValueError:
+                return  # the library says why
+
+
 def _reader_of(path: Path) -> str:
     """Return the library's reader for a file, by its ending; empty if the path is no file's."""
-    ending = "".join(path.suffixes[-2 if path.suffix == ".gz" else -1 :]).lower()
+    ending = _ending(path)
     fault = f"ends in {ending!r}; expected one of {', '.join(_READERS)}" if path.is_file() else ""
     if ending in _READERS:
         fault = "does not exist" if not path.is_file() else "" if path.stat().st_size else "is empty"
+    if path.is_file() and not fault:
+        with path.open("rb") as file:
+            fault = "is UTF-16; save it as UTF-8" * (
+                file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            )
     if fault:
         raise ConfigError(f"the file {str(path)!r} {fault}", path="path")
     return _READERS.get(ending, "")
+
+
+def _ending(file: Path) -> str:
+    return "".join(file.suffixes[-2 if file.suffix == ".gz" else -1 :]).lower()
 
 
 def _parts_of(splits: Mapping[str, Any], config: HFConfig) -> list[tuple[str, range]]:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from stretto import Component, Context, LocalPath, hookimpl
-from stretto.dataset import Row
+from stretto.dataset import Row, object_of
 from stretto.errors import ConfigError
 from stretto.models.images import IMAGE_COLUMNS
 from stretto.models.prompts import ColumnsConfig
@@ -25,6 +26,9 @@ __all__ = ["JsonLines", "JsonLinesConfig"]
 
 
 _decode = msgspec.json.Decoder(Row).decode
+_STRICT_LINES = 1000
+"""Lines in which keys that stand twice are found at once; in others when the row is used: it takes longer."""
+_HALF = re.compile(rb"(?i)\\ud[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..)\\ud[c-f]..")
 
 
 class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,7 +70,7 @@ class JsonLines:
         for line_number, line in enumerate(self._file, 1):
             hasher.update(line)
             if line.strip():
-                count = len(self._parse(line, line_number))
+                count = len(self._parse(line, line_number, strict=line_number <= _STRICT_LINES))
                 self._lines += [(line_number, start, len(line), place) for place in range(count)]
             start += len(line)
         self.fingerprint = hasher.hexdigest()
@@ -83,7 +87,7 @@ class JsonLines:
 
     def __getitem__(self, index: int) -> Row:
         line_number, start, length, place = self._lines[index]
-        row = self._parse(os.pread(self._file.fileno(), length, start), line_number)[place]
+        row = self._parse(os.pread(self._file.fileno(), length, start), line_number, strict=True)[place]
         if self._config.format != "rows":
             return {"id": f"{self._path}:{line_number}", **row}
         try:
@@ -101,18 +105,17 @@ class JsonLines:
             return str(self._path.parent / images)
         return [self._resolve_images(item) for item in images] if isinstance(images, list) else images
 
-    def _parse(self, line: bytes, number: int) -> list[Row]:
-        """Return the rows of a line."""
+    def _parse(self, line: bytes, number: int, *, strict: bool) -> list[Row]:
+        """Return the rows of a line. `strict`: refuse a key that stands twice in an object."""
         try:
             row = _decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{self._path}:{number}: not a JSON object in UTF-8: {_cause(line) or error}"
             ) from error
-        if self._config.format == "rows":
-            return [row]
         try:
-            return read_trace(row, self._config.format)
+            row = json.loads(line, object_pairs_hook=object_of) if strict else row
+            return [row] if self._config.format == "rows" else read_trace(row, self._config.format)
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{number}: {error}") from error
 
@@ -132,6 +135,10 @@ def _cause(line: bytes) -> str:
         return "the file is Parquet; use the dataset 'hf'"
     if column := _not_finite(text):
         return f"the column {column!r} has NaN or an infinity, which JSON does not have; write null"
+    if b"\0" in text:
+        return "it has zero bytes, as a file in UTF-16; save it as UTF-8: iconv -f UTF-16 -t UTF-8 FILE"
+    if half := _HALF.search(text):
+        return f"{half[0].decode()} is half of a character (a surrogate); write both halves, or leave it out"
     if b"," in text and text[:1] not in b'{"':
         return 'it looks like CSV; write one object on each line, such as {"prompt": "1+1="}'
     return ""

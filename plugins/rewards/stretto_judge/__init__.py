@@ -57,7 +57,8 @@ class JudgeConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields
         r"(-?\d+(?:\.\d+)?)(?!\d|[.,-]\d|e\d)"
     )
     """Regular expression with one group, the score. The last match in the reply counts. The default takes no
-    part of `7,5`, `1e1` or `3-4` for a score."""
+    part of `7,5`, `1e1` or `3-4` for a score. A number before `/N`, `of N` or `%` counts if `scale` ends at
+    N, or at 100."""
     scale: tuple[float, float] = (0.0, 10.0)
     """Lowest and highest score, which become the rewards 0 and 1. A score outside this range is not valid."""
     unscored: float | None = None

@@ -32,6 +32,8 @@ _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or
 """Status -> usual cause of this refusal."""
 _ENDED = {"", "stop", "eos", "eos_token", "end_turn", "stop_sequence"}
 """Servers of several makers give one of these, or none, as `finish_reason` of a reply that has ended."""
+_REASONING = re.compile(r"(?i)<[\w:-]*(?:think|thought|reason|analy|reflect|scratch)[\w:-]*>|\[think\w*\]")
+_SCALE = re.compile(r"(?i)[\s*_]*(?:(?:/|out of|of)[\s*_]*(\d+(?:\.\d+)?)|%)")
 _MOST_BYTES = 2**20  # of a reply
 _MOST_SHOWN = 300  # characters of a reply in a message
 
@@ -40,6 +42,7 @@ _templates = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trail
 
 class _JudgeMessage(msgspec.Struct):
     content: str | list[dict[str, Any]] | None = None
+    refusal: str | None = None
 
 
 class _JudgeChoice(msgspec.Struct):
@@ -187,9 +190,14 @@ class Judge:
         try:
             choice = msgspec.json.decode(body, type=_JudgeReply).choices[0]
         except (msgspec.DecodeError, LookupError) as error:
-            raise _PassingError(f"the reply is no chat completion: {printable(str(error))}") from error
+            fault = f"the reply is no chat completion: {printable(str(error))}: {self._shown(body)}"
+            raise _PassingError(fault) from error
+        if choice.message.refusal:
+            raise _PassingError(
+                f"the judge refused: {printable(choice.message.refusal[:_MOST_SHOWN])!r}", 0.0
+            )
         text, reason = _content({"content": choice.message.content}), choice.finish_reason or ""
-        end = reasoning_end(text)
+        end = _reasoning_end(text)
         if end is None or not text[end:].strip() or reason.lower() not in _ENDED:
             limit, last = self._config.max_tokens, printable(text[-_MOST_SHOWN:])
             fault = f"finish_reason {reason!r}, reward.max_tokens {limit}"
@@ -197,13 +205,15 @@ class Judge:
         return text
 
     def _read(self, text: str) -> float | None:
-        matches = self._pattern.findall(text[reasoning_end(text) :])
+        answer = text[_reasoning_end(text) :]
         low, high = self._config.scale
         try:
-            score = float(matches[-1])
-        except (IndexError, ValueError):
+            last = [*self._pattern.finditer(answer)][-1]
+            score = float(last[1])
+        except (IndexError, TypeError, ValueError):
             return None
-        return score if low <= score <= high else None
+        of = _SCALE.match(answer, last.end())
+        return score if low <= score <= high and (of is None or float(of[1] or 100) == high) else None
 
     def _reward(self, score: float, *, cached: bool) -> dict[str, float]:
         low, high = self._config.scale
@@ -248,6 +258,11 @@ class _Cache:
         temporary = self._folder / f".{name}-{os.getpid()}"
         temporary.write_bytes(msgspec.json.encode(kept))
         temporary.replace(self._folder / f"{name}.json")
+
+
+def _reasoning_end(text: str) -> int | None:
+    """Return what `reasoning_end` does, with all tags for reasoning in the text: a judge may be any model."""
+    return reasoning_end(text, "".join(f"{tag}{tag[0]}/{tag[1:]}" for tag in _REASONING.findall(text)))
 
 
 def _cache_folder(config: JudgeConfig, context: Context) -> Path | None:
