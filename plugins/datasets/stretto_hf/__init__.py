@@ -29,6 +29,9 @@ _READERS = {
     **{kind: kind.removeprefix(".") for kind in (".parquet", ".arrow")},
 }
 """Ending of a file -> the library's reader."""
+_STRICT_LINES = (
+    1000  # lines of a JSON file in which keys are counted at each start: all of them can be millions
+)
 _CONVERT: dict[str, Callable[[str], float]] = {
     "int64": int,
     "float64": float,
@@ -183,9 +186,7 @@ def _with_numbers(splits: Mapping[str, Any]) -> Mapping[str, Any]:
     for name in next(iter(splits.values())).column_names:
         texts = {text for table in splits.values() for text in table.unique(name)} - {None}
         for dtype, convert in _CONVERT.items() if texts else ():
-            with suppress(
-                KeyError, ValueError
-            ):  # ValueError also from Arrow, for integers of more than 64 bits
+            with suppress(KeyError, ValueError):  # also from Arrow, for integers of more than 64 bits
                 if all(str(convert(text)) == text for text in texts):
                     kind = datasets.Value(dtype)
                     splits = {key: table.cast_column(name, kind) for key, table in splits.items()}
@@ -208,18 +209,19 @@ def _check_files(path: Path, files: list[str], reader: str) -> None:
     if reader in _READERS.values() and not (card.exists() and b"configs:" in card.read_bytes()):
         found = [file for file in path.resolve().rglob("[!.]*") if _ending(file) in _READERS]
         if left := sorted({str(file) for file in found if file.name not in FILES_TO_IGNORE} - {*files}):
-            text = (
-                f"{str(path)!r}: {left[0]} is not read beside {files[0]}; give the path of one file, or keep "
+            fault = f"{str(path)!r}: {left[0]} is not read beside {files[0]}"
+            cure = (
+                "give the path of one file, or keep only files of one kind, with names of splits or without"
             )
-            raise ConfigError(f"{text}only files of one kind, with names of splits or without", path="path")
+            raise ConfigError(f"{fault}; {cure}", path="path")
 
 
 def _check_keys(file: Path) -> None:
-    """Refuse a file of JSON in which an object has a key twice, or that is not UTF-8."""
+    """Refuse a file of JSON in which one of the first objects has a key twice, or that is not UTF-8."""
     with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
         is_array = lines.read(1) == b"["
         lines.seek(0)
-        for number, text in enumerate([lines.read()] if is_array else lines, 1):
+        for number, text in enumerate([lines.read()] if is_array else islice(lines, _STRICT_LINES), 1):
             try:
                 json.loads(text, object_pairs_hook=object_of)
             except (ConfigError, UnicodeDecodeError) as error:
@@ -236,9 +238,8 @@ def _reader_of(path: Path) -> str:
         fault = "does not exist" if not path.is_file() else "" if path.stat().st_size else "is empty"
     if path.is_file() and not fault:
         with path.open("rb") as file:
-            fault = "is UTF-16; save it as UTF-8" * (
-                file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-            )
+            marks = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+            fault = "is UTF-16; save it as UTF-8" if file.read(2) in marks else ""
     if fault:
         raise ConfigError(f"the file {str(path)!r} {fault}", path="path")
     return _READERS.get(ending, "")
