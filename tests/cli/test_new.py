@@ -44,7 +44,7 @@ def test_it_prints_what_to_do_next_so_that_a_shell_takes_it(tmp_path: Path) -> N
     [
         ("rewrd", "mine", "no kind 'rewrd'; did you mean 'reward'"),
         ("reward", "exact", "there is a reward 'exact' already"),
-        ("dataset", "exact", "there is a module 'stretto_exact' already"),
+        ("dataset", "math", "there is a module 'stretto_math' already"),
         ("reward", "My-Name", "'My-Name' cannot be the name of a component"),
     ],
 )

@@ -34,7 +34,7 @@ def test_the_import_rules_hold(checkout: Path) -> None:
     assert "6 kept, 0 broken" in done.stdout
 
 
-PLUGIN = "plugins/rewards/stretto_exact/__init__.py"
+PLUGIN = "plugins/rewards/stretto_text_rewards/__init__.py"
 WITHOUT_TORCH = "kernel, observers, assembly, bus and records run without torch"
 FORBIDDEN = [
     ("imports go down the layers", "core/stretto/errors.py", "import stretto.config"),

@@ -25,8 +25,7 @@ from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
 from stretto.tokenizer import Tokenizer
 from stretto.workflow import Prompt, Score, Trajectory
-from stretto_format import FormatConfig
-from stretto_format import make as make_format
+from stretto_text_rewards import FormatConfig, make_format
 from stretto_tool_use import ToolUse, ToolUseConfig
 
 Models = Callable[[str], Tokenizer]

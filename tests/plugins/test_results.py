@@ -11,10 +11,9 @@ import pytest
 import torch
 
 import stretto_code
-import stretto_exact
 import stretto_math
-import stretto_regex
 from stretto import Context
+from stretto.assembly.plugins import Plugins
 from stretto.environment import feedback_of
 from stretto.errors import RewardError
 from stretto.models.tokenizer import ByteTokenizer
@@ -25,6 +24,7 @@ from stretto.user_code.scoring import score_group
 from stretto.workers.sampling.trajectory_log import wire_trajectories
 from stretto.workflow import Answer, Prompt, Score, Trajectory, WorkflowConfig, texts_and_columns
 from stretto_single_turn import SingleTurn
+from stretto_text_rewards import ExactConfig, RegexConfig, make_exact, make_regex
 
 CONTEXT = Context(run="r", name="n", seed=1)
 
@@ -32,9 +32,9 @@ CONTEXT = Context(run="r", name="n", seed=1)
 def rewards(completion: str, row: dict[str, Any], pattern: str = r"(\d+)", **options: Any) -> list[float]:
     """Score by `exact`, `math` and `regex`, as a user of the Python API does."""
     made = (
-        stretto_exact.make(stretto_exact.ExactConfig(use="exact", **options), CONTEXT),
+        make_exact(ExactConfig(use="exact", **options), CONTEXT),
         stretto_math.make(stretto_math.MathConfig(use="math", **options), CONTEXT),
-        stretto_regex.make(stretto_regex.RegexConfig(use="regex", pattern=pattern, **options), CONTEXT),
+        make_regex(RegexConfig(use="regex", pattern=pattern, **options), CONTEXT),
     )
     return [reward(prompt="?", completion=completion, **row)["reward"] for reward in made]
 
@@ -113,13 +113,13 @@ async def test_the_end_of_the_reasoning_travels_beside_the_text() -> None:
 def test_a_column_without_an_expected_answer_is_refused_with_its_row(value: Any) -> None:
     row = {"id": "a7", "answer": value}
     fault = r"the column 'answer' of row 'a7' is .*; expected a text or a number"
-    for package in (stretto_exact, stretto_math, stretto_regex):
-        [component] = package.stretto_reward()
-        config: Any = component.config(use="x", **({"pattern": "(.)"} if package is stretto_regex else {}))
+    for use, options in (("exact", {}), ("math", {}), ("regex", {"pattern": "(.)"})):
+        component = Plugins().get("reward", use)
+        config: Any = component.config(use=use, **options)
         assert component.check_row is not None
         assert "of row 'a7' is" in component.check_row(config, row)
         with pytest.raises(ValueError, match=fault):
-            package.make(config, CONTEXT)(prompt="?", completion="9", **row)
+            component.make(config, CONTEXT)(prompt="?", completion="9", **row)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from stretto import Context
 from stretto.errors import RewardError
 from stretto.user_code.scoring import score_group
-from stretto_exact import ExactConfig
-from stretto_exact import make as make_exact
+from stretto_text_rewards import ExactConfig, make_exact
 
 CONTEXT = Context(run="r", name="n", seed=1)
 
