@@ -13,7 +13,7 @@ from stretto.algorithm import Call, Encoded, Loss, Model, forward, function, gen
 from stretto.assembly.dataflow import graph_of
 from stretto.errors import ConfigError
 from stretto.rl.correction import CorrectionConfig
-from stretto_grpo import GRPO, GRPOConfig
+from stretto_policy_gradients import GRPO, GRPOConfig
 
 MODELS = {"actor": Model(), "reference": Model(trainable=False), "critic": Model()}
 

@@ -186,7 +186,8 @@ def test_modules_of_light_processes_import_neither_torch_nor_transformers() -> N
         *("stretto", "stretto.cli.main", "stretto.cli.make.schema", "stretto.assembly.assembly"),
         *("stretto.runs.life", "stretto.user_code.reward", "stretto.workers.sampling.rollout"),
         *(f"stretto.workers.{part}" for part in ("scoring.verifier", "inference", "training.trainer")),
-        *("stretto_grpo", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file", "stretto_local"),
+        *("stretto_policy_gradients", "stretto_torch", "stretto_mock", "stretto_math", "stretto_file"),
+        *("stretto_text_rewards", "stretto_local"),
     ]
     subprocess.run([sys.executable, "-c", LIGHT, *modules], check=True)
 

@@ -693,12 +693,12 @@ def test_a_machine_without_a_server_is_told_by_check(run_file: Path, monkeypatch
 @in_both_worlds
 def test_an_algorithm_that_raises_ends_the_run_with_one_message(start: Start, tmp_path: Path) -> None:
     body = """
-        from stretto_grpo import GRPO
+        from stretto_policy_gradients import GRPO
         class make(GRPO):
             def advantages(self, batch):
                 raise ValueError('boom')
     """
-    file = write_plugin(tmp_path, "algorithm", body, "stretto_grpo.GRPOConfig")
+    file = write_plugin(tmp_path, "algorithm", body, "stretto_policy_gradients.GRPOConfig")
     run = start(f"plugins=[{file}]", "algorithm.use=mine")
     assert run.end() == 1
     log = run.folder / "logs" / "trainer-0.jsonl"

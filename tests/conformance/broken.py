@@ -16,9 +16,9 @@ import numpy as np
 from stretto import Component, RewardConfig, WorkflowConfig, hookimpl, testing
 from stretto.errors import EngineError
 from stretto.workflow import Trajectory
-from stretto_grpo import GRPO, GRPOConfig
 from stretto_mock import MockInferenceConfig
 from stretto_mock.inference import MockInference
+from stretto_policy_gradients import GRPO, GRPOConfig
 from stretto_torch import TorchInferenceConfig
 
 HERE = (__file__,)

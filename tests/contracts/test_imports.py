@@ -40,7 +40,7 @@ FORBIDDEN = [
     ("imports go down the layers", "core/stretto/errors.py", "import stretto.config"),
     ("imports go down the layers", "core/stretto/models/files.py", "def lazily(): import stretto.rl.batch"),
     ("plugins use public modules only", PLUGIN, "import stretto.assembly.compose"),
-    ("core knows no plugin", "core/stretto/kernel/schedule/gate.py", "import stretto_grpo"),
+    ("core knows no plugin", "core/stretto/kernel/schedule/gate.py", "import stretto_policy_gradients"),
     ("plugins do not know each other", PLUGIN, "import stretto_math"),
     ("the algorithm in one file needs no part of a run", "examples/loop.py", "import stretto.kernel.kernel"),
     (WITHOUT_TORCH, "core/stretto/kernel/schedule/members.py", "import torch"),

@@ -9,7 +9,7 @@ import torch
 from stretto import Context
 from stretto.rl.batch import Batch
 from stretto.rl.correction import CorrectionConfig
-from stretto_grpo import GRPO, GRPOConfig
+from stretto_policy_gradients import GRPO, GRPOConfig
 
 
 def grpo(**options: Any) -> GRPO:

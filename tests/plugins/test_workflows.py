@@ -385,7 +385,7 @@ class make:
 """
 
 LOOKING = """
-from stretto_grpo import GRPO
+from stretto_policy_gradients import GRPO
 
 class make(GRPO):
     def advantages(self, batch):
@@ -401,7 +401,7 @@ class make(GRPO):
 @in_simulation
 def test_pieces_of_a_sample_count_once_in_a_run(start: Start, tmp_path: Path) -> None:
     pieces = write_plugin(tmp_path, "workflow", PIECES, "stretto.WorkflowConfig")
-    looking = write_plugin(tmp_path, "algorithm", LOOKING, "stretto_grpo.GRPOConfig")
+    looking = write_plugin(tmp_path, "algorithm", LOOKING, "stretto_policy_gradients.GRPOConfig")
     run = start(
         *(f"plugins=[{pieces},{looking}]", "workflow=mine", "algorithm=mine", "steps=2"),
         *("algorithm.group_size=4", "algorithm.group_reward_norm=false"),

@@ -79,7 +79,7 @@ COUNTED = """
 import os
 from pathlib import Path
 from stretto import Component, hookimpl
-from stretto_grpo import GRPO, GRPOConfig
+from stretto_policy_gradients import GRPO, GRPOConfig
 
 def count(what):
     with Path(__file__).with_suffix(".txt").open("a") as file:

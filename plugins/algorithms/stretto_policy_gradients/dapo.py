@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stretto import Component, hookimpl
 from stretto.algorithm import Group, are_equal
 from stretto.component import NonNegativeFloat, PositiveFloat, PositiveInt, Problem
 from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
     from stretto.rl.batch import Batch
-
-__all__ = ["DAPO", "DAPOConfig"]
 
 
 class OverlongConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,7 +74,7 @@ class DAPO(ClippedSurrogate[DAPOConfig]):
         return group_normalise(rewards, batch["group"], batch["sample"])[index] * mask
 
 
-def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
+def check_dapo(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
     """Warn of a length penalty that no answer can get."""
     yield from check_policy(config, run)
     overlong, longest = config.overlong, run.sampling.max_tokens
@@ -88,15 +85,3 @@ def check(config: DAPOConfig, run: RunConfig) -> Iterator[Problem]:
             f"which no answer exceeds: sampling.max_tokens is {longest}",
             "warning",
         )
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[DAPOConfig]]:
-    yield Component(
-        "dapo",
-        DAPO,
-        DAPOConfig,
-        "clip-higher, dynamic sampling, overlong shaping",
-        check,
-        requires={"torch": "stretto[torch]"},
-    )

@@ -10,18 +10,14 @@ the batch. The paper's sum over each answer is `loss_mean: sequence_sum`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from stretto import Component, hookimpl
-from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["RLOO", "RLOOConfig"]
 
 
 class RLOOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -39,15 +35,3 @@ class RLOO(ClippedSurrogate[RLOOConfig]):
             batch["rewards"], batch["group"], batch["sample"], std=False, leave_one_out=True
         )
         return relative[batch.sequence_index()] * batch["loss_mask"]
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[RLOOConfig]]:
-    yield Component(
-        "rloo",
-        RLOO,
-        RLOOConfig,
-        "REINFORCE with the mean reward of the group's other samples as the baseline",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )

@@ -10,22 +10,19 @@ same value and gradient where all tokens of an answer have the same advantage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import NonNegativeFloat
-from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["GSPO", "GSPOConfig"]
 
 
 class GSPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,15 +53,3 @@ class GSPO(GroupRelative[GSPOConfig]):
         index = batch.sequence_index().to(logprobs.device)
         log_s = sequence_mean(logprobs - anchor, batch["loss_mask"], index, len(batch))[index]
         return clipped_surrogate(self.config, log_s, torch.zeros_like(log_s), batch["advantages"])
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[GSPOConfig]]:
-    yield Component(
-        "gspo",
-        GSPO,
-        GSPOConfig,
-        "group sequence policy optimisation: one clipped ratio per answer",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )

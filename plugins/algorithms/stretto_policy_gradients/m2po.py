@@ -11,22 +11,19 @@ forward pass per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stretto import Component, hookimpl
 from stretto.algorithm import Call, function
 from stretto.component import NonNegativeFloat, PositiveFloat
-from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy, clipped_surrogate
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, clipped_surrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["M2PO", "M2POConfig"]
 
 
 class M2POConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -69,15 +66,3 @@ class M2PO(GroupRelative[M2POConfig]):
         loss, statistics = clipped_surrogate(self.config, logprobs, anchor, batch["advantages"])
         trusted = batch["trusted"]
         return torch.where(trusted, loss, 0.0), {**statistics, "trusted": trusted.float()}
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[M2POConfig]]:
-    yield Component(
-        "m2po",
-        M2PO,
-        M2POConfig,
-        "second-moment trust region, for very stale samples",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )

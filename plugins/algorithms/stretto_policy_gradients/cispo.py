@@ -10,19 +10,16 @@ only, and TRL reads its upper bound as an absolute ratio. Here both bounds are h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stretto import Component, hookimpl
 from stretto.component import NonNegativeFloat
-from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["CISPO", "CISPOConfig"]
 
 
 class CISPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,15 +44,3 @@ class CISPO(GroupRelative[CISPOConfig]):
         ratio = torch.exp(logprobs.detach() - anchor)
         loss = -ratio.clamp(low, high) * batch["advantages"] * logprobs
         return loss, {"clipped": ((ratio < low) | (ratio > high)).float()}
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[CISPOConfig]]:
-    yield Component(
-        "cispo",
-        CISPO,
-        CISPOConfig,
-        "clipped importance-sampling weights: every token keeps its gradient",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )

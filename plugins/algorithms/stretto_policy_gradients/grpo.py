@@ -17,21 +17,17 @@ current one, in nats per token), and with a reference `reference_kl`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 
-from stretto import Component, hookimpl
 from stretto.component import PositiveFloat, Share
-from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_policy
+from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["GRPO", "GRPOConfig"]
 
 
 class GRPOConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,15 +71,3 @@ class GRPO(ClippedSurrogate[GRPOConfig]):
         if config.group_adv_norm:
             advantages = masked_whiten(advantages, mask, batch["group"][batch.sequence_index()])
         return advantages
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[GRPOConfig]]:
-    yield Component(
-        "grpo",
-        GRPO,
-        GRPOConfig,
-        "group relative policy optimisation; the ratio is taken to the behaviour policy",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )

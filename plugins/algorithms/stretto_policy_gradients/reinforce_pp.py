@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from stretto import Component, Problem, hookimpl
+from stretto import Problem
 from stretto.component import Share
 from stretto.rl.policy_gradient import ClippedConfig, ClippedSurrogate, check_objective, check_policy
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from stretto.config import RunConfig
     from stretto.rl.batch import Batch
-
-__all__ = ["ReinforcePP", "ReinforcePPConfig"]
 
 
 class ReinforcePPConfig(ClippedConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,18 +57,6 @@ class ReinforcePP(ClippedSurrogate[ReinforcePPConfig]):
         return masked_whiten(returns, mask)
 
 
-def check(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
+def check_reinforce_pp(config: ReinforcePPConfig, run: RunConfig) -> Iterator[Problem]:
     """Check the config. With `baseline`, also refuse groups of one sample."""
     yield from (check_policy if config.baseline else check_objective)(config, run)
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[ReinforcePPConfig]]:
-    yield Component(
-        "reinforce_pp",
-        ReinforcePP,
-        ReinforcePPConfig,
-        "REINFORCE++: returns whitened over the batch, optional group baseline",
-        check,
-        requires={"torch": "stretto[torch]"},
-    )

@@ -7,21 +7,18 @@ The advantage is GRPO's. An advantage of 0 uses `tau_neg`; it has no gradient ei
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stretto import Component, hookimpl
 from stretto.algorithm import Reduction
 from stretto.component import PositiveFloat
 from stretto.rl.correction import CorrectionConfig
-from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig, check_policy
+from stretto.rl.policy_gradient import GroupRelative, GroupRelativeConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from stretto.rl.batch import Batch
-
-__all__ = ["SAPO", "SAPOConfig"]
 
 
 class SAPOConfig(GroupRelativeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,15 +51,3 @@ class SAPO(GroupRelative[SAPOConfig]):
             logprobs, anchor, batch["advantages"], tau_pos=config.tau_pos, tau_neg=config.tau_neg
         )
         return loss, {}
-
-
-@hookimpl
-def stretto_algorithm() -> Iterator[Component[SAPOConfig]]:
-    yield Component(
-        "sapo",
-        SAPO,
-        SAPOConfig,
-        "soft adaptive policy optimisation: a sigmoid gate instead of the clip",
-        check_policy,
-        requires={"torch": "stretto[torch]"},
-    )
