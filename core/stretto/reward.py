@@ -33,6 +33,7 @@ import msgspec
 from stretto.component import PositiveFloat, PositiveInt
 
 __all__ = [
+    "REASONING_IN_TEXT",
     "ResultRewardConfig",
     "Reward",
     "RewardConfig",
@@ -50,6 +51,8 @@ RewardValue = float | Mapping[str, float] | None
 
 _REASONING = r"[\w:-]*(?:think|thought|reason|analy|reflect|scratch)[\w:-]*"
 _REASONING_TAG = re.compile(rf"<{_REASONING}>|\[{_REASONING}\]", re.IGNORECASE)
+REASONING_IN_TEXT = re.compile(rf"<{_REASONING}>|\[think\w*\]|◁think▷", re.IGNORECASE)
+"""Finds a tag that begins reasoning, and no heading such as `[Analysis]`."""
 
 
 def is_number(value: float) -> bool:
@@ -105,11 +108,11 @@ def expected_texts(row: Mapping[str, Any], column: str) -> list[str]:
 def reasoning_end(completion: str, opened: str = "") -> int | None:
     """Return the index in a completion behind its reasoning: 0 without reasoning, None if it never ended.
 
-    Reasoning ends at the last `</think>`, or at the last end of a tag for reasoning in `opened`, which is the
-    start of the answer that its prompt contains.
+    Reasoning ends at the last `</think>`, or at the last end of a tag for reasoning with which the completion
+    begins, or which is in `opened`, the start of the answer that its prompt contains.
     """
-    text, end = opened + completion, len(opened)
-    for opening in {"<think>", *_REASONING_TAG.findall(opened)}:
+    text, end, first = opened + completion, len(opened), REASONING_IN_TEXT.match(completion.lstrip())
+    for opening in {"<think>", *_REASONING_TAG.findall(opened), *([first[0]] if first else ())}:
         closing = f"{opening[0]}/{opening[1:]}"
         place = text.rfind(closing)
         if text.rfind(opening) > place:

@@ -103,6 +103,8 @@ def test_a_prompt_has_an_image_token_for_each_model_feature(vision_models: Model
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=f"does not go with its {wrong} images"):
             vision.see(f"see {PLACE[architecture]}", [image] * wrong)
+    with pytest.raises(ConfigError, match="does not go with its 0 images"):
+        vision.see([{"role": "user", "content": "see <image>"}], [])
 
 
 def test_media_stay_with_their_sequences() -> None:

@@ -345,6 +345,8 @@ def test_tests_are_read_in_the_forms_of_data_sets() -> None:
         ([5], "test 0: expected a map"),
         ([{"stdin": "1"}], "no 'stdout'"),
         ([{"call": "f", "args": []}], "no 'expected'"),
+        ([{"call": "f", "kwarg": {"a": 1}, "expected": 2}], "test 0 has 'kwarg'"),
+        ('[{"stdin": "1", "stdout": "2", "stdout": "3"}]', "has the key 'stdout' twice"),
         ({"inputs": ["1"]}, "no 'outputs'"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs, but 0 outputs"),
         ([{"input": "1", "output": "1", "testtype": "functional"}], "no column `fn_name`"),

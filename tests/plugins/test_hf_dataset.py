@@ -116,6 +116,8 @@ PLACES: list[tuple[dict[str, bytes], str, str]] = [
     ({"d.json": JSON + b'{"question": "\xe9"}'}, "d.json", "d.json:2: 'utf-8' codec can't decode byte 0xe9"),
     ({"d.csv": CSV.decode().encode("utf-16")}, "d.csv", "d.csv' is UTF-16; save it as UTF-8"),
     ({"d.jsonl.gz": CUT}, "d.jsonl.gz", "d.jsonl.gz': Compressed file ended before"),
+    ({"d.csv": b"question,answer\n1+1=,2,\n2+1=,3,\n"}, "d.csv", "Expected 2 fields in line 2, saw 3"),
+    ({"d.csv": b"question,answer,answer\n1+1=,2,9\n"}, "d.csv", "d.csv has a column twice"),
 ]
 
 

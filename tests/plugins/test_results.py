@@ -54,6 +54,10 @@ def rewards(completion: str, row: dict[str, Any], pattern: str = r"(\d+)", **opt
         ("8[/THINK]9", "[THINK]", 9),
         ("8</reasoning>9", "<reasoning>\n", 13),
         ("9", "<answer>", 0),  # not reasoning
+        ("[THINK] maybe 9", "", None),
+        ("\n<reasoning>9, but", "", None),
+        ("<seed:think>8</seed:think>9", "", 26),
+        ("◁think▷9", "", None),
     ],
 )
 def test_a_draft_is_no_result(completion: str, opened: str, end: int | None) -> None:

@@ -184,7 +184,7 @@ class Vision:
         messages a part `{"type": "image"}` or `<image>` in a text. Raise ConfigError if the numbers differ,
         the images do not suit the model, or the model lacks a chat template for messages."""
         plain = isinstance(prompt, str)
-        text = prompt if plain else self.render(prompt, tools=tools, with_images=bool(images))
+        text = prompt if plain else self.render(prompt, tools=tools, with_images=True)
         return self._process(text, images, plain=plain)
 
     def see_part(self, text: str, images: Sequence[Image]) -> VisionPrompt:
@@ -267,7 +267,7 @@ class RowTokenizer:
     ) -> str:
         """Return the text of a prompt that `encode_prompt` encodes."""
         return self._vision.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, with_images=bool(self.images)
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, with_images=True
         )
 
 

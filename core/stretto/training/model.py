@@ -247,8 +247,9 @@ def load_whole(kind: Any, source: str, *, may_lack_head: bool = False, **options
         raise EngineError(f"model {source!r} has other shapes than {type(model).__name__}: {_some(shapes)}")
     body = f"{model.base_model_prefix}."
     if lacking := [name for name in missing if not may_lack_head or name.startswith(body)]:
+        names = _some(lacking) + (f", and has {_some(unexpected)}" if unexpected else "")
         raise EngineError(
-            f"model {source!r} lacks {_some(lacking)}; does it have another head than {type(model).__name__}?"
+            f"model {source!r} lacks {names}; does it have another head than {type(model).__name__}?"
         )
     heads = [name for name in unexpected if not name.startswith(body) and _HEAD.match(name)]
     if model.get_output_embeddings() is None:

@@ -55,7 +55,8 @@ def adopt_orphans(is_on: bool) -> None:
 
 def _main(parent: int, grace_s: float, argv: list[str]) -> None:
     """Run the child until it ends or this process is asked to end. It does not return."""
-    os.setsid()
+    if os.getsid(0) != os.getpid():  # it may have been started as the leader of one
+        os.setsid()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and so would the child
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)

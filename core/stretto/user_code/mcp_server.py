@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from stretto.errors import StrettoError, error_text
 from stretto.tools import MCPServer, Tool, ToolResult
+from stretto.user_code.guard import guarded
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -82,7 +83,7 @@ class ToolServer:
             raise await self._lost(error) from error
         self._losses = 0
         text = "\n".join(
-            part.text if part.type == "text" else f"[{part.type}, which cannot be shown as text]"
+            _text_of(part) or f"[{part.type}, which cannot be shown as text]"
             for part in result.content
             if part.type != "image"
         )
@@ -117,9 +118,8 @@ class ToolServer:
         from mcp.client.stdio import stdio_client
 
         started = False
-        command = StdioServerParameters(
-            command="sh", args=[*_SHELL, *self._config.command], env=dict(os.environ)
-        )
+        program, *args = guarded(["sh", *_SHELL, *self._config.command])  # it has a session of its own
+        command = StdioServerParameters(command=program, args=args, env=dict(os.environ))
         transport = self._config.url or stdio_client(command, self._output.pipe)
         try:
             async with Client(transport) as client:
@@ -173,3 +173,9 @@ class _StandardError:
                 print(line, end="", file=sys.stderr, flush=True)
                 if line.strip():
                     self._lines.append(line.strip()[-_LAST_CHARS:])
+
+
+def _text_of(part: Any) -> str:
+    """Return a part's text, or that of the resource in it, or the address of one that it links."""
+    resource = getattr(part, "resource", None)
+    return getattr(part, "text", "") or getattr(resource, "text", "") or str(getattr(part, "uri", ""))

@@ -97,7 +97,7 @@ def try_to_make(config: ToolsConfig, run: RunConfig) -> tuple[list[dict[str, Any
     except TimeoutError:
         message = (
             f"not verified: making the tools took longer than {_TRY_S:.0f} s; the run does not need "
-            "this check"
+            f"this check{'' if not config.mcp else '; do all MCP servers answer?'}"
         )
         return [], [Problem("workflow.tools", message, "warning")]
     if started.error:

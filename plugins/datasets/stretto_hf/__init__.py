@@ -166,8 +166,12 @@ def _load_files(config: HFConfig, source: str, options: dict[str, Any]) -> Any:
         import pandas
 
         # The library would read `007` as 7, `1.10` as 1.1, and NA as null.
-        header: dict[str, Any] = {**builder.config.pd_read_csv_kwargs, "chunksize": None, "nrows": 0}
-        columns, *others = [[*pandas.read_csv(file, **header).columns] for file in files]
+        # Two lines: where the first is shorter, pandas would take the other's first cells for an index.
+        lines: dict[str, Any] = {"header": None, "nrows": 2, "dtype": str, "na_filter": False}
+        lines = {**builder.config.pd_read_csv_kwargs, "chunksize": None, **lines}
+        columns, *others = [[*pandas.read_csv(file, **lines).iloc[0]] for file in files]
+        if len({*columns}) < len(columns):
+            raise ConfigError(f"{files[0]} has a column twice, or one without a name: {columns}", path="path")
         if other := [each for each in others if each != columns]:
             text = f"{config.path!r} has files with different columns: {columns} and {other[0]}"
             raise ConfigError(text, path="path")
@@ -198,8 +202,9 @@ def _check_files(path: Path, files: list[str], reader: str) -> None:
     """Refuse a source that the library would read in part: without a shard, a file, or a key of a row."""
     from datasets.data_files import FILES_TO_IGNORE
 
-    for file in filter(Path.is_file, map(Path, files if reader == "json" else ())):
-        _check_keys(file)
+    for file in map(Path, files if reader == "json" else ()):
+        if file.is_file() and _ending(file) in _READERS:
+            _check_keys(file)
     shards = [re.match(r"(.*-)(\d{5})(-of-)(\d{5})", file) for file in files if not path.is_file()]
     have = {shard[0] for shard in shards if shard}
     need = {f"{s[1]}{n:05}{s[3]}{s[4]}" for s in shards if s for n in range(int(s[4]))}

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from stretto.dataset import object_of
+from stretto.errors import ConfigError
+
 
 class SuiteError(ValueError):
     """The tests of a row cannot be read; the text says what is wrong."""
@@ -31,8 +34,8 @@ def read_suite(value: Any, row: Mapping[str, Any]) -> list[Case]:
     The row's `fn_name` names the function if the tests do not. Raises SuiteError for anything else."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except ValueError as error:
+            value = json.loads(value, object_pairs_hook=object_of)
+        except (ValueError, ConfigError) as error:
             raise SuiteError(f"expected JSON: {error}") from error
     function = row.get("fn_name") or ""
     if isinstance(value, Mapping):
@@ -71,6 +74,8 @@ def _read_test(test: Any, function: str, index: int) -> Case:
     if not isinstance(test, Mapping):
         raise SuiteError(f"test {index}: expected a map, found {_named(test)}")
     test = cast("Mapping[str, Any]", test)
+    if "call" in test and (unknown := test.keys() - {"call", "args", "kwargs", "expected"}):
+        raise SuiteError(f"test {index} has {sorted(unknown)[0]!r}; a call has `args`, `kwargs`, `expected`")
     try:
         if "call" in test:
             return Case((test["expected"],), "", test["call"], test.get("args") or (), test.get("kwargs"))

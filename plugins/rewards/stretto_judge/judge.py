@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from stretto import Context
 from stretto.errors import RewardError, printable
 from stretto.machine.proxies import proxy_of
-from stretto.reward import reasoning_end, text_of
+from stretto.reward import REASONING_IN_TEXT, reasoning_end, text_of
 from stretto_judge import JudgeConfig
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # pauses double, so that a busy server gets ever less
@@ -32,7 +32,8 @@ _CAUSES = {400: " (is the rubric too long?)", 401: " (key_env)", 404: " (url, or
 """Status -> usual cause of this refusal."""
 _ENDED = {"", "stop", "eos", "eos_token", "end_turn", "stop_sequence"}
 """Servers of several makers give one of these, or none, as `finish_reason` of a reply that has ended."""
-_REASONING = re.compile(r"(?i)<[\w:-]*(?:think|thought|reason|analy|reflect|scratch)[\w:-]*>|\[think\w*\]")
+_OPEN_CHANNEL = re.compile(r"(?s)<\|channel\|?>(?:analysis|thought)(?!.*(?:<\|channel\|>final|<channel\|>))")
+"""Finds reasoning without an end in the channels of gpt-oss and Gemma 4."""
 _SCALE = re.compile(r"(?i)[\s*_]*(?:(?:/|out of|of)[\s*_]*(\d+(?:\.\d+)?)|%)")
 _MOST_BYTES = 2**20  # of a reply
 _MOST_SHOWN = 300  # characters of a reply in a message
@@ -262,7 +263,9 @@ class _Cache:
 
 def _reasoning_end(text: str) -> int | None:
     """Return what `reasoning_end` does, with all tags for reasoning in the text: a judge may be any model."""
-    return reasoning_end(text, "".join(f"{tag}{tag[0]}/{tag[1:]}" for tag in _REASONING.findall(text)))
+    if _OPEN_CHANNEL.search(text):
+        return None
+    return reasoning_end(text, "".join(f"{tag}{tag[0]}/{tag[1:]}" for tag in REASONING_IN_TEXT.findall(text)))
 
 
 def _cache_folder(config: JudgeConfig, context: Context) -> Path | None:

@@ -651,9 +651,9 @@ def complex_value(value: Number | Expression) -> tuple[Fraction, Fraction]:
     """Return real and imaginary part to 30 digits."""
     if isinstance(value, Number):
         return value.value, Fraction(0)
-    from sympy import UnevaluatedExpr
+    from sympy import Mul, UnevaluatedExpr
 
-    plain = expression_value(value).replace(UnevaluatedExpr, lambda inner: inner)  # a percent sign is one
+    plain = expression_value(value).replace(UnevaluatedExpr, Mul)  # a percent sign is one, of 1/100
     real, imaginary = plain.evalf(30, maxn=100).as_real_imag()
     return tuple(Fraction(str(part)) for part in (real, imaginary))  # type: ignore[return-value]
 

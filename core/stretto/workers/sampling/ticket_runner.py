@@ -153,7 +153,10 @@ class TicketRunner:
     async def _encode(self, attempt: _RunningTicket, characters: int) -> NDArray[np.int32]:
         row, tools, tokenizer = attempt.row, attempt.session.row_tools, self._services.tokenizer
         if attempt.session.images is not None:
-            return await attempt.session.images.encode_row(row, tools)
+            try:
+                return await attempt.session.images.encode_row(row, tools)
+            except ConfigError as error:
+                raise ConfigError(f"row {attempt.ticket.row}: {error}") from error
         return await work_on_text(lambda: tokenizer.encode_prompt(row["prompt"], tools=tools), characters)
 
     async def _store(self, attempt: _RunningTicket) -> tuple[list[tickets.Member], list[int]]:
