@@ -294,6 +294,7 @@ MCP_SERVER = """
 import sys
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.types import EmbeddedResource, TextResourceContents
 
 PNG = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de000"
@@ -312,7 +313,8 @@ def colour(thing: str) -> str:
 @server.tool()
 def photo() -> list:
     "A photo."
-    return ["of a cat", Image(data=PNG, format="png")]
+    of = TextResourceContents(uri="file:///cat", text="of a cat")
+    return [EmbeddedResource(type="resource", resource=of), Image(data=PNG, format="png")]
 
 if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))

@@ -116,6 +116,8 @@ class _Statement:
 def is_right(gold: Gold, completion: str) -> bool:
     """Return whether the last result that a completion states is the expected one."""
     completion = plain_notation(completion)
+    if _OPEN_BOX.search(completion):
+        return False
     for statement in _statements(completion):
         if _NOT.search(completion[max(0, statement.start - 40) : statement.start].rstrip(" $*(\\")):
             continue
@@ -158,6 +160,8 @@ def _boxes(text: str) -> list[_Statement]:
 
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
+_OPEN_BOX = re.compile(_BOX.pattern.replace(r"\{", r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*(?:\{[^{}]*)*$"))
+"""Finds a box that the end of the answer cuts: an unfinished result, and no earlier one counts."""
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SEPARATOR = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
 
