@@ -177,5 +177,5 @@ class _StandardError:
 
 def _text_of(part: Any) -> str:
     """Return a part's text, or that of the resource in it, or the address of one that it links."""
-    resource = getattr(part, "resource", None)
-    return getattr(part, "text", "") or getattr(resource, "text", "") or str(getattr(part, "uri", ""))
+    part = getattr(part, "resource", part)
+    return getattr(part, "text", "") or str(getattr(part, "uri", ""))

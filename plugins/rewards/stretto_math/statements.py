@@ -56,7 +56,7 @@ def read_gold(text: str) -> Gold:
         return Choices(letters)
     match = _WORDS.match(plain)
     first_word = match[1].lower() if match else ""
-    if (
+    if _NAME.fullmatch(plain) or (
         first_word
         and first_word not in _NOT_WORDS
         and (len(first_word) > 2 or first_word in _SHORT_WORDS or _FONT.match(text))
@@ -116,7 +116,7 @@ class _Statement:
 def is_right(gold: Gold, completion: str) -> bool:
     """Return whether the last result that a completion states is the expected one."""
     completion = plain_notation(completion)
-    if _OPEN_BOX.search(completion):
+    if _OPEN_BOX.search(completion):  # the end of the answer cuts its result, and no earlier one counts
         return False
     for statement in _statements(completion):
         if _NOT.search(completion[max(0, statement.start - 40) : statement.start].rstrip(" $*(\\")):
@@ -161,7 +161,7 @@ def _boxes(text: str) -> list[_Statement]:
 
 _BOX = re.compile(r"\\f?boxed\s*\{|\\fbox\s*\{")
 _OPEN_BOX = re.compile(_BOX.pattern.replace(r"\{", r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*(?:\{[^{}]*)*$"))
-"""Finds a box that the end of the answer cuts: an unfinished result, and no earlier one counts."""
+_NAME = re.compile(r"\d{4}-\d\d?-\d\d?|v?\d+(\.\d+){2,}")  # a date, a version, an address: no arithmetic
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _SEPARATOR = re.compile(r"[\s$,;]*(?:\\text\s*\{\s*)?(?:and|or)?[\s},;$]*")
 
