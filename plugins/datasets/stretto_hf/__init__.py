@@ -29,9 +29,8 @@ _READERS = {
     **{kind: kind.removeprefix(".") for kind in (".parquet", ".arrow")},
 }
 """Ending of a file -> the library's reader."""
-_STRICT_LINES = (
-    1000  # lines of a JSON file in which keys are counted at each start: all of them can be millions
-)
+_STRICT_LINES = 1000
+"""Lines of a JSON file in which keys are counted at each start: all of them can be millions."""
 _CONVERT: dict[str, Callable[[str], float]] = {
     "int64": int,
     "float64": float,

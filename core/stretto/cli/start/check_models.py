@@ -10,13 +10,7 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Head, Problem
 from stretto.config import RunConfig
-from stretto.models.files import (
-    cached_file,
-    known_config,
-    pieces_of,
-    text_config,
-    vocabulary_of,
-)
+from stretto.models.files import cached_file, known_config, pieces_of, text_config, vocabulary_of
 from stretto.models.safetensors import fault_of_files
 from stretto.models.vision import is_vision_language
 from stretto.training.config import ModelTrainingConfig
