@@ -215,6 +215,18 @@ def test_a_reward_that_leaves_the_simulation_is_refused(run_file: Path) -> None:
         tapes_of(run_file, [0], overrides=[reward_of(run_file, SPAWNING_REWARD)])
 
 
+def test_a_model_that_no_hub_answers_for_is_one_error(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
+    with pytest.raises(ConfigError, match=r"'org/none' not verified: .* the hub cannot be reached") as error:
+        tapes_of(run_file, [0], overrides=["model=org/none"])
+    assert error.value.path == "model"
+
+
 def test_tickets_fail_only_for_a_cause(run_file: Path) -> None:
     overrides = [reward_of(run_file, FAILING_REWARD), "queue.max_attempts=1", "queue.max_failures=1000"]
     [tape] = tapes_of(run_file, [0], overrides=overrides, kinds=["fail"])  # rows may fail: they do in calm

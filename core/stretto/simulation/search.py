@@ -65,8 +65,10 @@ def _composed(file: Path, overrides: Sequence[str]) -> Composed:
     """Raise ConfigError here, and not in a fork, for a run that cannot be simulated."""
     composed = compose(file, overrides)
     simulated(composed.document, Path())
-    if (model := composed.config.model) and (fault := next(source_problems("model", model), None)):
-        raise ConfigError(fault.message, path="model")  # the hub's client tries for minutes
+    model = composed.config.model or ""
+    for problem in source_problems("model", model) if model else ():
+        if problem.severity == "error" or not Path(model).exists():  # the hub's client tries for minutes
+            raise ConfigError(problem.message, path="model")
     return composed
 
 
