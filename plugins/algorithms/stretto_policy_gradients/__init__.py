@@ -3,8 +3,6 @@
 They differ in their advantages and objectives; `stretto.rl.policy_gradient` has the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fit service times to measured runs, so that simulated runs use as much processor time as the real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

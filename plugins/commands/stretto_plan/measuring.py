@@ -1,7 +1,5 @@
 """Measure the costs of a run: start it for some steps, and read its records."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import signal

@@ -1,7 +1,5 @@
 """Service times from the records of a past run with any engines, without a measurement."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`stretto trace`: the timeline of a run as a file for Perfetto's viewer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -4,8 +4,6 @@ A worker has a track, with tracks of its tickets or served versions below. Other
 waits, calls of worker groups, evaluations, waiting groups, and counters. Arrows lead from tickets to steps.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ The format is protobuf, from the package `perfetto` (extra `trace`). Spans of a 
 leads with arrows through the spans that name it in `flows`, by time, to the one that names it in `ends`.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Mapping
 from typing import BinaryIO

@@ -15,8 +15,6 @@ static/        the page itself: plain JavaScript modules, and uPlot in static/ve
 ```
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -5,8 +5,6 @@ Only a browser that has sent the token gets answers. A page of another site cann
 content security policy allows only the server's files as scripts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 import socket

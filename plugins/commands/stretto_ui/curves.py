@@ -1,7 +1,5 @@
 """Curves for the page: smoothed, and reduced to the pixels of the window, with extremes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

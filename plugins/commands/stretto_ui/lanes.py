@@ -5,8 +5,6 @@ steps narrower than 3 pixels to a stack of the parts of their time. So a whole l
 time to send and to draw as one of its steps.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict

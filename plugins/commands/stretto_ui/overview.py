@@ -1,7 +1,5 @@
 """The data of a run's first view: figures, state, ledger, workers, advice."""
 
-from __future__ import annotations
-
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence

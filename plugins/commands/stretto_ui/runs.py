@@ -1,7 +1,5 @@
 """The runs below a folder, with ids that do not show paths."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Kept samples of a run, in the form that the page needs."""
 
-from __future__ import annotations
-
 import io
 import threading
 from collections.abc import Mapping, Sequence

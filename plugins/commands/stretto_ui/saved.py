@@ -4,8 +4,6 @@ Browsers load no modules from a file, so each module becomes a function of one s
 script and style sheets by hash, and no address: texts of a run cannot run as code or send anything.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The server of the page. It reads the folders of runs. No request changes anything."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

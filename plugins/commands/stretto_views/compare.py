@@ -1,7 +1,5 @@
 """`stretto compare`: the comparison of runs as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """`stretto plot`: curves in the terminal, a panel for each key (see `stretto.records.charts.panels_of`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`stretto runs`: all runs below a folder, by the last status that their kernels wrote."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """`stretto samples RUN`: show the kept samples of a run, also while it runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

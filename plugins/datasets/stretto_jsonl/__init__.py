@@ -1,7 +1,5 @@
 """Dataset `jsonl`: a file with one JSON object per line. Image paths are relative to the file's folder."""
 
-from __future__ import annotations
-
 import codecs
 import hashlib
 import json

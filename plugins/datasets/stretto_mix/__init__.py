@@ -1,7 +1,5 @@
 """Dataset `mix`: several datasets as one, drawn by weights, and a curriculum by the rewards of their rows."""
 
-from __future__ import annotations
-
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence

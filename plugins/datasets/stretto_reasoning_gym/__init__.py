@@ -3,8 +3,6 @@
 A separate process (`generator.py`) generates rows. A row has all data that the task's `score_answer` needs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The model is in host memory, without an optimizer. `stretto evaluate` uses this engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """(torch) The training engine `frozen`, which publishes a model unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 

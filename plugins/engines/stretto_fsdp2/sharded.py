@@ -4,8 +4,6 @@ On a mesh (dp, tp), parameters are split by tensor first, then sharded over dp. 
 gradients. A rank's loss is its part of the batch's loss, so it is multiplied by the number of ranks.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast

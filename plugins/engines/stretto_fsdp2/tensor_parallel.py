@@ -4,8 +4,6 @@ Projections of queries, keys, values and feed-forward inputs are split by output
 embedding and head by vocabulary. Between modules every rank has all hidden states and logits.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -3,8 +3,6 @@
 They have no model. Answers are random tokens of random length, or texts from a function.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar
 

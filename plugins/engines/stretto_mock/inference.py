@@ -1,7 +1,5 @@
 """The mock inference engine: it emits random tokens, or a function's answers, at a configured speed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

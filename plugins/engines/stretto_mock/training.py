@@ -1,7 +1,5 @@
 """The training engine `mock`, which sleeps instead of training."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 Importing this module does not import torch; the factory does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from stretto.component import Component, Context, PositiveInt, Problem

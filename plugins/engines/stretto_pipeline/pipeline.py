@@ -5,8 +5,6 @@ exchange only hidden states and their gradients. Each data-parallel part has its
 ranks); the ranks with the same stage add up their gradients at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 

@@ -4,8 +4,6 @@ A stage first computes as many forwards as there are stages after it. Then each 
 backward of the oldest micro-batch, so no stage holds the activations of more than `stages` micro-batches.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Placeholders that return their input replace the layers of other stages. So ever
 every layer keeps its number, by which the model chooses the layer's mask.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -1,7 +1,5 @@
 """The inference engine `sglang`: each inference worker has its own SGLang server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import ClassVar

@@ -6,8 +6,6 @@ older names. On CPU a checksum is the beginning of the SHA-256 of the tensor's b
 definition is not known, but it changes if and only if the tensor changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ Streams go to /generate with token ids. The server returns segments of token ids
 disk; the endpoints that unpickle (/update_weights_from_tensor) are never used.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path

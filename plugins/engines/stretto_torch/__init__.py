@@ -3,8 +3,6 @@
 Importing this module imports neither torch nor transformers; the factory does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal

@@ -5,8 +5,6 @@ query heads per key-value head, D: head dimension. `qkv` is always (N, (K * G + 
 and values of each token. Queries and keys are already rotated.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf

@@ -3,8 +3,6 @@
 Only the engine's compute thread calls this module. No call waits for requests; `inference.py` does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic

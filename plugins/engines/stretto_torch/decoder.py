@@ -4,8 +4,6 @@
 which runs any causal language model of transformers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ and positions from two buffers, and writes logits into another. Everything else 
 in place: a swap copies into the weights, and `SlotCache.place` into the table of blocks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

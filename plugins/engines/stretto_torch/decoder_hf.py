@@ -4,8 +4,6 @@ A cache object writes each row's keys and values at the row's own position in it
 of the slot. N: prompts, P: columns, R: rows, T: positions attended to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import inf
 from typing import Any

@@ -5,8 +5,6 @@ test fails, it is repeated with stricter shapes: separate prompts, then also the
 every step, then also the largest lengths. The test takes up to some minutes, so its result is cached.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 from collections.abc import Callable, Sequence

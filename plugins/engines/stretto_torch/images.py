@@ -1,7 +1,5 @@
 """The images of a request: the model's inputs, and the positions of the tokens around them."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 from collections import OrderedDict

@@ -4,8 +4,6 @@ Only the thread uses the model. It reads the event loop's commands from a queue 
 returns chunks at most every 20 ms.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The cache of keys and values: one pool of tokens, in which every row has a separate block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple

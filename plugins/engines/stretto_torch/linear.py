@@ -6,8 +6,6 @@ torch, costs about 8 us more per call, generates code for each new number of row
 the weight in another order (a packed copy), which must be made again after each change.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Load a model and choose its decoder, which is tested against the plain forward of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial

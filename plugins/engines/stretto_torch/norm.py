@@ -4,8 +4,6 @@ On a CPU `F.rms_norm` is eight kernels, a quarter of a small model's decode step
 equals sqrt(D) * x / hypot(|x|, sqrt(D * eps)), which is four kernels if the weight contains sqrt(D).
 """
 
-from __future__ import annotations
-
 from math import sqrt
 
 import torch

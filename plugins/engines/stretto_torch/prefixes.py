@@ -5,8 +5,6 @@ is in its own block. When the sample leaves, its text is copied to the free part
 replace the least recently used ones. A text that is the beginning of another text needs no separate room.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

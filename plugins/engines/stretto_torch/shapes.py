@@ -4,8 +4,6 @@ Rows are padded to a multiple of 8, lengths to a multiple of 32, columns of a de
 multiple of 16. With these shapes every kernel in use gave the same bits for a row; `determinism.py` tests it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ start, larger capacities first. Each of their capacities divides those before it
 positions when a class before them changes by one block. The space between is free.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass

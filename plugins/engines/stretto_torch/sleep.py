@@ -4,8 +4,6 @@ The tensors keep their storages, so views of them stay valid. On a CPU their pag
 as zeros when they are used: the storages of a loaded model may not be resized.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Iterable

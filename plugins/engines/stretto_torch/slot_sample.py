@@ -1,7 +1,5 @@
 """A sample of this engine: the fields that every engine has, and its row among the running samples."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from stretto.serving.intake import OpenSample

@@ -5,8 +5,6 @@ running samples and attention reads few unused positions. A sample's other state
 moves. n: running samples, V: vocabulary, L: tokens of a slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -5,8 +5,6 @@ distribution they were drawn from (`--logprobs-mode processed_logprobs`), and at
 Weights go through stretto's worker extension (`in_server/stretto_in_vllm.py`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import AsyncGenerator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Launcher `local`: starts workers as processes on this machine, each with its threads and GPUs."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 The cluster runs already, or starts here. An actor starts the process; a placement group has its resources.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any

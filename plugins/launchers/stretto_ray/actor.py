@@ -1,7 +1,5 @@
 """The actor that runs one worker's program on a node of the cluster, and returns the program's output."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -3,8 +3,6 @@
 When the kernel's process ends in any way, Ray ends the actors and these end their workers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

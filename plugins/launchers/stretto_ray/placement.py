@@ -1,7 +1,5 @@
 """The Ray resources of workers, and the placement groups that reserve them. Needs no Ray."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Outside of a job, `stretto run` submits one. Inside, the kernel's process starts the workers with `srun`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """The script of a run's Slurm job: the resources of its nodes, and the kernel's command."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections import Counter

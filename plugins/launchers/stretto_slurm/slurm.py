@@ -1,7 +1,5 @@
 """Starts workers as steps of the Slurm job that the kernel runs in, and submits such a job."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ The program never gets an expected value: this process compares. So nothing that
 writes anywhere, can make a wrong result right. See docs/rewards.md.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Compare the results of programs with the expected results, in the scoring process."""
 
-from __future__ import annotations
-
 import math
 import re
 from decimal import Decimal

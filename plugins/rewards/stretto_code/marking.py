@@ -1,7 +1,5 @@
 """Mark answers: find their programs, run them, and compare their results."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Read the tests of a row, in the forms of common data sets of programming tasks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

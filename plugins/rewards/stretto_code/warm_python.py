@@ -13,8 +13,6 @@ A seccomp filter makes each new process and thread wait until the supervisor has
 also where the system's does not, as for root, and no program outruns the supervisor.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import fcntl

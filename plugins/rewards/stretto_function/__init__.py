@@ -1,7 +1,5 @@
 """Reward `function`: a Python function of the user, named by file or by module."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

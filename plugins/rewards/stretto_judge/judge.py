@@ -1,7 +1,5 @@
 """The judge: requests with retries, a rate limit, and a cache on disk."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import os

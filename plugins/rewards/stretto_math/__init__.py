@@ -3,8 +3,6 @@
 Values are compared exactly where possible, else by math-verify and SymPy; choices and words as text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Rewrite the notations of prose to those that `values` reads, and find values between words."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace

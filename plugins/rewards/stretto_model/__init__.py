@@ -5,8 +5,6 @@ so its vocabulary may differ from the policy's. The reward is the score that the
 text alone, or gives its last token.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

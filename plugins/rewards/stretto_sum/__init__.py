@@ -1,7 +1,5 @@
 """Reward `sum`: the weighted sum of several rewards, each of which is also a metric."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rewards `exact`, `regex`, `format` and `length`, which read nothing but an answer's text and its length."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Tracker `mlflow`: a run on an MLflow tracking server, or in a store that MLflow can open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -5,8 +5,6 @@ cannot have both `reward` and `reward/format`. A killed process may have logged 
 next process reads the last step of each figure.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

@@ -4,8 +4,6 @@ To see them: `tensorboard --logdir RUN`, or a folder of several runs. `train` an
 step or version; `samples/train` and `samples/evaluation` have samples as texts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stretto import Component, TrackerConfig, hookimpl

@@ -7,8 +7,6 @@ steps which are sent again. Samples may come after figures of later steps, so sa
 # pyright: reportAttributeAccessIssue=false
 # Protobuf makes the names of these modules when they are imported.
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path

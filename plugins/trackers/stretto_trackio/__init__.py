@@ -1,7 +1,5 @@
 """Tracker `trackio`: Hugging Face's tracker, into its database on this machine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stretto import Component, TrackerConfig, hookimpl

@@ -3,8 +3,6 @@
 A thread of trackio writes logged rows to the database later, so each start reads which rows arrived.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import secrets

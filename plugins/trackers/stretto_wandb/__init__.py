@@ -1,7 +1,5 @@
 """Tracker `wandb`: Weights & Biases, online or into files that `wandb sync` sends later."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -7,8 +7,6 @@ checksum, length and kind. A record is wandb's protobuf message `Record`.
 # pyright: reportAttributeAccessIssue=false
 # Protobuf makes the names of these modules when they are imported.
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

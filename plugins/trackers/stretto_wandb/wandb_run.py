@@ -5,8 +5,6 @@ wandb only appends to a history, but evaluations and samples may come after late
 they were logged, so each start reads which rows arrived, from the run's page or an offline run's files.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path

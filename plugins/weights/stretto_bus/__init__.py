@@ -4,8 +4,6 @@ The publisher keeps the newest versions in a folder and answers requests for pie
 fetches pieces into a folder on its machine, and checks every tensor. Engines continue meanwhile.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from stretto import Component, Context, WeightsConfig, hookimpl

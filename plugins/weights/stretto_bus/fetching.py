@@ -1,7 +1,5 @@
 """The subscriber's end: fetches a version into a folder, several pieces at a time."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The requests of subscribers, in msgpack, and the publisher's end, which answers them."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from pathlib import Path

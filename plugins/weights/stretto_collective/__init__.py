@@ -5,8 +5,6 @@ network interface, in a process group of two for each transfer. So engines may j
 transfer has no effect on others. A worker whose engine is a separate server imports torch only for this.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ The receiver names its GPU, and the sender chooses the library. NCCL has not bee
 on GPUs only, so each end copies a bucket through its GPU.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """(torch) The subscriber's end: receives a version into the files of a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import secrets
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """(torch) The publisher's end: sends versions from a folder, each transfer in a separate thread."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection
 from datetime import timedelta

@@ -5,8 +5,6 @@ The program is any command or Python function, unmodified. It finds the address 
 sandbox; docs/agents.md lists its inputs.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

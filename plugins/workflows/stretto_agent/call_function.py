@@ -4,8 +4,6 @@ It reads the row from standard input as JSON, and writes the result to standard 
 anything else except None as JSON. What the function prints goes to standard error. Standard library only.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.util

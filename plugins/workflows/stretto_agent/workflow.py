@@ -1,7 +1,5 @@
 """The workflow `agent`: run agents, each in its own process, and score their runs."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import AsyncGenerator, Sequence

@@ -8,8 +8,6 @@ Metrics: `turns`, `splits` (rewrites of sampled text by the chat template), and 
 each with its last value.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

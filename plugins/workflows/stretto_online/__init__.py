@@ -4,8 +4,6 @@ A program gets the row's prompt, and an address and key for clients of OpenAI an
 reward until `session_timeout_s`; docs/agents.md describes the requests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, ClassVar
 

@@ -5,8 +5,6 @@ answers with the next session, whose key opens the policy's API on the same port
 accept its key or the token.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections import OrderedDict, deque

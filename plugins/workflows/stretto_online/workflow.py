@@ -1,7 +1,5 @@
 """The workflow `online`: offer each sample as a session, and wait until it has ended and has a reward."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import anyio

@@ -1,7 +1,5 @@
 """Workflow `single_turn`: each sample is one answer to the row's prompt."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from stretto import Component, Context, WorkflowConfig, hookimpl

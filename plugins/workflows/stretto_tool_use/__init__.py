@@ -9,8 +9,6 @@ whole conversation), `turns` and `tool_calls` as columns.
 Metrics: `turns`, `splits`, `tool_calls`, and `tool_errors`, the number of calls that failed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

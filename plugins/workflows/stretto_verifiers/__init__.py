@@ -4,8 +4,6 @@ The library pins many dependencies, so it has a Python environment of its own, w
 episodes against the policy's endpoint.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ The process exchanges lines of JSON over its standard pipes, and ends with its i
 "model", "base_url", "api_key"}`, or `{"cancel": id}`; it writes `{"id", "reward", "metrics", "error"}`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
