@@ -26,7 +26,19 @@ BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMPTY = "\2\0\0\0\0\0\0\0{}"
 SHARDS = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+
+
+def weights(**dtypes: str) -> str:
+    """A safetensors file with a 1 × 2 tensor of each of these dtypes."""
+    header: dict[str, object] = {}
+    end = 0
+    for name, dtype in dtypes.items():
+        offsets = (end, end := end + 2 * (1 + (dtype == "BF16")))
+        header[name] = {"dtype": dtype, "shape": [1, 2], "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":"))
+    return chr(len(text)) + "\0" * 7 + text + "\0" * end
 
 
 @pytest.mark.parametrize(
@@ -43,19 +55,24 @@ SHARDS = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.saf
         ({"config.json": BERT}, "", "is a BertModel, which has no head that writes text"),
         ({"config.json": QWEN}, "", ""),
         ({"config.json": {}}, "", ""),
-        ({"config.json": QWEN, INDEX: SHARDS, "model-1-of-2.safetensors": {}}, "", "lacks model-2-of-2"),
-        ({"config.json": QWEN, INDEX: SHARDS, WHOLE: {}}, "", "has two sets of weights"),
-        ({"config.json": QWEN, INDEX: {"weight_map": {"a": WHOLE}}, WHOLE: {}}, "", ""),
-        ({"config.json": QWEN, "consolidated.safetensors": {}}, "", f"but no {WHOLE} or"),
-        ({"config.json": QWEN, WHOLE: {}, "adapter_config.json": {}}, "", "an adapter beside its weights"),
+        ({"config.json": QWEN, INDEX: SHARDS, "model-1-of-2.safetensors": EMPTY}, "", "lacks model-2-of-2"),
+        ({"config.json": QWEN, INDEX: SHARDS, WHOLE: EMPTY}, "", "has two sets of weights"),
+        ({"config.json": QWEN, INDEX: {"weight_map": {"a": WHOLE}}, WHOLE: EMPTY}, "", ""),
+        ({"config.json": QWEN, "consolidated.safetensors": EMPTY}, "", f"but no {WHOLE} or"),
+        ({"config.json": QWEN, WHOLE: EMPTY, "adapter_config.json": {}}, "", "an adapter beside its weights"),
+        *(
+            ({"config.json": QWEN, WHOLE: weights(w=dtype)}, "", f"has w in {dtype}, quantized")
+            for dtype in ("F8_E4M3", "I8")
+        ),
+        ({"config.json": QWEN, WHOLE: weights(w="BF16", mask="U8")}, "", ""),
     ],
 )
 def test_what_is_no_model_says_what_it_is(
-    files: dict[str, dict[str, object]], source: str, message: str, tmp_path: Path
+    files: dict[str, Any], source: str, message: str, tmp_path: Path
 ) -> None:
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(content))
+        (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
     found = [problem.message for problem in source_problems("model", str(tmp_path / source))]
     assert len(found) == bool(message)
     assert all(re.search(message, text) for text in found)

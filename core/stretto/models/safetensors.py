@@ -161,10 +161,15 @@ def fault_of_files(folder: Path) -> str | None:
         return f"has two sets of weights, {_WHOLE} and those of {_INDEX}; remove the one that is not meant"
     if lacking := [file.name for file in named if not file.is_file()]:
         return f"lacks {', '.join(lacking)}, which its {_INDEX} names"
+    if whole.is_symlink() and not whole.is_file():
+        return f"has {_WHOLE} as a link to {whole.readlink()}, which is no file"
     if (folder / "adapter_config.json").is_file():
         return "has an adapter beside its weights, which some engines would load too; move adapter_* away"
     if not whole.is_file() and not named and next(folder.glob("*.safetensors"), None):
         return f"has safetensors files, but no {_WHOLE} or {_INDEX}"
+    for place in places_in(folder).values():
+        if place.dtype[:2] in ("F8", "F4", "F6") or (place.dtype == "I8" and len(place.shape) > 1):
+            return f"has {place.name} in {place.dtype}, quantized; convert the model to bfloat16 or float32"
     return None
 
 
