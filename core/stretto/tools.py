@@ -15,8 +15,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, cast, get_type_hints
 
 import msgspec
@@ -165,7 +166,10 @@ def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
         parameters["$defs"] = definitions
 
     async def run(values: Mapping[str, Any]) -> Any:
-        struct = msgspec.convert(values, arguments)
+        struct = msgspec.convert(values, arguments, str_keys=True)
+        taken = msgspec.to_builtins({name: getattr(struct, name) for name in values}, str_keys=True)
+        if dropped := [*_dropped(values, taken)]:
+            raise msgspec.ValidationError(f"Object contains unknown field `{dropped[0]}`")
         result = function(**{field: getattr(struct, field) for field in arguments.__struct_fields__})
         return await result if inspect.isawaitable(result) else result
 
@@ -179,7 +183,10 @@ def text_of(result: Any, most: int) -> str:
     Raises:
         TypeError: if the result is not plain data.
     """
-    text = result if isinstance(result, str) else _JSON.encode(result).decode()
+    if not isinstance(result, str):
+        plain = msgspec.to_builtins(result, str_keys=True, builtin_types=(Decimal,), enc_hook=_plain)
+        result = json.dumps(plain, default=float, ensure_ascii=False, separators=(",", ":"))
+    text = cast("str", result)
     if len(text) <= most:
         return text
     return f"{text[:most]}\n[cut after {most} of {len(text)} characters]"
@@ -189,8 +196,14 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else plain_number(value, "a value of the result")
 
 
-_JSON = msgspec.json.Encoder(enc_hook=_plain, decimal_format="number")
-"""Encodes also numbers and arrays of NumPy and torch."""
+def _dropped(given: Any, taken: Any) -> Iterator[str]:
+    """Yield the keys in a call's arguments, at any depth, that their types do not have."""
+    if isinstance(given, Mapping) and isinstance(taken, dict):
+        for key, value in cast("Mapping[str, Any]", given).items():
+            yield from _dropped(value, taken[key]) if key in taken else (key,)
+    elif isinstance(given, list) and isinstance(taken, list):
+        for pair in zip(cast("list[Any]", given), cast("list[Any]", taken), strict=False):
+            yield from _dropped(*pair)
 
 
 # ------------------------------------------------------------------------------------------- calls

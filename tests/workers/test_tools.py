@@ -94,10 +94,20 @@ async def test_arguments_are_checked_before_the_function_sees_them() -> None:
         ({"query": 3, "near": {"x": 1}}, r"Expected `str`, got `int` - at `\$.query`"),
         ({"query": "a"}, "missing required field `near`"),
         ({"query": "a", "near": {"x": 1}, "nearby": 2}, "unknown field `nearby`"),
+        ({"query": "a", "near": {"x": 1, "z": 2}}, "unknown field `z`"),
         ({"query": "a", "near": {"x": 1}, "limit": 0}, "`int` >= 1"),
     ):
         with pytest.raises(msgspec.ValidationError, match=fault):
             await tool.run(given)
+
+    def about(places: list[Point], of: dict[int, Point], seen: set[int]) -> str:
+        return f"{len(places)} {[*of]} {seen}"
+
+    given: dict[str, Any] = {"places": [{"x": 1}, {"x": 2, "y": 0}], "of": {"1": {"x": 1}}, "seen": [2, 2]}
+    assert await tools.tool_of(about).run(given) == "2 [1] {2}"
+    for key, value in ("places", [{"x": 1}, {"x": 2, "who": 3}]), ("of", {"1": {"x": 1, "who": 3}}):
+        with pytest.raises(msgspec.ValidationError, match="unknown field `who`"):
+            await tools.tool_of(about).run(given | {key: value})
 
     def loose(*args: int) -> None: ...
 
