@@ -1,7 +1,5 @@
 """Find the result that a text states: an expected answer, or a completion that reasons first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ _SHORT_WORDS = {"no", "up", "on", "in", "ok", "am", "pm"}
 _NOT_WORDS = {"pi", "sqrt", "infinity", "infty", "inf"}
 _WORD = r"[A-Za-z][A-Za-z'’-]*"
 _WORDS = re.compile(rf"({_WORD})(?:[ ,]+[A-Za-z0-9][A-Za-z0-9'’.-]*)*[.!]?$")
-_LETTER = r"\(?(?<![A-Za-z])[A-J](?![A-Za-z'’])\)?"
+_LETTER = r"\(?(?<![A-Za-z])[A-J](?![A-Za-z'’]|[-–]\d)\)?"
 _CHOICES = re.compile(rf"{_LETTER}(?:(?:\s*(?:,|;|/|and|or|&)\s*|\s+){_LETTER})*")
 _REASON = re.compile(
     r"[-–—:=]|(?:because|since|as|for|due|by|which|where|with|while|whereas|thanks|so|not)\b"
