@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Awaitable, Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal
 from typing import Any, Literal, Protocol
 
@@ -88,7 +89,7 @@ def fault_of_expected(row: Mapping[str, Any], column: str) -> str:
     if column not in row:
         return f"no column {column!r}; its columns: {', '.join(row)}"
     value = row[column]
-    if value is None or isinstance(value, list | tuple | dict | bytes) or value != value:
+    if value is None or isinstance(value, list | tuple | dict | bytes | datetime) or value != value:
         of = f" of row {row['id']!r}" if "id" in row else ""
         return f"the column {column!r}{of} is {value!r:.60}; expected a text or a number"
     return ""

@@ -117,6 +117,13 @@ PLACES: list[tuple[dict[str, bytes], str, str]] = [
     ({"d.csv": CSV.decode().encode("utf-16")}, "d.csv", "d.csv' is UTF-16; save it as UTF-8"),
     ({"d.jsonl.gz": CUT}, "d.jsonl.gz", "d.jsonl.gz': Compressed file ended before"),
     ({"d.csv": b"question,answer\n1+1=,2,\n2+1=,3,\n"}, "d.csv", "Expected 2 fields in line 2, saw 3"),
+    (
+        {"d.csv": b'question,n\n"say \\"1\\" now",2\n'},
+        "d.csv",
+        "d.csv:2: ',' expected after '\"'; close each",
+    ),
+    ({"d.csv": b'question,n\n1,2\n"1""2"x,3\n'}, "d.csv", "d.csv:3: ',' expected after"),
+    ({"d.csv": b'question,answer\n"1+1=,2\n2+1=,3\n'}, "d.csv", "d.csv:3: unexpected end of data"),
     ({"d.csv": b"question,answer,answer\n1+1=,2,9\n"}, "d.csv", "d.csv has a column twice"),
 ]
 
@@ -146,6 +153,11 @@ def test_a_column_of_a_csv_is_numbers_only_if_they_are_written_like_that(
         [-2, "12", "2.5", False, None, 2],
         [None, "1", "3", True, "x", 3],
     ]
+    datasets.Dataset.from_dict(
+        {"question": ["a", "b"], "n": [0.1, None]},
+        datasets.Features({"question": datasets.Value("string"), "n": datasets.Value("float32")}),
+    ).to_parquet(tmp_path / "t.parquet")
+    assert [row["n"] for row in opened(tmp_path / "t.parquet")] == [0.1, None]  # type: ignore[attr-defined]
     (tmp_path / "t.csv").write_text("question,n\n1,12345678901234567890123\n2,0.5\n")
     assert [row["n"] for row in opened(tmp_path / "t.csv")] == ["12345678901234567890123", "0.5"]  # type: ignore[attr-defined]
 

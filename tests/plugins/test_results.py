@@ -1,6 +1,8 @@
 """What rewards take for a result: text behind the reasoning, columns as texts, and numbers of any library."""
 
 import json
+import math
+from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -113,7 +115,7 @@ async def test_the_end_of_the_reasoning_travels_beside_the_text() -> None:
     assert columns["reasoning_end"] == [10, 0]
 
 
-@pytest.mark.parametrize("value", [None, {}, [], ["9"], [["9"]], float("nan"), b"9"])
+@pytest.mark.parametrize("value", [None, {}, [], ["9"], [["9"]], float("nan"), b"9", datetime(2026, 9, 9)])
 def test_a_column_without_an_expected_answer_is_refused_with_its_row(value: Any) -> None:
     row = {"id": "a7", "answer": value}
     fault = r"the column 'answer' of row 'a7' is .*; expected a text or a number"
@@ -153,6 +155,7 @@ def test_a_number_is_one_in_all_places(value: Any, number: float) -> None:
     feedback = feedback_of(reward("", ""), {})
     assert (feedback.reward, feedback.metrics) == (number, {"m": number})
     assert json.loads(text_of({"x": [value]}, 99)) == {"x": [number]}
+    assert text_of({1: float("nan"), "café": (-math.inf,)}, 99) == '{"1":NaN,"café":[-Infinity]}'
     ids, zeros = np.zeros(2, np.int32), np.zeros(1, np.float32)
     answer, ticket = Answer(ids[:1], zeros, ids[:1], "stop", "", "e"), SimpleNamespace(name="t")
     trajectory = Trajectory.of(ids, answer, Score(value, {"m": value}))

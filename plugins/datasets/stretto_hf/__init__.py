@@ -1,8 +1,7 @@
 """Dataset `hf`: rows of the `datasets` library, from the hub, a local folder, or data files."""
 
-from __future__ import annotations
-
 import codecs
+import csv
 import glob
 import gzip
 import hashlib
@@ -81,6 +80,11 @@ class HFDataset:
         else:
             parts = [*first_of(_parts_of(loaded, config), config.limit)]
             table = datasets.concatenate_datasets([loaded[split].select(rows) for split, rows in parts])
+            for name, feature in table.features.items():
+                if getattr(feature, "dtype", "") == "float32":
+                    # As written: the float32 for 0.1 is 0.100000001 as a float of Python.
+                    for dtype in ("string", "float64"):
+                        table = table.cast_column(name, datasets.Value(dtype))
             self._rows = _Undecoded(table) if _has_images(table.features) else table
         self.sources = [(_source_of(config, split), rows) for split, rows in parts]
         """See `stretto.dataset.SourcedDataset`."""
@@ -162,6 +166,9 @@ def _load_files(config: HFConfig, source: str, options: dict[str, Any]) -> Any:
     files: list[str] = [file for of_split in (builder.config.data_files or {}).values() for file in of_split]
     _check_files(Path(config.path), files, builder.name)
     if builder.name == "csv":
+        for file in map(Path, files):
+            if file.is_file():
+                _check_quotes(file, builder.config)
         import pandas
 
         # The library would read `007` as 7, `1.10` as 1.1, and NA as null.
@@ -232,6 +239,20 @@ def _check_keys(file: Path) -> None:
                 raise ConfigError(f"{file}:{number}: {error}", path="path") from error
             except ValueError:
                 return  # the library says why
+
+
+def _check_quotes(file: Path, config: Any) -> None:
+    """Refuse a CSV file with text behind a closing quote, where the library moves quotes: `"say \\"a\\""`."""
+    csv.field_size_limit(2**31 - 1)
+    opened = gzip.open if file.suffix == ".gz" else open
+    with opened(file, "rt", encoding=config.encoding, newline="") as lines:
+        rows = csv.reader(lines, delimiter=config.sep, strict=True)
+        try:
+            for _ in rows:
+                pass
+        except (csv.Error, UnicodeDecodeError) as error:
+            fault = f"{file}:{rows.line_num}: {error}; close each quote, and write one inside quotes twice"
+            raise ConfigError(fault, path="path") from error
 
 
 def _reader_of(path: Path) -> str:
