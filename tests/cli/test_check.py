@@ -481,6 +481,8 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         (("reward={use: sum, parts: {a: exact}, weights: {a: 0}}",), ["are all 0, so every reward is 0"]),
         (("bus.listen='127.0.0.1:99999'",), ["listen has the port 99999"]),
         (("dataset.path=no_answer.jsonl",), ["the reward cannot score 2 of 3 rows, and their tickets would"]),
+        (("dataset={use: mix, parts: {a: {use: jsonl, path: held.jsonl}, b: {use: jsonl, path: no_answer.jsonl}}}",),
+         ["row 6: of b: no column 'answer'"]),
         (("algorithm=sft", "dataset.path=pairs.jsonl"),
          ["warning dataset: 1 of 2 rows cannot be trained on"]),
         ((REWARD("gold"),), ["but it calls them 'answer_text' and 'gold'"]),

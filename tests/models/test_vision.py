@@ -316,14 +316,14 @@ def rows(tmp_path: Path) -> Path:
     return folder / "rows.jsonl"
 
 
-def errors_of(model: Path, rows: Path, **sections: Any) -> list[str]:
+def errors_of(model: Path, rows: Path, severity: str = "error", **sections: Any) -> list[str]:
     usual = {"training": "torch", "inference": "mock", "reward": "exact", "name": "v", "steps": 2}
     sizes = {"algorithm": {"use": "grpo", "group_size": 2}, "queue": {"batch_size": 3}}
     dataset = {"use": "jsonl", "path": str(rows)}
     sampling = {"max_tokens": 16}
     run = {**usual, **sizes, "model": str(model), "dataset": dataset, "sampling": sampling, **sections}
     found = problems(Assembly(compose_mapping(run)))
-    return [f"{each.path}: {each.message}" for each in found if each.severity != "warning"]
+    return [f"{each.path}: {each.message}" for each in found if each.severity == severity]
 
 
 @pytest.mark.slow
@@ -393,11 +393,18 @@ def test_check_refuses_what_cannot_work(vision_models: Models, tiny_models: Mode
     assert error.startswith("dataset: the first row has images, but the model")
 
 
-def test_check_reads_the_first_row(vision_models: Models, rows: Path) -> None:
+def test_check_reads_rows_with_the_processor(vision_models: Models, rows: Path) -> None:
     row = {"prompt": "<image><image>?", "images": ["pictures/0-0.png"], "answer": "1"}
     rows.write_text(json.dumps(row) + "\n")
     [error] = errors_of(vision_models("llava"), rows)
-    assert re.match("dataset: the first row: .*does not go with its 1 images: .* 2 ", error), error
+    assert re.match(
+        r"dataset: the model cannot read 1 of 1 rows .*\s+row 1: .* its 1 images: .* 2 ", error
+    ), error
+    rows.write_text(json.dumps(row | {"prompt": "<image>?"}) + "\n" + json.dumps(row) + "\n")
+    warnings = errors_of(vision_models("llava"), rows, severity="warning")
+    assert any(
+        re.match(r"dataset: the model cannot read 1 of 2 rows .*\s+row 2: ", each) for each in warnings
+    )
 
 
 if __name__ == "__main__":

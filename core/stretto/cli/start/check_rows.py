@@ -34,7 +34,7 @@ from stretto.training.config import ModelTrainingConfig
 _warning = partial(Problem, severity="warning")
 
 _LOOK_S = 2.0  # time limit of the search for a prompt that is short enough
-_IMAGES_S = 60.0  # time limit of reading a row with images
+_IMAGES_S = 60.0  # time limit of reading rows with images
 _MAX_FORMS = 3  # row forms that are tried besides the first row's
 
 _MAX_S = 1.0  # for the rows of a dataset: the check of a large one stays short
@@ -213,7 +213,7 @@ def _limit_problems(path: str, limit: int, tokenizer: Tokenizer, dataset: Datase
 
 
 def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
-    """Read the first row with the model's processor in a child process, if the model is on this machine."""
+    """Read some rows with the model's processor in a child process, if the model is on this machine."""
     config = assembly.config
     if config.model is None or not Path(config.model).is_dir() or importlib.util.find_spec("PIL") is None:
         return
@@ -221,12 +221,14 @@ def _image_problems(assembly: Assembly, path: str) -> Iterator[Problem]:
         document = msgspec.to_builtins(config)
         faults = faults_of_rows(document, path, "model", assembly.trial_context, _IMAGES_S)
     except TimeoutError:
-        text = f"not verified: reading the first row took longer than {_IMAGES_S:.0f} s"
+        text = f"not verified: reading the images took longer than {_IMAGES_S:.0f} s"
         yield _warning(path, text)
     except ChildProcessError as error:
-        yield Problem(path, f"the first row: the process that reads it failed: {error}")
+        yield Problem(path, f"the process that reads the images failed: {error}")
     else:
-        yield from (Problem(path, f"the first row: {fault}") for _, fault in faults.first)
+        text = f"the model cannot read {faults.faulty:,} of {faults.read:,} rows {faults.count_and_examples}"
+        if faults.faulty:
+            yield Problem(path, text, "warning" if faults.faulty < faults.read else "error")
 
 
 def _encoding_problems(

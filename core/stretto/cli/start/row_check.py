@@ -1,4 +1,4 @@
-"""A process of `stretto check` that calls `Component.check_row` for many rows, or reads the first row with
+"""A process of `stretto check` that calls `Component.check_row` for many rows, or reads some with
 the model's processor, which the kernel does not load. It reads the run from stdin and writes a `RowFaults` to
 stdout; output of plugins goes to stderr."""
 
@@ -18,7 +18,7 @@ import msgspec
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose_mapping
 from stretto.component import Context
-from stretto.dataset import Dataset
+from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError
 from stretto.machine.child_process import last_line, run_child
 from stretto.models.prompts import tools_of
@@ -26,6 +26,7 @@ from stretto.models.vision import Vision, keep_torch_out
 
 _MAX_ROWS = 10_000
 _MAX_S = 4.0
+_READ_S = 1.0  # for images: a processor may take 0.1 s for each
 _MAX_SHOWN = 5
 
 
@@ -84,7 +85,7 @@ def faults_of_rows(
     document: Mapping[str, Any], path: str, section: str, context: Context, timeout_s: float
 ) -> RowFaults:
     """Check rows of the dataset at the key `path` in a child process, with the components of `section`; for
-    `model`, read the first row with the model's processor. Raise TimeoutError after `timeout_s`, and
+    `model`, with the model's processor. Raise TimeoutError after `timeout_s`, and
     ChildProcessError, with the last line of the child's stderr, if the child fails."""
     setup = msgspec.msgpack.encode((document, path, section, context))
     done = run_child([sys.executable, "-m", __name__], setup, timeout_s)
@@ -94,33 +95,32 @@ def faults_of_rows(
 
 
 def _faults(document: Mapping[str, Any], path: str, section: str, context: Context) -> RowFaults:
-    if section == "model":
+    reads = section == "model"
+    if reads:
         keep_torch_out()
     assembly = Assembly(compose_mapping(document))
     dataset: Dataset = assembly.composed.make(path, context)
-    if section == "model":
-        fault = _fault_of_first_row(assembly, path, dataset)
-        return RowFaults.of(1, 1, {0: fault} if fault else {})
-    checks = row_checks(assembly.composed, section)
+    checks = [partial(_fault_of_reading, assembly, path)] if reads else row_checks(assembly.composed, section)
     rows = len(dataset)
     read, faults = 0, dict[int, str]()
-    for index in drawn_rows(rows, _MAX_S):
+    for index in drawn_rows(rows, _READ_S if reads else _MAX_S):
         read += 1
         try:
             row = dataset[index]
         except ConfigError:  # the row has no prompt, which another check reports
             continue
-        columns = {name: value for name, value in row.items() if name != "prompt"}
+        columns = {name: value for name, value in row.items() if reads or name != "prompt"}
         if fault := next(filter(None, (check(columns) for check in checks)), ""):
-            faults[index] = fault
+            part = f"of {dataset.source_of(index)}: " if isinstance(dataset, CurriculumDataset) else ""
+            faults[index] = part + fault
     return RowFaults.of(rows, read, faults)
 
 
-def _fault_of_first_row(assembly: Assembly, path: str, dataset: Dataset) -> str:
-    """Return why the run's vision-language model cannot read the first row; empty if it can."""
+def _fault_of_reading(assembly: Assembly, path: str, row: Row) -> str:
+    """Return why the run's vision-language model cannot read a row; empty if it can."""
     assert assembly.config.model is not None, "only runs of vision-language models ask this"
+    source = assembly.graph.source
     try:
-        row, source = dataset[0], assembly.graph.source
         tokenizer = Vision(assembly.config.model, assembly.config.dataset).of(row)
         if source.encode is None or path != "dataset":
             tokenizer.encode_prompt(row["prompt"], tools=tools_of(row))
