@@ -77,6 +77,7 @@ class EnvironmentToolsConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unkn
 
 ENVIRONMENTS = (EnvironmentConfig, EnvironmentToolsConfig)
 """The bases of sections that have an environment."""
+_ENDS = ("done", "terminated", "truncated")
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,6 +116,8 @@ def feedback_of(returned: Any, state: dict[str, Any]) -> Feedback:
         fields = dict(cast("Mapping[str, Any]", returned))
         feedback, reward = fields.pop("feedback", None), fields.pop("reward", None)
         images, place = tuple(fields.pop("images", ())), "in the environment's feedback"
+        if feedback is not None and (ends := [name for name in _ENDS if fields.get(name) is True]):
+            raise ValueError(f"{ends[0]!r} is true beside `feedback`; leave `feedback` out to end")
         return Feedback(
             messages=_turns(feedback),
             images=images,

@@ -140,6 +140,7 @@ async def test_the_limit_ends_a_conversation_and_is_named_where_nothing_fits() -
         ),
         ([{"role": "user", "content": "x", "images": []}], "a message with 'images'; return a dict"),
         ({"reward": float("nan")}, "'reward' in the environment's feedback is nan"),
+        ({"feedback": "x", "done": True}, "'done' is true beside `feedback`; leave"),
         ({"feedback": "x", "done": "yes"}, "'done' in the environment's feedback is 'yes'"),
     ],
 )
