@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from stretto_math.values import is_unit
+from stretto_math.values import FRACTIONS, is_unit
 
 ENVIRONMENT = re.compile(
     r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+?)(?<!\\)\$|\\\(((?:(?!\\\().)+?)\\\)|\\\[((?:(?!\\\[).)+?)\\\]", re.DOTALL
@@ -115,7 +115,8 @@ _TOKEN = re.compile(r"\n|\$?(?:(?!\\[(\[])[^\s$])+|\S")
 _OPERATOR = r"[-+*/=<>≤≥≠±×·÷^≈∪∈|:!]|\\(?:le|ge|ne|lt|gt|leq|geq|neq|pm|times|cdot|approx|cup|in)(?![a-z])"
 _SIGN = re.compile(rf"(?:{_OPERATOR}|[,;&()\[\]{{}}]|\\\\)+|and|or")
 _VALUE = re.compile(
-    r"\d|[π√∞∅½]|\\[a-zA-Z{]|infinity|(?:sin|cos|tan|log|ln|exp) |[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]"
+    rf"\d|[π√∞∅{FRACTIONS}]|\\[a-zA-Z{{]|infinity"
+    r"|(?:sin|cos|tan|log|ln|exp) |[a-zA-Z)] ?[-+*/^=<>] ?[a-zA-Z(]"
 )
 _FUNCTION = re.compile(r"sqrt|pi|sin|cos|tan|log|ln|exp|infinity|mod")
 _ORDINAL = re.compile(r"\d+(?:st|[nr]d|th)\b|\d+-[a-z]{2}", re.IGNORECASE)
@@ -186,7 +187,7 @@ def _kind(word: str) -> str:
         return "sign"
     if is_unit(bare):
         return "unit"
-    if re.search(r"\d|[π√∞∅½]|\\[a-zA-Z{]|^infinity$", bare):
+    if re.search(rf"\d|[π√∞∅{FRACTIONS}]|\\[a-zA-Z{{]|^infinity$", bare):
         return "value"
     letters = _FUNCTION.sub("", bare)
     if re.search(r"[a-zA-Z]{2,}", letters) or not re.search("[a-zA-Z]", bare):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from typing import Any
+from unicodedata import normalize
 
 
 class Unreadable(ValueError):
@@ -112,13 +113,15 @@ _INFINITY, _MINUS_INFINITY = Quantity(Expression(r"\infty")), Quantity(Expressio
 
 # ------------------------------------------------------------------------------------------ reading
 
+FRACTIONS = "¼½¾⅐⅑⅒⅓⅔⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"
 _REPLACEMENTS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "°": r"^\circ ", "±": r"\pm ", "∪": r"\cup ", "∈": r"\in ",
-    "½": r"\frac{1}{2}", "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%", r"\$": "$", "~": " ",
+    "{,}": ",", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\%": "%", r"\$": "$", "~": " ",
     r"\quad": " ", r"\degree": r"^\circ ", r"\colon": ":",
     "∅": r"\{\}", r"\emptyset": r"\{\}", r"\varnothing": r"\{\}", "≈": r"\approx ",
     r"\lor": " or ", r"\vee": " or ", r"\land": " and ",
+    **{each: rf"\frac{{{normalize('NFKC', each).replace('⁄', '}{')}}}" for each in FRACTIONS},
 }  # fmt: skip
 FONT = r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|mathrm|mathbf|mathit|mbox|operatorname)\s*\{"
 _REWRITES: tuple[tuple[str, str], ...] = (
