@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from stretto import Context
-from stretto.errors import EngineError
+from stretto.errors import EngineError, RewardError
 from stretto_model import ModelRewardConfig, check, make
 from tiny_types import tiny_config
 from vision_models import ascii_tokenizer
@@ -71,6 +71,14 @@ def test_only_decoders_with_a_score_are_taken(config: Mapping[str, Any], words: 
         (tmp_path / "config.json").write_text(json.dumps(config))
     found = [*check(ModelRewardConfig(use="model", path=str(tmp_path)), None)]  # pyright: ignore[reportArgumentType]
     assert [words in problem.message for problem in found] == [True] * bool(words)
+
+
+def test_a_text_beyond_the_positions_has_no_score(tmp_path: Path) -> None:
+    saved(tmp_path, AutoModelForSequenceClassification, "llama", num_labels=1, pad_token_id=0)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 10}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RewardError, match=r"the text has \d+ tokens, and .* reads 10"):
+        scores(tmp_path)
 
 
 def test_a_model_without_its_score_is_refused(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ so its vocabulary may differ from the policy's. The reward is the score that the
 text alone, or gives its last token.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, Literal
 from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import ModelSource
 from stretto.config import RunConfig
-from stretto.models.files import fetch_config, known_config
+from stretto.errors import RewardError
+from stretto.models.files import fetch_config, known_config, positions_of
 from stretto.tokenizer import Tokenizer
 
 __all__ = ["ModelRewardConfig"]
@@ -56,6 +58,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     if model.config.num_labels != 1:
         raise ValueError(f"{config.path!r} gives {model.config.num_labels} numbers per token; expected one")
     model = model.to("cuda" if use_gpu else "cpu").eval()
+    most = positions_of(config.path) or math.inf
 
     @torch.no_grad()
     def score(completions: list[Any], prompts: list[Any], **columns: Any) -> list[float]:
@@ -64,6 +67,8 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
         for prompt, completion in zip(prompts, completions, strict=True):
             # One text a call: classes that score a text look for its end by the id of padding.
             ids = torch.tensor([_encode(prompt, completion, tokenizer)], device=model.device)
+            if ids.numel() > most:
+                raise RewardError(f"the text has {ids.numel()} tokens, and {config.path!r} reads {most:g}")
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
             scores.append(config.scale * float(logits.flatten()[-1]))
         return scores
