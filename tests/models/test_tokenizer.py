@@ -8,6 +8,8 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from patience import patience
@@ -31,6 +33,13 @@ def test_chat_templates_are_applied_once(tiny_models: Callable[[str], Path], tmp
     assert tokenizer.decode(tokenizer.encode_prompt(messages)) == "<user>hi<assistant>"
     with pytest.raises(ConfigError, match="has no tokenizer"):
         load_tokenizer(str(tmp_path / "nowhere"))
+
+
+def test_ids_do_not_change_from_call_to_call(tmp_path: Path) -> None:
+    own = Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5))
+    PreTrainedTokenizerFast(tokenizer_object=own).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert {tuple(tokenizer.encode_text("abab")) for _ in range(50)} == {(2, 2)}
 
 
 @given(st.text())

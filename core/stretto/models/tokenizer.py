@@ -358,6 +358,8 @@ class ModelTokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
+        if getattr(self._backend.model, "dropout", None):  # of BPE: other ids at each call
+            self._backend.model.dropout = None
         self._backend.encode_special_tokens = tokenizer.split_special_tokens
         self._added = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
         self._added_texts = {id: text for text, id in self._added.items()}
