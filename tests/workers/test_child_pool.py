@@ -50,6 +50,18 @@ async def ask(pool: ChildPool, completion: str, timeout_s: float | None = None) 
     return reaction.fault.error if reaction.fault else str(reaction.feedback.messages[0])
 
 
+@pytest.mark.parametrize("state", ["{'seen': [(1, 2)]}", "{'seen': {1}}", "{'seen': Counter('a')}"])
+async def test_a_state_that_would_come_back_changed_is_refused(state: str, tmp_path: Path) -> None:
+    body = f"""from collections import Counter
+def environment(completion, state):
+    state.update({state} if completion == "changed" else dict(x=float("nan"), y=[1, None, b"z"]))
+    return "kept"
+"""
+    async with open_pool(tmp_path, body) as pool:
+        assert await ask(pool, "plain") == "kept"
+        assert "must be plain data: the next call would receive {'seen': " in await ask(pool, "changed")
+
+
 # ------------------------------------------------------------------------------------------ frames
 
 LIAR = """

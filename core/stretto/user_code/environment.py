@@ -51,7 +51,9 @@ def react(environment: Callable[..., Any], data: bytes) -> Reaction:
     [result] = await_all([environment(**accepted(parameters, arguments))])
     reaction = Reaction(feedback_of(with_files(result), arguments["state"]))
     try:
-        msgspec.msgpack.encode(reaction)
+        state = msgspec.msgpack.decode(msgspec.msgpack.encode(reaction), type=Reaction).feedback.state
+        if repr(state) != repr(reaction.feedback.state):  # not ==, for which a NaN is another one
+            raise TypeError(f"the next call would receive {state!r:.200}, as a tuple or set becomes a list")
     except (TypeError, OverflowError) as error:
         raise ValueError(f"`state` and messages must be plain data: {error}") from error
     return reaction
