@@ -445,6 +445,11 @@ async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokeniz
     session = FakeSession(tokenizer, "thin ok")
     await run_agent(session, command=["/bin/sh", "-c", CHAT])
     assert session.scored[0] == ["thin ok"]
+    # What is kept begins inside a character, and the time is over inside another one.
+    command = f"{CHAT}; yes 漢字 | head -c 300006; printf ' 漢\\346'; sleep 100"
+    await run_agent(session, command=command, agent_timeout_s=patience(1))
+    text = str(session.scored[0][0])
+    assert (text[-1], len(text.encode()) // 1000, "\ufffd" in text) == ("漢", 262, False)
 
 
 @pytest.mark.parametrize(
@@ -459,6 +464,7 @@ async def test_an_agent_that_prints_nothing_is_scored_by_the_last_answer(tokeniz
             {"on_timeout": "fail", "agent_timeout_s": patience(1)},
             "took longer than agent_timeout",
         ),
+        (f"{CHAT}; printf 'caf\\351'", {}, "standard output is not UTF-8: .* byte 0xe9 in position 3"),
         (["/no/such/agent"], {}, "ended with status 127; the end of its standard error: .*/no/such/agent"),
     ],
 )

@@ -1,5 +1,6 @@
 """The workflow `agent`: run agents, each in its own process, and score their runs."""
 
+import codecs
 import os
 import sys
 from collections.abc import AsyncGenerator, Sequence
@@ -25,6 +26,7 @@ _PORT = 20117
 """The policy's port in the sandboxes of agents, each with its own loopback. Few programs listen here, and the
 system gives clients no port below 32768."""
 _RUNNER = Path(__file__).with_name("call_function.py")
+_REST = bytes(range(0x80, 0xC0))  # what follows the first byte of a character in UTF-8
 _MAX_OUTPUT = 256 * 1024  # bytes of standard output that are kept, from the end
 _MAX_ERRORS = 4096  # the same for standard error
 # Linux does not accept longer environment variables.
@@ -167,7 +169,11 @@ async def _run(command: SandboxedCommand, row: bytes, timeout_s: float) -> _Agen
         kill(process)
         with anyio.CancelScope(shield=True):
             await process.aclose()
-    return _AgentResult(status, output.text, "\n".join(errors.text.splitlines()[-5:]))
+    try:
+        text = output.text(cut=status is None)
+    except UnicodeDecodeError as error:
+        raise AgentError(f"the agent's standard output is not UTF-8: {error}") from error
+    return _AgentResult(status, text, "\n".join(errors.text("replace").splitlines()[-5:]))
 
 
 async def _send_row(stdin: ByteSendStream, row: bytes) -> None:
@@ -183,9 +189,10 @@ class _Tail:
         self._limit = limit
         self._data = b""
 
-    @property
-    def text(self) -> str:
-        return self._data.decode(errors="replace").strip()
+    def text(self, errors: str = "strict", *, cut: bool = False) -> str:
+        """Return the text. Its last character may be incomplete if the writer was `cut` off."""
+        data = self._data.lstrip(_REST) if len(self._data) == self._limit else self._data
+        return codecs.getincrementaldecoder("utf-8")(errors).decode(data, not cut).strip()
 
     async def read(self, stream: ByteReceiveStream) -> None:
         async for part in stream:
