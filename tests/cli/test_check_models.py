@@ -13,8 +13,9 @@ from peft import LoraConfig as PeftConfig
 from safetensors.numpy import save_file
 
 from stretto.assembly.assembly import Assembly
-from stretto.assembly.compose import compose
+from stretto.assembly.compose import compose, compose_mapping
 from stretto.cli.start.check_models import model_problems, source_problems
+from stretto.models.files import positions_of
 from stretto.training.config import LoraConfig
 from stretto.training.source_files import adapter_problems
 
@@ -114,6 +115,28 @@ def test_an_adapter_that_cannot_go_on_is_refused(
     found = [f"{problem.severity}: {problem.message}" for problem in problems]
     assert len(found) == bool(message)
     assert all(re.search(message, text) for text in found)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_longrope_is_read_up_to_its_original_positions(key: str, tmp_path: Path) -> None:
+    kind = "rope_type" if key == "rope_parameters" else "type"
+    config = QWEN | {key: {kind: "longrope"}, "original_max_position_embeddings": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
+    assert positions_of(str(tmp_path)) == 32
+    run: dict[str, Any] = {
+        "name": "r",
+        "model": str(tmp_path),
+        "algorithm": "grpo",
+        "training": "torch",
+        "reward": "exact",
+    }
+    run |= {"steps": 1}
+    dataset = {"use": "jsonl", "path": str(tmp_path / "config.json")}
+    for room, count in ((None, 1), (64, 1), (32, 0)):
+        inference = {"use": "torch", "context_length": room, "canary": None}
+        sections = {"dataset": dataset, "inference": inference, "sampling": {"max_tokens": 9}}
+        found = model_problems(Assembly(compose_mapping(run | sections)))
+        assert [each.path for each in found].count("inference.context_length") == count
 
 
 def test_two_folders_are_one_model_if_their_tensors_are_the_same(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from stretto.assembly.compose import compose
 from stretto.cli.make.evaluate import EvaluationOptions, compose_evaluation, pass_at_k, result_of
 from stretto.cli.start.checks import problems
 from stretto.errors import ConfigError, PluginError
+from stretto.models.files import fingerprint_of
 from stretto.records.samples.answers import KeptAnswer, read_answers
 from stretto.records.samples.store import SampleFilter, SampleStore
 from worlds import in_both_worlds, in_simulation
@@ -144,6 +146,11 @@ def test_an_adapter_that_no_engine_loads_and_a_damaged_checkpoint_are_refused(ru
     file.write_text(yaml.safe_dump(run | {"training": {**run["training"], "lora": {"adapter": "ad"}}}))
     with pytest.raises(ConfigError, match="began with the adapter 'ad', which no engine can load"):
         compose_evaluation(str(run_folder), EvaluationOptions(version="0"))
+    file.write_text(yaml.safe_dump(run))
+    for digest, fault in ((fingerprint_of(MODEL), ""), ("00", "the weights of .* changed after the start")):
+        (run_folder / "fingerprints.json").write_text(json.dumps({"model": digest}))
+        with pytest.raises(ConfigError, match=fault) if fault else nullcontext():
+            compose_evaluation(str(run_folder), EvaluationOptions(version="0"))
     checkpoint = run_folder / "checkpoints" / "step-000002"
     checkpoint.mkdir(parents=True)
     (checkpoint / "manifest.json").write_text('{"kernel.json": "00"}')

@@ -4,7 +4,6 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast
 
 import anyio
@@ -523,8 +522,7 @@ def test_the_runs_id_is_found_again_when_a_file_of_the_bus_is_empty(tmp_path: Pa
 
 def test_changed_rows_are_noticed_until_they_are_accepted(tmp_path: Path) -> None:
     def changes(*, accept: bool = False, **fingerprints: str) -> dict[str, tuple[str, str]]:
-        datasets = {name: SimpleNamespace(fingerprint=each) for name, each in fingerprints.items()}
-        return fingerprint_changes(tmp_path, cast(Any, datasets), accept=accept)
+        return fingerprint_changes(tmp_path, fingerprints, accept=accept)
 
     assert changes(dataset="a") == {}
     assert changes(dataset="a", evaluation="x") == {}

@@ -28,6 +28,7 @@ from stretto.kernel.schedule.commands import SchedulerSettings
 from stretto.kernel.schedule.scheduler import Scheduler
 from stretto.kernel.waits import Waits
 from stretto.launcher import ClusterLauncher, ForkingLauncher, Launcher
+from stretto.models.files import fingerprint_of
 from stretto.weights import WeightsTransport
 
 log = structlog.get_logger()
@@ -127,21 +128,26 @@ class RunSetup:
             for group in self.placement.groups.values()
         )
 
-    def check_datasets(self, *, accept: bool) -> None:
-        """Refuse changed rows, as tickets name rows by number. With `accept`, only report the change."""
-        evaluates = self.replays is None
-        datasets = {path: each for path, each in self.datasets.items() if evaluates or path == "dataset"}
-        changes = fingerprint_changes(self.folder, datasets, accept=accept)
-        for path, (former, present) in changes.items():
+    def check_inputs(self, *, accept: bool) -> None:
+        """Refuse changed rows, as tickets name rows by number, and changed models, with which frozen copies
+        begin. With `accept`, only report the change."""
+        datasets = self.datasets if self.replays is None else {"dataset": self.datasets["dataset"]}
+        rows = {path: each.fingerprint for path, each in datasets.items()}
+        models = {f"models.{name}.path": each.path for name, each in self.config.models.items()}
+        models["model"] = self.config.model
+        weights = {path: fingerprint_of(model) for path, model in models.items() if model}
+        here = {path: text for path, text in weights.items() if text}
+        for path, (former, present) in fingerprint_changes(self.folder, rows | here, accept=accept).items():
+            what, use = ("rows", "tickets name") if path in rows else ("weights", "frozen copies begin with")
             if not accept:
                 raise ConfigError(
-                    f"{path}: the rows have changed since the run began (fingerprint {former}, now {present})"
-                    ", and its tickets name rows by number; put the previous rows back, or continue with the "
+                    f"{path}: the {what} have changed since the run began (fingerprint {former}, now "
+                    f"{present}), and its {use} them; put the previous ones back, or continue with the "
                     f"current ones: stretto resume {self.folder} --accept-dataset",
                     path=path,
                 )
-            log.warning("dataset changed", dataset=path, former=former, present=present)
-            self.facts.problems.append(f"{path}: continued with changed rows ({former}, now {present})")
+            log.warning("input changed", path=path, former=former, present=present)
+            self.facts.problems.append(f"{path}: continued with changed {what} ({former}, now {present})")
 
 
 def curriculum_of(composed: Composed, dataset: Dataset) -> Curriculum | None:

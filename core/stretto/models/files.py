@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,7 @@ __all__ = [
     "cache_bytes",
     "end_tokens_in",
     "fetch_config",
+    "fingerprint_of",
     "folder_of_model",
     "is_hybrid",
     "known_config",
@@ -79,8 +82,13 @@ def text_config(model: str | None) -> Mapping[str, Any]:
 
 
 def positions_of(model: str | None) -> int | None:
-    """Return the number of a model's positions; None if its config has no such key."""
+    """Return the number of a model's positions; None if its config has no such key. With longrope, a text is
+    rotated by the longest of its batch, and only up to the original positions always in the same way."""
     config = text_config(model)
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
+        key = "original_max_position_embeddings"
+        return rope.get(key) or config.get(key) or config.get("max_position_embeddings")
     return config.get("max_position_embeddings", config.get("n_positions"))
 
 
@@ -185,6 +193,16 @@ def tensors_of_model(model: str | None) -> dict[str, Place]:
     `folder_of_model` finds none."""
     folder = folder_of_model(model)
     return places_in(Path(folder)) if folder is not None else {}
+
+
+def fingerprint_of(model: str) -> str:
+    """Return a text that changes with the names, shapes and first numbers of a model's tensors; empty if the
+    model is not on this machine."""
+    digest, tensors = hashlib.sha256(), tensors_of_model(model or None)
+    for name, place in sorted(tensors.items()):
+        digest.update(f"{name} {place.dtype} {place.shape}".encode())
+        digest.update(replace(place, size=min(place.size, 2**14)).read())
+    return digest.hexdigest() if tensors else ""
 
 
 def _read(path: Path) -> Mapping[str, Any]:

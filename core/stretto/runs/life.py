@@ -181,7 +181,7 @@ def live(setup: RunSetup, interruptions: Interruptions, accept_dataset: bool = F
     """Run one kernel, and return its summary."""
     log_to(setup.logs / "kernel.jsonl", console=not sys.stderr.isatty(), run=setup.run, role="kernel")
     log.info("run", folder=str(setup.folder))
-    setup.check_datasets(accept=accept_dataset)
+    setup.check_inputs(accept=accept_dataset)
     interruptions.hold()
     return anyio.run(live_and_sum_up, setup, interruptions)
 

@@ -273,7 +273,7 @@ class Universe:
             try:
                 setup = next(kernel_setups)
                 while True:
-                    setup.check_datasets(accept=accept_dataset)
+                    setup.check_inputs(accept=accept_dataset)
                     self.folds.samples = setup.graph.samples
                     kernel_summary = await life.live_and_sum_up(setup, interruptions)
                     if kernel_summary["status"] == "repeated":

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import msgspec
 from stretto.component import Head, Problem
 from stretto.errors import EngineError
 from stretto.machine.child_process import last_line, run_child
-from stretto.models.files import tensors_of_model
+from stretto.models.files import fingerprint_of, tensors_of_model
 
 if TYPE_CHECKING:
     from stretto.training.config import LoraConfig
@@ -54,21 +53,12 @@ def _is_of(base: str, model: str) -> bool | None:
     base_place, model_place = (_SNAPSHOT.sub(r"\1/\2", place) for place in map(_place, (base, model)))
     if base_place == model_place:
         return True
-    if (tensors := _beginnings(base)) and (others := _beginnings(model)):
+    if (tensors := fingerprint_of(base)) and (others := fingerprint_of(model)):
         return tensors == others
     name = Path(base_place).name
     if name not in (*_OF_MANY, Path(model_place).name):
         return False
     return True if base == name and name not in _OF_MANY else None
-
-
-def _beginnings(model: str) -> dict[str, tuple[tuple[int, ...], bytes]]:
-    """Return tensor name -> its shape and first bytes; empty if the model is not on this machine."""
-    tensors = tensors_of_model(model or None)
-    return {
-        name: (place.shape, replace(place, size=min(place.size, 2**16)).read())
-        for name, place in tensors.items()
-    }
 
 
 def _place(name: str) -> str:

@@ -28,9 +28,11 @@ from stretto.assembly.compose import Composed, compose
 from stretto.assembly.plugins import Plugins
 from stretto.bus.messages.events import Measure
 from stretto.errors import ConfigError, offer
+from stretto.kernel.durable.changes import read_fingerprints
 from stretto.kernel.durable.checkpoint import checkpoint_name, find_checkpoint, version_in
 from stretto.kernel.fleet.forks import ForkServer
 from stretto.machine.private_file import write_private
+from stretto.models.files import fingerprint_of
 from stretto.records.accuracy import estimate, row_scores
 from stretto.records.document import read_document
 from stretto.records.intervals import Estimate
@@ -148,6 +150,8 @@ def _model_of(folder: Path, run: Mapping[str, Any], version: str | None) -> str:
                 f"--version {version}: the run began with the adapter {adapter!r}, which no engine can load; "
                 f"merge it into {run['model']!r}, and evaluate that folder"
             )
+        if read_fingerprints(folder).get("model", now := fingerprint_of(run["model"])) != now:
+            raise ConfigError(f"--version {version}: the weights of {run['model']!r} changed after the start")
         return run["model"]
     advice = "; `--version 0` evaluates the model it started from"
     checkpoint = find_checkpoint(folder, version, advice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from pathlib import Path
 from stretto.assembly.assembly import Assembly
 from stretto.component import Head, Problem
 from stretto.config import RunConfig
+from stretto.models import files
 from stretto.models.files import cached_file, known_config, pieces_of, text_config, vocabulary_of
 from stretto.models.safetensors import fault_of_files
 from stretto.models.vision import is_vision_language
@@ -19,7 +21,7 @@ from stretto.training.source_files import adapter_problems, base_of
 _warning = partial(Problem, severity="warning")
 
 _NAMED = 3  # models that a message lists
-_GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification")
+_GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenC")
 """Parts of the names of architectures that a trainer can load."""
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
@@ -101,10 +103,17 @@ def _copy_problems(assembly: Assembly, source: str, adapter: str) -> Iterator[Pr
 
 
 def _context_problems(config: RunConfig) -> Iterator[Problem]:
-    positions = text_config(config.model).get("max_position_embeddings")
+    positions = files.positions_of(config.model)
+    written = text_config(config.model).get("max_position_embeddings")
     if positions is None:
         return
     room: int | None = getattr(config.inference, "context_length", None)
+    if written and written > positions and (room or written) > positions:
+        yield Problem(
+            "inference.context_length",
+            f"is {json.dumps(room)}, and {config.model!r} (longrope) reads a text in another way beside one "
+            f"of more than {positions} tokens; set at most {positions}",
+        )
     for path, sampling in config.samplings():
         if room is None and sampling.max_tokens >= positions:
             yield Problem(

@@ -90,18 +90,17 @@ def is_complete(folder: Path, steps: int) -> bool:
 
 
 def fingerprint_changes(
-    folder: Path, datasets: Mapping[str, Dataset], *, accept: bool
+    folder: Path, present: Mapping[str, str], *, accept: bool
 ) -> dict[str, tuple[str, str]]:
-    """Compare the fingerprints of datasets, by the key of their section, with `fingerprints.json`. Record new
-    datasets there and, with `accept`, changed ones. Return key -> (previous, new) of changed datasets."""
-    recorded = _read_fingerprints(folder)
-    present = {path: dataset.fingerprint for path, dataset in datasets.items()}
+    """Compare the fingerprints of datasets and models, by key of the run file, with `fingerprints.json`.
+    Record new ones there and, with `accept`, changed ones. Return key -> (previous, new) of changed ones."""
+    recorded = read_fingerprints(folder)
     changed = {
         path: (recorded[path], present[path])
         for path in present
         if recorded.get(path, present[path]) != present[path]
     }
-    updated = recorded | present if accept else present | recorded
+    updated = recorded | {**present} if accept else {**present} | recorded
     if updated != recorded:
         _write_fingerprints(folder, updated)
     return changed
@@ -134,7 +133,7 @@ def put_into_force(folder: Path, changed: Composed) -> None:
     if not changes:
         return
     if any(key.startswith("evaluation.dataset") for key in changes):
-        recorded = _read_fingerprints(folder)
+        recorded = read_fingerprints(folder)
         if recorded.pop("evaluation.dataset", None) is not None:
             _write_fingerprints(folder, recorded)
     former = folder / f"config-{newest_values(folder)}.yaml"
@@ -235,7 +234,7 @@ def _fingerprint(assembly: Assembly) -> tuple[int, str]:
     return len(dataset), dataset.fingerprint
 
 
-def _read_fingerprints(folder: Path) -> dict[str, str]:
+def read_fingerprints(folder: Path) -> dict[str, str]:
     file = folder / "fingerprints.json"
     try:
         return msgspec.json.decode(file.read_bytes() if file.exists() else b"{}", type=dict[str, str])
