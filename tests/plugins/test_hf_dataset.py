@@ -25,7 +25,7 @@ def opened(path: Path, **options: Any) -> HFDataset:
 def saved(tmp_path: Path) -> Path:
     """A folder of `save_to_disk`, one of parquet files, and one with splits."""
     table = datasets.Dataset.from_list(ROWS)
-    table.save_to_disk(tmp_path / "disk")
+    table.with_format("numpy", columns=["question"]).save_to_disk(tmp_path / "disk")
     datasets.DatasetDict({"train": table, "test": table.select([3, 4])}).save_to_disk(tmp_path / "splits")
     (tmp_path / "files").mkdir()
     table.to_parquet(tmp_path / "files" / "train-00000.parquet")
@@ -168,6 +168,12 @@ def test_rows_come_from_whatever_the_library_reads(saved: Path, folder: str) -> 
     assert len(dataset) == 20
     assert dataset[7] == {"prompt": "7+1=", "answer": "8", "n": 7}
     assert dataset.fingerprint == opened(saved / "disk").fingerprint
+
+
+def test_paths_of_images_begin_beside_the_file(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl").write_text('{"question": "?", "images": ["a.png"]}\n')
+    for path in (tmp_path, tmp_path / "d.jsonl"):
+        assert opened(path)[0]["images"] == [str(tmp_path / "a.png")]
 
 
 def test_splits_limits_and_streams(saved: Path) -> None:

@@ -36,6 +36,7 @@ __all__ = [
     "images_of",
     "names_in",
     "with_names",
+    "with_places",
 ]
 
 IMAGE_COLUMNS = ("images", "image")
@@ -76,6 +77,17 @@ class OpenImage(ImageFile):
 def has_images(row: Mapping[str, Any]) -> bool:
     """Return whether a row has an image column that is not empty."""
     return any(row.get(column) for column in IMAGE_COLUMNS)
+
+
+def with_places(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row in which paths of images are relative to a folder; anything else stays unchanged."""
+
+    def place_of(images: Any) -> Any:
+        if isinstance(images, str):
+            return str(folder / images)
+        return [place_of(image) for image in images] if isinstance(images, list) else images
+
+    return {name: place_of(value) if name in IMAGE_COLUMNS else value for name, value in row.items()}
 
 
 def images_of(row: Mapping[str, Any]) -> list[OpenImage]:

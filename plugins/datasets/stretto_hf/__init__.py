@@ -17,6 +17,7 @@ from stretto import Component, Context, hookimpl
 from stretto.component import PositiveInt
 from stretto.dataset import Row, first_of, object_of
 from stretto.errors import ConfigError
+from stretto.models.images import with_places
 from stretto.models.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
@@ -69,6 +70,7 @@ class HFDataset:
 
         del context
         self._config = config
+        self._folder = Path(config.path) if Path(config.path).is_dir() else Path(config.path).parent
         loaded = _load(config)
         if isinstance(loaded, datasets.IterableDataset):
             # Keep images as the bytes of their files: pixels would need many times more memory.
@@ -98,7 +100,8 @@ class HFDataset:
 
     def __getitem__(self, index: int) -> Row:
         try:
-            return self._config.with_prompt(dict(self._rows[index]))
+            row = self._config.with_prompt(dict(self._rows[index]))
+            return with_places(row, self._folder) if self._folder.is_dir() else row
         except ConfigError as error:
             text = f"row {index} of {self._config.path!r}: {error}"
             raise ConfigError(text, path=error.path) from error
@@ -148,7 +151,7 @@ def _load(config: HFConfig) -> Any:
     try:
         if not is_saved:
             return _load_files(config, reader or config.path, options)
-        saved: Any = datasets.load_from_disk(config.path)
+        saved: Any = datasets.load_from_disk(config.path).with_format(None)
         # A `Dataset` that was made as `train[:50%]` is called `train`.
         return (
             saved if isinstance(saved, dict) else {re.split(r"[^\w.]", str(saved.split or "train"))[0]: saved}

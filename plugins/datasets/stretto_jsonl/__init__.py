@@ -16,7 +16,7 @@ import msgspec
 from stretto import Component, Context, LocalPath, hookimpl
 from stretto.dataset import Row, object_of
 from stretto.errors import ConfigError
-from stretto.models.images import IMAGE_COLUMNS
+from stretto.models.images import with_places
 from stretto.models.prompts import ColumnsConfig
 from stretto.records.samples.traces import TraceFormat, read_trace
 
@@ -92,16 +92,7 @@ class JsonLines:
             row = self._config.with_prompt(row)
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{line_number}: {error}", path=error.path) from error
-        for column in IMAGE_COLUMNS:
-            if column in row:
-                row[column] = self._resolve_images(row[column])
-        return row
-
-    def _resolve_images(self, images: Any) -> Any:
-        """Resolve image paths relative to the file's folder; return anything else unchanged."""
-        if isinstance(images, str):
-            return str(self._path.parent / images)
-        return [self._resolve_images(item) for item in images] if isinstance(images, list) else images
+        return with_places(row, self._path.parent)
 
     def _parse(self, line: bytes, number: int, *, strict: bool) -> list[Row]:
         """Return the rows of a line. `strict`: refuse a key that stands twice in an object."""
