@@ -46,7 +46,7 @@ def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> 
     parts = ["weights", "gradients", "optimizer", "activations", "fragments"]
     parts += ["passes", "cache", "version", "libraries"]
     assert head == ["memory", "GiB", *parts, "sum", "of"]
-    assert " ".join(training) == "training 1 x host 0.00 0.00 0.00 0.21 0.03 0.00 0.00 0.00 0.25 0.49 16.0"
+    assert " ".join(training) == "training 1 x host 0.00 0.00 0.00 0.21 0.09 0.00 0.00 0.00 0.25 0.56 16.0"
     assert " ".join(inference) == "inference 1 x host 0.00 0.00 0.00 0.00 0.00 0.02 5.50 0.00 0.25 5.77 16.0"
     assert [" ".join(line) for line in rest[:3]] == [
         "training: micro-batches of 4096 tokens",
