@@ -306,6 +306,35 @@ CALLING: dict[str, Any] = {"role": "assistant", "tool_calls": CALLS}
 SAID = {"role": "assistant", "content": "it is 4"}
 
 
+@pytest.mark.parametrize(
+    ("prompt", "history", "opened"),
+    [
+        ("<think>\n", "<think></think>", "<think>\n"),
+        ("<think>\n\n</think>\n", "<think>\n\n</think>\n", "<think>\n\n</think>\n"),
+        ("\n<think></think>", "\n<think></think>", "<think></think>"),
+        ("<mm:think>", "", "<mm:think>"),
+        ("<think:open>", "<think:open></think:open>", "<think:open>"),
+        *(
+            (text, history, text)
+            for text in ("<|START_THINKING|>", "<|channel>thought\n<channel|>", "<|open|>think<|sep|>")
+            for history in ("", text)
+        ),
+        ("<|think|><r>assistant\n", "", "<|think|><r>assistant\n"),
+        ("Here are my reasoning steps:\n", "", "Here are my reasoning steps:\n"),
+        ("</think>", "</think>", ""),
+        ("final: ", "", ""),
+        ("", "<think></think>", ""),
+    ],
+)
+def test_what_a_prompt_opens_is_found_whatever_a_history_has(
+    prompt: str, history: str, opened: str, tmp_path: Path
+) -> None:
+    head = "{{ '<r>' + m.role + '\n' + ('" + history + "' if m.role == 'assistant' else '') }}"
+    written = "{% for m in messages %}" + head + "{{ m.content.split('</think>')[-1] + '<e>\n' }}{% endfor %}"
+    written += "{% if add_generation_prompt %}{{ '<r>assistant\n" + prompt + "' }}{% endif %}"
+    assert load_tokenizer(write_model(Form(written), tmp_path)).form.opened == opened
+
+
 def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) -> None:
     written = '{"b":1.10,  "c":1e3, "b":"\\u00fc"}'
     [call] = CALLING["tool_calls"]

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
+from stretto.reward import REASONING_WORDS
 
 __all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
@@ -25,8 +26,10 @@ _Arguments = Literal["mapping", "text", "mapping or text"]
 
 _CUT = "\ufdd0"
 """Mark after the first and the last character of a special token that is text. No Unicode character."""
-_TAG = re.compile(r"<[A-Za-z_][\w-]*>|\[[A-Z_]+\]")
+_TAG = re.compile(r"<[A-Za-z_][\w:-]*>|\[[A-Z_]+\]")
 """A tag that opens a part of an answer, such as `<think>` or `[THINK]`."""
+_OF_REASONING = re.compile(rf"[<\[◁][^\s<\[◁/]*(?:{REASONING_WORDS})", re.IGNORECASE)
+"""The start of reasoning in other tags too: `<|START_THINKING|>`, `<|channel>thought`, `<|open|>think`."""
 
 _DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
 """Finds content parts that a template wrote as Python or JSON data, not as text."""
@@ -196,7 +199,7 @@ def form_of(
         calls.next_role if calls.next_role in ends else ""
     )
     system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
-    opened = _opened(turns.prompt, [turns.last, turns.inner])
+    opened = _opened(turns)
     tag = found[0] if (found := _TAG.search(opened)) else "<think>"
     reasoning = f"{tag}\n{_THOUGHT}\n{tag[0]}/{tag[1:]}\n\n{_REPLY}"
     thought = probe.text([_ASKED, _assistant(reasoning), _user(_MORE)])
@@ -434,13 +437,19 @@ def _shows(text: str | None) -> bool:
     return text is not None and _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
 
 
-def _opened(prompt: str, answered: Sequence[str]) -> str:
-    """Return the text that only the generation prompt writes, from its first tag on."""
-    heads = [text.partition(_REPLY)[0] for text in answered if _REPLY in text]
+def _opened(turns: _Turns) -> str:
+    """Return what the generation prompt writes from the first tag on that no history has, else from the first
+    tag of reasoning on: a history may have an empty block there."""
+    prompt = turns.prompt
+    heads = [text.partition(_REPLY)[0] for text in (turns.last, turns.inner) if _REPLY in text]
     place = min((_same(prompt, head) for head in heads), default=len(prompt))
     place -= prompt[:place].endswith(("<", "["))  # the history has another tag here, such as a closing tag
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
-    return prompt[tag.start() :] if tag else ""
+    thought = _OF_REASONING.search(prompt, len(prompt) - len(turns.header))
+    if starts := [found.start() for found in (tag, thought) if found]:
+        return prompt[min(starts) :]
+    # A template may open reasoning with words alone.
+    return prompt[place:] if re.search(REASONING_WORDS, prompt[place:], re.IGNORECASE) else ""
 
 
 def _same(a: str, b: str) -> int:
