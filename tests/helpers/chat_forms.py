@@ -97,6 +97,7 @@ _WORDS = _turns("{{ m.role + ':\n' + m.content }}[JSON]{{ '<x>\n' }}", _TOOLS, "
 
 _X: dict[str, Any] = {"eos": "<x>", "closing": "<x>"}
 _TOOLLESS: dict[str, Any] = {"shows_tools": False, "shows_calls": False}
+_ENDS_ALONE = "does not end it as the policy would"
 _OPENS: dict[str, Any] = {"keeps": False, "sft": "opens the answer with"}
 _THINKS: dict[str, Any] = {**_OPENS, "think": True}
 
@@ -201,7 +202,7 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
             _TOOLS,
             "\n<r>assistant\n",
         ),
-        {**_X, "keeps": False},
+        {**_X, "keeps": False, "sft": _ENDS_ALONE},
     ),
     "channels": (
         _turns(
@@ -213,7 +214,14 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
             _TOOLS,
             "<r>assistant",
         ),
-        {**_X, "ends": ("<x>", "<k>"), "call_closing": "<k>", "lead": "<c>final<m>", "keeps": False},
+        {
+            **_X,
+            "ends": ("<x>", "<k>"),
+            "call_closing": "<k>",
+            "lead": "<c>final<m>",
+            "keeps": False,
+            "sft": _ENDS_ALONE,
+        },
     ),
     "open turn": (
         _turns(

@@ -56,6 +56,8 @@ class ChatForm:
     """`end_ids` as text."""
     closing: str = ""
     """Text of the token that ends the last turn, else of the tokenizer's end token; else empty."""
+    inner_end: str = ""
+    """The token that the template writes at the end of earlier turns, if no engine stops at it."""
     writes_end: bool = True
     """Whether the template writes a token at the end of a turn."""
     call_closing: str = ""
@@ -192,7 +194,7 @@ def form_of(
     calls = _calls(probe, turns.final)
     lead, tail = _repeated(probe, turns)
     last_end = turns.last_end or turns.inner_end
-    end_ids = own_ends | model_ends | {added[each] for each in (last_end, turns.inner_end) if each}
+    end_ids = own_ends | model_ends | ({added[last_end]} if last_end else set())
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
     closing = last_end or next((text_of(each) for each in own_ends), "")
     call_end = next(filter(calls.text.endswith, ends), "") or (
@@ -210,6 +212,7 @@ def form_of(
         stop_ids=(added[last_end],) if last_end and added[last_end] not in model_ends else (),
         ends=ends,
         closing=closing,
+        inner_end="" if added.get(turns.inner_end) in end_ids else turns.inner_end,
         writes_end=bool(last_end),
         call_closing=call_end or closing,
         opened=opened,

@@ -130,9 +130,16 @@ class _Chat:
             if self._text.startswith(prefix):
                 turn = prefix[begin:]
                 if inside := [*form.ends_of(turn)]:
+                    if len(inside) > 1 and self._is_trained(number):
+                        raise self._other_end(
+                            number, f"has {inside[0][0]!r} inside it, at which engines stop"
+                        )
                     return turn[: inside[-1].end()]
                 if end := form.end_at(self._text, len(prefix)):
                     return turn + end
+                ends_alone = form.inner_end and self._text.startswith(form.inner_end, len(prefix))
+                if ends_alone and self._is_trained(number):
+                    raise self._other_end(number, f"ends with {form.inner_end!r}, at which no engine stops")
                 # The token of the next role would also end the turn here.
                 ends_here = bool(form.closing) and form.writes_end and len(prefix) == len(self._text)
                 return turn if ends_here else self._without_space_of_template(number, turn)
@@ -142,6 +149,12 @@ class _Chat:
         raise ConfigError(
             f"{self._name(number)}: the chat template changes it once other messages follow; "
             "write one row for each turn of the assistant (docs/algorithms.md)"
+        )
+
+    def _other_end(self, number: int, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self._name(number)}: the chat template does not end it as the policy would: it {why}; write "
+            "one row for each turn of the assistant, or text and calls as two messages"
         )
 
     def _without_space_of_template(self, number: int, turn: str) -> str:
