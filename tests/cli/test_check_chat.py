@@ -109,6 +109,13 @@ def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> Non
     cure = "describe them in `system_prompt` of the dataset, in the format of `tool_parser`"
     assert f"have tools that the chat template does not show (row 1: look_up); {cure}\n" in said
     assert "have tool calls that the chat template does not show (row 1: message 2" in said
+    first = written.replace("+ '<e>", "+ (m.tool_calls[:1] | tojson if m.tool_calls else '') + '<e>")
+    write_model(replace(FORMS["plain lines"], template=first), tmp_path / "first")
+    two = [{**call, "function": {"name": name, "arguments": {"a": 1}}} for name in ("add", "sub")]
+    for calls, is_named in ((two[:1], False), (two, True)):
+        chat = [ASK, {"role": "assistant", "content": "", "tool_calls": calls}, ASK]
+        said = checked(tmp_path, chat, more=(f"model={tmp_path / 'first'}",))
+        assert ("tool calls that the chat template does not show (row 1: message 2" in said) == is_named
     for system in ([{"role": "system", "content": "Tools: look_up"}], []):
         more = () if system else ("dataset.system_prompt='Write look_up()'",)
         assert "have tools" not in checked(tmp_path, [*system, ASK], tools=tools, more=more)

@@ -399,6 +399,43 @@ def test_a_turn_is_trained_only_if_engines_stop_at_its_end_and_nowhere_else(
         prompt_and_answer({**row, "completion": [{**CALLING, "content": "I look"}]}, "completion", tokenizer)
 
 
+@pytest.mark.parametrize(
+    ("before", "chat", "advice"),
+    [
+        ("{{ functions }}{{ functions.x }}", [ASK], "is undefined; give `functions` in `dataset.template`"),
+        ("{{ messages.append(1) }}", [ASK], "unsafe; transformers forbids templates to do this"),
+        ("{% if not tools %}{{ raise_exception('no') }}{% endif %}", [ASK], "no; it takes them with tools"),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}",
+            [{"role": "system", "content": "Be kind."}, ASK],
+            "no; it takes no system message",
+        ),
+        (
+            "{% if messages[1:] | map(attribute='role') | select('eq', 'user') | list %}"
+            "{{ raise_exception('no') }}{% endif %}",
+            [ASK, ASK],
+            "no; it takes no two messages of one role in a row",
+        ),
+        ("{{ raise_exception('never') }}", [ASK, ASK], "refuses the messages: never$"),
+    ],
+)
+def test_a_refusal_says_what_the_template_would_take(
+    before: str, chat: list[dict[str, Any]], advice: str, tmp_path: Path
+) -> None:
+    written = before + "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
+    with pytest.raises(ConfigError, match=advice):
+        load_tokenizer(write_model(Form(written), tmp_path)).render(chat)
+
+
+def test_calls_are_probed_with_tools(tmp_path: Path) -> None:
+    plain = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content }}CALLS<e>\n{% endfor %}"
+    calling = plain.replace("CALLS", "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}")
+    form = Form({"default": plain.replace("CALLS", ""), "tool_use": calling})
+    assert load_tokenizer(write_model(form, tmp_path)).form.shows_calls
+    only = load_tokenizer(write_model(Form("{{ tools[0].name }}" + calling), tmp_path)).form
+    assert (only.shows_calls, only.closing, only.writes_end) == (True, "<e>", True)
+
+
 def test_a_text_that_the_template_changes_is_no_list(tmp_path: Path) -> None:
     form = Form("{% for m in messages %}{{ m.content | capitalize }}{% endfor %}")
     assert load_tokenizer(write_model(form, tmp_path)).render([ASK]) == "Ok?"

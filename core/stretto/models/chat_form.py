@@ -17,7 +17,7 @@ from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
 from stretto.reward import REASONING_WORDS
 
-__all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
+__all__ = ["A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -39,7 +39,8 @@ _THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probev
 _ASKED: Message = {"role": "user", "content": _ASK}
 _RESULT = {"role": "tool", "tool_call_id": "call00001"}
 _NO_PARAMETERS = {"type": "object", "properties": {}}
-_A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
+A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
+"""A tool of probes."""
 _TEXT = frozenset({"text"})
 
 
@@ -226,7 +227,7 @@ def form_of(
         arguments=calls.arguments,
         call_content=calls.content,
         content=probe.contents,
-        shows_tools=_TOOL in (probe.text([_ASKED], [_A_TOOL]) or ""),
+        shows_tools=_TOOL in (probe.text([_ASKED], [A_TOOL]) or ""),
         shows_calls=calls.shown,
         system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
         drops_reasoning=_THOUGHT not in (thought or ""),
@@ -244,13 +245,17 @@ class _TemplateProbe:
         self._in_parts = in_parts
         self.contents = {"": frozenset({"parts", "images"}) if in_parts else _TEXT}
         """`ChatForm.content`, as far as it is known."""
+        self.tools: Sequence[Any] = ()
+        """Tools of all chats: none, unless the template refuses a chat without."""
+        self.tools = () if self.text([_ASKED]) is not None else [A_TOOL]
 
     def text(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), *, opens: bool = False
     ) -> str | None:
         """Return what the template writes; None for messages that it refuses."""
         try:
-            return self._render([_wrapped(message, self.contents) for message in messages], tools, opens)
+            chat = [_wrapped(message, self.contents) for message in messages]
+            return self._render(chat, tools or self.tools, opens)
         except ConfigError:
             return None
 
@@ -378,12 +383,16 @@ class _Calls:
 def _calls(probe: _TemplateProbe, final: str) -> _Calls:
     """Find how calls are written, after the form of the content of a tool's result."""
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
-    shown = [  # some templates show calls only in messages without content
-        (form, content)
-        for content in ("", None)
-        for form, arguments in forms.items()
-        if _shows(probe.text([_ASKED, _calling(arguments, content)]))
-    ]
+    of_others, shown = probe.tools, list[tuple[str, str | None]]()
+    for probe.tools in ([A_TOOL], of_others):  # some choose a template by tools, some refuse the probe's
+        shown = [  # some templates show calls only in messages without content
+            (form, content)
+            for content in ("", None)
+            for form, arguments in forms.items()
+            if _shows(probe.text([_ASKED, _calling(arguments, content)]))
+        ]
+        if shown:
+            break
     form, content = shown[0] if shown else ("mapping", "")
     arguments = "mapping or text" if form == "mapping" and ("text", content) in shown else form
     calling = _calling(forms[form], content)
@@ -394,6 +403,7 @@ def _calls(probe: _TemplateProbe, final: str) -> _Calls:
         contents[""] = contents.get("user", contents[""])
     replied = probe.text([_ASKED, calling, {**_RESULT, "content": _MORE}]) or ""
     next_role = probe.token_at(replied[len(text) :]) if text and replied.startswith(text) else ""
+    probe.tools = of_others
     return _Calls(bool(shown), cast("_Arguments", arguments), content, text, next_role)
 
 

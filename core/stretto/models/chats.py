@@ -232,21 +232,26 @@ def is_data(content: Any, text: str) -> bool:
 def is_shown(
     messages: Sequence[Message], number: int, key: str, text: str, write: Callable[[list[Message]], str]
 ) -> bool:
-    """Return whether the chat template's output, `text`, depends on the text or tool calls under a key of a
-    message. To search `text` is not enough, because other messages may have the same words."""
+    """Return whether the chat template's output, `text`, depends on the text or on each tool call under a key
+    of a message. To search `text` is not enough, because other messages may have the same words."""
     value = messages[number].get(key)
+    replacements: list[Any] = []  # for no value, and a list of parts, which may be images
     if key == "tool_calls" and value:
-        replacement: Any = [{**call, "function": {"name": _OTHER, "arguments": {}}} for call in value]
+        other = {"name": _OTHER, "arguments": {}}
+        each = enumerate(cast("list[Any]", value))
+        replacements = [[*value[:at], {**call, "function": other}, *value[at + 1 :]] for at, call in each]
     elif isinstance(value, str) and value.strip():
-        replacement = f"{value.rstrip()}{_OTHER}"
-    else:
-        return True  # no value, or a list of parts, which may be images
-    changed = [*messages]
-    changed[number] = type(messages[number])({**messages[number], key: replacement})  # type: ignore[reportCallIssue]
-    try:
-        return write(changed) != text
-    except ConfigError:
-        return True  # the template reads the value, because it refuses the replacement
+        replacements = [f"{value.rstrip()}{_OTHER}"]
+
+    def changes(replacement: Any) -> bool:
+        changed = [*messages]
+        changed[number] = type(messages[number])({**messages[number], key: replacement})  # type: ignore[reportCallIssue]
+        try:
+            return write(changed) != text
+        except ConfigError:
+            return True  # the template reads the value, because it refuses the replacement
+
+    return all(map(changes, replacements))
 
 
 def _arguments_of(call: Any) -> tuple[str, Mapping[str, Any]]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import date
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import anyio.to_thread
@@ -16,7 +18,7 @@ from numpy.typing import NDArray
 
 from stretto.dataset import DatasetConfig, Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, any_of, form_of, opened_in, sections_of
+from stretto.models.chat_form import A_TOOL, ChatForm, any_of, form_of, opened_in, sections_of
 from stretto.models.files import end_tokens_in, folder_of_model
 from stretto.reward import reasoning_end
 from stretto.tokenizer import Tokenizer
@@ -79,6 +81,21 @@ def apply_chat_template(
     form that the template reads; `arguments`: other variables for the template."""
     from jinja2 import TemplateError
 
+    # Templates are code: they join text and values of another type, or look for keys that are not there.
+    faults = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+
+    def write(turns: list[dict[str, Any]], schemas: list[Any] | None) -> str:
+        if any("content" in turn and turn["content"] is None for turn in turns):
+            return _with_no_content(owner, turns, schemas, add_generation_prompt, arguments)
+        return owner.apply_chat_template(
+            turns, tools=schemas, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+        )
+
+    def writes(turns: list[dict[str, Any]], schemas: list[Any] | None) -> bool:
+        with suppress(*faults):
+            return bool(write(turns, schemas))
+        return False
+
     if owner.chat_template is None:
         raise ConfigError(
             f"the prompt is chat messages, and model {model!r} has no chat template; use an "
@@ -86,17 +103,34 @@ def apply_chat_template(
         )
     turns, schemas = [dict(message) for message in messages], [dict(tool) for tool in tools] or None
     try:
-        if any("content" in turn and turn["content"] is None for turn in turns):
-            return _with_no_content(owner, turns, schemas, add_generation_prompt, arguments)
-        return owner.apply_chat_template(
-            turns, tools=schemas, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
-        )
-    # Templates are code: they join text and values of another type, or look for keys that are not there.
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        return write(turns, schemas)
+    except faults as error:
+        advice = _advice(error, turns, schemas, writes)
         raise ConfigError(
-            f"the chat template of {model!r} refuses the messages: {error}; some templates take "
-            "no system message, or no two messages of one role in a row"
+            f"the chat template of {model!r} refuses the messages: {str(error).rstrip('.')}{advice}"
         ) from error
+
+
+def _advice(
+    error: Exception,
+    turns: list[dict[str, Any]],
+    schemas: list[Any] | None,
+    writes: Callable[[list[dict[str, Any]], list[Any] | None], bool],
+) -> str:
+    """Return what a template that refuses messages would take: only what it does take."""
+    from jinja2.exceptions import SecurityError, UndefinedError
+
+    if isinstance(error, SecurityError):
+        return "; transformers forbids templates to do this, so it cannot write such messages"
+    if isinstance(error, UndefinedError) and (name := re.match(r"'(\w+)' is undefined", str(error))):
+        return f"; give `{name[1]}` in `dataset.template`"
+    others = [turn for turn in turns if turn.get("role") != "system"]
+    if len(others) < len(turns) and writes(others, schemas):
+        return "; it takes no system message"
+    alternating = [turns[0], *(b for a, b in pairwise(turns) if a.get("role") != b.get("role"))]
+    if len(alternating) < len(turns) and writes(alternating, schemas):
+        return "; it takes no two messages of one role in a row"
+    return "; it takes them with tools" if not schemas and writes(turns, [A_TOOL]) else ""
 
 
 def _with_no_content(

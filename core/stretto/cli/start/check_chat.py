@@ -237,7 +237,9 @@ def _odd_messages(
         ):
             yield "have reasoning whose marks are text (dataset.special_tokens): it is not dropped", place
         yield from _double_end(message, tokenizer)
-        if message.get("tool_calls") and not tokenizer.form.shows_calls:
+        if message.get("tool_calls") and not (
+            tokenizer.form.shows_calls and is_shown(messages, number - 1, "tool_calls", text, write)
+        ):
             yield "have tool calls that the chat template does not show", place
         is_unset = tokenizer.rows is not None and tokenizer.rows.special_tokens is None
         if is_unset and (token := tokenizer.special_in(words)):
