@@ -24,6 +24,7 @@ from stretto.models.tokenizer import answer_text, load_tokenizer
 from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
 from stretto.tokenizer import Tokenizer
+from stretto.tools import ParserName, parser_of, reads_calls
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_text_rewards import FormatConfig, make_format
 from stretto_tool_use import ToolUse, ToolUseConfig
@@ -425,6 +426,17 @@ def test_a_refusal_says_what_the_template_would_take(
     written = before + "{% for m in messages %}{{ m.content }}<e>{% endfor %}"
     with pytest.raises(ConfigError, match=advice):
         load_tokenizer(write_model(Form(written), tmp_path)).render(chat)
+
+
+def test_calls_are_read_as_the_template_writes_them(models: Models) -> None:
+    found: dict[str, ParserName] = {name: parser_of("auto", models(name).form) for name in FORMS}
+    read = {name for name in FORMS if reads_calls(found[name], models(name).form)}
+    assert read
+    assert {name for name in read if "<tool_call>" not in models(name).form.call} == set()
+    assert "plain lines" not in read  # its calls are no JSON object
+    for name in {*FORMS} - read:
+        assert found[name] == "hermes"
+    assert parser_of("mistral", models("plain lines").form) == "mistral"
 
 
 def test_calls_are_probed_with_tools(tmp_path: Path) -> None:

@@ -20,8 +20,9 @@ class AgentCallsConfig(WorkflowConfig, frozen=True, kw_only=True, forbid_unknown
     applies, beyond which a call fails."""
     max_total_tokens: PositiveInt | None = None
     """Maximum number of tokens that may be sampled in one run of the agent; null for no limit."""
-    tool_parser: ParserName = "hermes"
-    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
+    tool_parser: ParserName = "auto"
+    """Format in which the policy writes tool calls: hermes (also Qwen), llama3, mistral, or auto: the
+    one that the chat template writes."""
 
     @property
     def call_limits(self) -> CallLimits:

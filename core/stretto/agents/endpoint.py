@@ -34,7 +34,7 @@ from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
 from stretto.models.tokenizer import work_on_text
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, parse_calls
+from stretto.tools import ParserName, parse_calls, parser_of
 from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint", "base_url", "key_of"]
@@ -100,9 +100,7 @@ class Endpoint:
     """The server of one process. It serves a port after `start`, and sockets passed to `serve_socket`, until
     `stop`. `routes`: further requests that it serves; their handlers may raise `ApiError`."""
 
-    def __init__(
-        self, tool_parser: ParserName = "hermes", routes: Iterable[web.AbstractRouteDef] = ()
-    ) -> None:
+    def __init__(self, tool_parser: ParserName = "auto", routes: Iterable[web.AbstractRouteDef] = ()) -> None:
         self._tool_parser: ParserName = tool_parser
         self._routes = routes
         self._agent_runs: dict[str, _AgentRun] = {}
@@ -311,15 +309,19 @@ class Endpoint:
         if call.reads_tools:
             message = self._with_calls(agent_run, answer, thread) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
-        calls = self._tool_parser == "mistral" and "tool_calls" in message
+        calls = self._parser(agent_run) == "mistral" and "tool_calls" in message
         thread.record_answer(message, template_message=OwnTurn(message) if calls else None)
         return Reply(answer, len(thread.prompt), message)
+
+    def _parser(self, agent_run: _AgentRun) -> ParserName:
+        return parser_of(self._tool_parser, agent_run.recorder.session.tokenizer.form)
 
     def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
         """Return the answer's message with tool calls; None if it has no calls, or one cannot be parsed: as
         with other servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
-        calls = parse_calls(text, self._tool_parser, thread.opened)
+        parser = self._parser(agent_run)
+        calls = parse_calls(text, parser, thread.opened)
         if not calls or any(call.fault for call in calls):
             return None
         tool_calls: list[dict[str, Any]] = []
@@ -330,7 +332,7 @@ class Endpoint:
             function = {"name": call.name, "arguments": call.arguments}
             tool_calls.append({"id": id, "type": "function", "function": function})
         reasoning, closing, rest = text.rpartition("</think>")
-        content = reasoning + closing + _text_before(rest, _MARKS[self._tool_parser])
+        content = reasoning + closing + _text_before(rest, _MARKS[parser])
         return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
     def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
@@ -339,7 +341,7 @@ class Endpoint:
         lead, tail = (form.lead, form.tail) if isinstance(thread.input, list) else ("", "")
         marks = (*session.sampling.stop, *call.stop, *form.ends)
         if call.reads_tools:
-            marks += _MARKS[self._tool_parser]  # some are special tokens, so decode these too
+            marks += _MARKS[self._parser(agent_run)]  # some are special tokens, so decode these too
         reader = _AnswerReader(session.tokenizer, thread, lead, special=call.reads_tools)
         return _VisibleText(reader, marks, tail)
 

@@ -17,7 +17,7 @@ from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
 from stretto.reward import REASONING_WORDS
 
-__all__ = ["A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
+__all__ = ["A_CALL", "A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -41,6 +41,8 @@ _RESULT = {"role": "tool", "tool_call_id": "call00001"}
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
 """A tool of probes."""
+A_CALL = (_TOOL, {_KEY: _VALUE})
+"""Name and arguments of a call of it."""
 _TEXT = frozenset({"text"})
 
 
@@ -89,6 +91,8 @@ class ChatForm:
     `thinking`; `parts` with `images` for a model that reads images. The role "" means all other roles."""
     shows_tools: bool = False
     shows_calls: bool = False
+    call: str = ""
+    """An answer that is `A_CALL`, as the template writes it; empty if it shows no calls."""
     system: Literal["shown", "ignored", "refused"] = "ignored"
     drops_reasoning: bool = True
     """Whether the template leaves out reasoning in earlier answers, in the tags that the prompt opens."""
@@ -229,6 +233,7 @@ def form_of(
         content=probe.contents,
         shows_tools=_TOOL in (probe.text([_ASKED], [A_TOOL]) or ""),
         shows_calls=calls.shown,
+        call=calls.sampled,
         system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
         drops_reasoning=_THOUGHT not in (thought or ""),
     )
@@ -378,6 +383,8 @@ class _Calls:
     """A chat that ends with the call."""
     next_role: str
     """The token that begins the turn of the tool's result."""
+    sampled: str
+    """`ChatForm.call`."""
 
 
 def _calls(probe: _TemplateProbe, final: str) -> _Calls:
@@ -403,8 +410,12 @@ def _calls(probe: _TemplateProbe, final: str) -> _Calls:
         contents[""] = contents.get("user", contents[""])
     replied = probe.text([_ASKED, calling, {**_RESULT, "content": _MORE}]) or ""
     next_role = probe.token_at(replied[len(text) :]) if text and replied.startswith(text) else ""
+    opened = probe.text([_ASKED], opens=True) or ""
+    sampled = text.removeprefix(opened) if opened and text.startswith(opened) else text.rpartition(_ASK)[2]
     probe.tools = of_others
-    return _Calls(bool(shown), cast("_Arguments", arguments), content, text, next_role)
+    return _Calls(
+        bool(shown), cast("_Arguments", arguments), content, text, next_role, sampled if shown else ""
+    )
 
 
 def _repeated(probe: _TemplateProbe, turns: _Turns) -> tuple[str, str]:

@@ -27,7 +27,15 @@ from stretto.models.files import known_config
 from stretto.models.prompts import name_of_tool
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import is_vision_language
-from stretto.tools import ParserName, ToolAnswer, ToolCall, ToolsConfig, assistant_message, parse_calls
+from stretto.tools import (
+    ParserName,
+    ToolAnswer,
+    ToolCall,
+    ToolsConfig,
+    assistant_message,
+    parse_calls,
+    parser_of,
+)
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
 __all__ = ["ToolUse", "ToolUseConfig"]
@@ -36,9 +44,10 @@ __all__ = ["ToolUse", "ToolUseConfig"]
 class ToolUseConfig(ToolsConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the workflow `tool_use`."""
 
-    tool_parser: ParserName = "hermes"
+    tool_parser: ParserName = "auto"
     """Format in which the policy writes tool calls: `hermes` (`<tool_call>{…}</tool_call>`, also Qwen),
-    `llama3` (the answer is the JSON), `mistral` (`[TOOL_CALLS][{…}]`)."""
+    `llama3` (the answer is the JSON), `mistral` (`[TOOL_CALLS][{…}]`), or `auto`: the one that the chat
+    template writes."""
     max_turns: PositiveInt = 8
     """Maximum number of answers of the policy in one conversation. Calls in the last answer are not run."""
     max_tokens: PositiveInt | None = None
@@ -79,7 +88,8 @@ class ToolUse:
         return trajectories
 
     async def _play(self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]) -> _ToolLoop:
-        config, opened = self._config, session.tokenizer.form.opened
+        config, form = self._config, session.tokenizer.form
+        parser = parser_of(config.tool_parser, form)
         row_tools = set(map(name_of_tool, session.row_tools))
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
@@ -87,11 +97,11 @@ class ToolUse:
             history = conversation.history
             assert isinstance(history, list)
             content = str(history[-1]["content"])
-            calls = parse_calls(content, config.tool_parser, opened)
+            calls = parse_calls(content, parser, form.opened)
             if not calls or any(call.name in row_tools for call in calls):
                 break
             calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
-            history[-1] = assistant_message(content, calls, config.tool_parser)
+            history[-1] = assistant_message(content, calls, parser)
             for call in calls:
                 result = await _run_call(call, session)
                 loop.calls += 1

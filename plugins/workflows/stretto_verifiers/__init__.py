@@ -106,8 +106,9 @@ class VerifiersWorkflowConfig(stretto.WorkflowConfig, frozen=True, kw_only=True,
     """Maximum number of answers of the policy in one episode."""
     max_tokens: PositiveInt | None = None
     """Maximum number of tokens of a chat, prompt included. Default: only the engine's limit."""
-    tool_parser: ParserName = "hermes"
-    """Format in which the policy writes tool calls: hermes (also Qwen), llama3 or mistral."""
+    tool_parser: ParserName = "auto"
+    """Format in which the policy writes tool calls: hermes (also Qwen), llama3, mistral, or auto: the
+    one that the chat template writes."""
     readable: tuple[stretto.LocalPath, ...] = ()
     """Files and folders that the environment can read besides its interpreter's, such as a cache of data."""
     private: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ from stretto.models.prompts import both_tools, tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
+from stretto.tools import ParserName, ToolsConfig, parser_of, reads_calls
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400  # characters of the first prompt
@@ -74,6 +75,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
+    yield from _call_problems(assembly, tokenizer.form) if path == "dataset" else ()
     counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, str]](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     answers = _answer_columns(assembly) if path == "dataset" else ()
@@ -155,6 +157,21 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
             'as text: turns of rows have no end; add the token with "normalized": false in tokenizer.json',
             "warning",
         )
+
+
+def _call_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
+    """Tell a format of calls that the workflow does not read, or not in the model's own form."""
+    workflow = assembly.config.workflow
+    name: ParserName | None = getattr(workflow, "tool_parser", None)
+    if name is None or not form.call or reads_calls(parser_of(name, form), form):
+        return
+    which = "no parser reads" if name == "auto" else f"{name!r} does not read"
+    yield Problem(
+        "workflow.tool_parser",
+        f"the chat template writes a call as {form.call[-_SHOWN:]!r}, which {which}: such calls would be "
+        "text or errors; describe a format that is read in `dataset.system_prompt`, and name its parser here",
+        "error" if isinstance(workflow, ToolsConfig) and name == "auto" else "warning",
+    )
 
 
 _composed = partial(unicodedata.normalize, "NFC")
