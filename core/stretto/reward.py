@@ -99,13 +99,18 @@ def fault_of_expected(row: Mapping[str, Any], column: str) -> str:
 
 def expected_texts(row: Mapping[str, Any], column: str) -> list[str]:
     """Return the texts that mean the expected text or number in a column of a row: "5" and "5.0" for 5 or for
-    5.0. Raise ValueError if the column holds none."""
+    5.0, "true" and "True" for True. Raise ValueError if the column holds none."""
     if fault := fault_of_expected(row, column):
         raise ValueError(fault)
     value = row[column]
     is_whole = isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value)
     is_whole |= isinstance(value, int) and not isinstance(value, bool)
-    return [*([f"{int(value)}", f"{int(value)}.0"] if is_whole else []), str(value).strip()]
+    texts = [f"{int(value)}", f"{int(value)}.0"] if is_whole else []
+    if isinstance(value, bool):
+        texts = [str(value).lower()]  # as JSON writes it
+    elif isinstance(value, float) and math.isfinite(value):
+        texts.append(format(Decimal(repr(value)), "f"))  # 0.00001, of which Python makes 1e-05
+    return [*dict.fromkeys([*texts, str(value).strip()])]
 
 
 def reasoning_end(completion: str, opened: str = "") -> int | None:

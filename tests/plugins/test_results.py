@@ -132,7 +132,14 @@ def test_a_column_without_an_expected_answer_is_refused_with_its_row(value: Any)
     ("value", "text"),
     [
         *((5.0, "5"), (5, "5"), (5, "5.0"), (5.0, "5.0"), (Decimal("5.00"), "5"), (1e16, f"1{'0' * 16}")),
-        *((2.5, "2.5"), (True, "True")),
+        *(
+            (2.5, "2.5"),
+            (True, "True"),
+            (True, "true"),
+            (False, "false"),
+            (1e-05, "0.00001"),
+            (1e-05, "1e-05"),
+        ),
     ],
 )
 def test_a_number_is_compared_as_it_is_written(value: Any, text: str) -> None:
