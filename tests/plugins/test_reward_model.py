@@ -73,6 +73,22 @@ def test_only_decoders_with_a_score_are_taken(config: Mapping[str, Any], words: 
     assert [words in problem.message for problem in found] == [True] * bool(words)
 
 
+@pytest.mark.parametrize("kind", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+def test_the_score_of_a_chat_is_at_the_end_that_its_class_reads(kind: Any, tmp_path: Path) -> None:
+    model, tokenizer = saved(tmp_path, kind, "llama", num_labels=1, pad_token_id=0), ascii_tokenizer()
+    template = "{% for m in messages %}{{ m.role + ':' + m.content + eos_token + '#' }}{% endfor %}"
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}assistant:{% endif %}"
+    tokenizer.save_pretrained(tmp_path)
+    chat = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    config = ModelRewardConfig(use="model", path=str(tmp_path), device="cpu")
+    [found] = make(config, Context(run="r", name="v", seed=1))(prompts=chat[:1], completions=chat[1:])
+    ids = tokenizer.apply_chat_template([*chat[0], *chat[1]], return_dict=False)
+    own = model(input_ids=torch.tensor([ids])).logits.detach().flatten()
+    assert found == pytest.approx(
+        float(own[-1 if kind is AutoModelForSequenceClassification else -2]), abs=1e-5
+    )
+
+
 def test_a_text_beyond_the_positions_has_no_score(tmp_path: Path) -> None:
     saved(tmp_path, AutoModelForSequenceClassification, "llama", num_labels=1, pad_token_id=0)
     config = json.loads((tmp_path / "config.json").read_text()) | {"max_position_embeddings": 10}

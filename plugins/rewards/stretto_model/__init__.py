@@ -66,7 +66,9 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
         scores: list[float] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             # One text a call: classes that score a text look for its end by the id of padding.
-            ids = torch.tensor([_encode(prompt, completion, tokenizer)], device=model.device)
+            ids = torch.tensor(
+                [_encode(prompt, completion, tokenizer, whole=scores_text)], device=model.device
+            )
             if ids.numel() > most:
                 raise RewardError(f"the text has {ids.numel()} tokens, and {config.path!r} reads {most:g}")
             logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
@@ -76,12 +78,16 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
     return score
 
 
-def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a prompt and an answer: both are text, or both are chat messages."""
+def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer, *, whole: bool) -> list[int]:
+    """Return the tokens of a prompt and an answer: both are text, or both are chat messages. `whole`: all
+    that the template writes, also behind the end of the answer."""
     from stretto.models.chats import encode_chat
 
     if isinstance(prompt, str):
         return [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion, prompt=prompt)]
+    if whole:
+        text = tokenizer.render([*prompt, *completion], add_generation_prompt=False)
+        return [*tokenizer.encode_text(text, whole=True)]
     pieces = encode_chat(prompt, completion, tokenizer, complete=False)
     return [id for piece in pieces for id in piece.ids]
 
