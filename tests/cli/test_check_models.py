@@ -25,6 +25,7 @@ FORM: dict[str, object] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"
 OF_PEFT = PeftConfig().to_dict() | FORM | {BASE: "base"}
 BERT = {"architectures": ["BertModel"], "model_type": "bert"}
 T5 = {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}
+OWN_CODE: dict[str, object] = {"auto_map": {"AutoModel": "mine.Model"}}
 QWEN = {"architectures": ["Qwen2ForCausalLM"]}
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMPTY = "\2\0\0\0\0\0\0\0{}"
@@ -55,6 +56,13 @@ def weights(**dtypes: str) -> str:
         ({"config.json": T5}, "", "is an encoder with a decoder"),
         ({"config.json": BERT}, "", "is a BertModel, which has no head that writes text"),
         ({"config.json": QWEN}, "", ""),
+        ({"config.json": QWEN | {"auto_map": {}}}, "", ""),
+        ({"config.json": QWEN | OWN_CODE}, "", ""),
+        (
+            {"config.json": OWN_CODE | {"architectures": ["MyForCausalLM"]}},
+            "",
+            "a MyForCausalLM, which code in",
+        ),
         ({"config.json": {}}, "", ""),
         ({"config.json": QWEN, INDEX: SHARDS, "model-1-of-2.safetensors": EMPTY}, "", "lacks model-2-of-2"),
         ({"config.json": QWEN, INDEX: SHARDS, WHOLE: EMPTY}, "", "has two sets of weights"),

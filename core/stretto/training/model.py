@@ -270,6 +270,7 @@ def load_whole(kind: Any, source: str, *, may_lack_head: bool = False, **options
     with torch.no_grad():
         for name in missing:
             model.get_parameter(name).zero_()
+    vars(model.config).pop("auto_map", None)  # names code that an export does not have
     return model
 
 

@@ -239,12 +239,24 @@ def _architecture_problems(path: str, model: str) -> Iterator[Problem]:
     names: list[str] = config.get("architectures") or []
     if config.get("is_encoder_decoder"):
         yield Problem(path, f"{model!r} is an encoder with a decoder; stretto trains models of one decoder")
+    elif names and config.get("auto_map") and not _is_of_transformers(names[0]):
+        yield Problem(
+            path,
+            f"{model!r} is a {names[0]}, which code in its own folder computes; stretto runs no code of "
+            f"models, and would train a {config.get('model_type')} with its weights",
+        )
     elif names and not any(part in name for name in names for part in _GENERATES):
         yield _warning(
             path,
             f"{model!r} is a {names[0]}, which has no head that writes text; the run needs a causal model, "
             "whose architecture ends in ForCausalLM",
         )
+
+
+def _is_of_transformers(name: str) -> bool:
+    import transformers
+
+    return name in dir(transformers)  # a lazy module: this imports no model
 
 
 def _hub_problems(path: str, model: str) -> Iterator[Problem]:
