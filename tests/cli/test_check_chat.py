@@ -201,9 +201,12 @@ def test_a_row_beyond_the_models_positions_is_refused_or_cut() -> None:
 def test_answers_that_are_trained_otherwise_than_they_are_written_are_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "words for headers", of_tokens={}, normalizer={"type": "NFC"})
     chosen = [{"role": "assistant", "content": "ok 京\r\n"}]
-    given: dict[str, Any] = {"chosen": chosen, "rejected": "no", "chat_template_kwargs": {"a": False}}
+    given: dict[str, Any] = {"chosen": chosen, "rejected": "ok? no", "chat_template_kwargs": {"a": False}}
     said = checked(tmp_path, [ASK], more=["algorithm=dpo"], **given)
     assert "1 of 1 prompts have a column 'chat_template_kwargs', which is not read" in said
+    assert (
+        "1 of 1 answers begin with their prompt, which the model would read twice (row 1: column 'rej" in said
+    )
     assert "1 of 1 answers have characters that the tokenizer drops or does not know (row 1: column" in said
     assert "column 'chosen': '京\\r" in said
     doubled = ["algorithm=sft", "dataset.special_tokens=tokens"]

@@ -428,6 +428,25 @@ def test_a_refusal_says_what_the_template_would_take(
         load_tokenizer(write_model(Form(written), tmp_path)).render(chat)
 
 
+@pytest.mark.parametrize(
+    ("turn", "fault"),
+    [
+        (
+            {"content": "", "function_call": {"name": "f", "arguments": "{}"}},
+            "a `function_call`, or the role",
+        ),
+        ({"role": "function", "content": "3"}, "or the role 'function': write `tool_calls`, and tool"),
+        ({"content": "3", "reasoning_details": [{"text": "so"}]}, "drops or changes its 'reasoning_details'"),
+        ({"content": "3", "thinking_blocks": [{"thinking": "so"}]}, "drops or changes its 'thinking_blocks'"),
+    ],
+)
+def test_keys_that_no_template_reads_are_refused(turn: dict[str, Any], fault: str, models: Models) -> None:
+    first = {"role": "assistant", "content": "ok"}
+    answer = [first, ASK, {"role": "assistant", **turn}]
+    with pytest.raises(ConfigError, match=fault):
+        prompt_and_answer({"prompt": [ASK], "completion": answer}, "completion", models("plain lines"))
+
+
 def test_calls_are_read_as_the_template_writes_them(models: Models) -> None:
     found: dict[str, ParserName] = {name: parser_of("auto", models(name).form) for name in FORMS}
     read = {name for name in FORMS if reads_calls(found[name], models(name).form)}

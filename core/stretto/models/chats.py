@@ -29,6 +29,8 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "tool_plan")
 """Keys of a message that have text."""
+_OTHERS = ("reasoning_details", "thinking_blocks")
+"""Keys that APIs give to messages, and no template reads."""
 _OTHER = "othertext"
 
 
@@ -62,6 +64,10 @@ def encode_chat(
     """
     messages = [*prompt, *answer]
     for turn in messages:
+        if turn.get("function_call") or turn["role"] == "function":
+            raise ConfigError(
+                "a message has a `function_call`, or the role 'function': write `tool_calls`, and tool"
+            )
         for call in turn.get("tool_calls") or ():
             _arguments_of(call)
     return list(_Chat(messages, len(prompt), tokenizer, tools).pieces(complete=complete))
@@ -185,6 +191,7 @@ class _Chat:
                 number, "tool_calls"
             ):
                 missing.append("tool_calls")
+            missing += [key for key in _OTHERS if turn.get(key) and not in_prompt]
             if missing:
                 raise ConfigError(
                     f"{self._name(number)}: the chat template drops or changes its {missing[0]!r}; it writes "

@@ -109,6 +109,11 @@ def _odd_answers(
     row: Mapping[str, Any], columns: Iterable[str], tokenizer: Tokenizer
 ) -> Iterator[tuple[str, str]]:
     """Yield what is trained otherwise than the answers of a supervised row are written."""
+    prompt = row["prompt"]
+    asked = (prompt if isinstance(prompt, str) else "".join(_texts_of(prompt[-1].get("content")))).strip()
+    texts = {column: str(row.get(column)).strip() for column in columns}
+    if asked and (repeated := [column for column, text in texts.items() if text.startswith(asked)]):
+        yield "begin with their prompt, which the model would read twice", f"column {repeated[0]!r}"
     for column in columns:
         answer = row.get(column)
         if fault_of(answer):
