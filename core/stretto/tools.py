@@ -25,7 +25,6 @@ import msgspec
 from stretto.component import Importable, PositiveFloat, PositiveInt
 from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
-from stretto.models.chat_form import A_CALL, ChatForm
 from stretto.reward import plain_number, reasoning_end
 from stretto.workflow import WorkflowConfig
 
@@ -40,8 +39,6 @@ __all__ = [
     "ToolsConfig",
     "assistant_message",
     "parse_calls",
-    "parser_of",
-    "reads_calls",
     "tool_of",
 ]
 
@@ -224,23 +221,6 @@ def parse_calls(text: str, parser: ParserName, opened: str = "") -> list[ToolCal
     """
     end = reasoning_end(text, opened)
     return [] if end is None else PARSERS[parser](text[end:])
-
-
-def parser_of(name: ParserName, form: ChatForm) -> ParserName:
-    """Return the parser of a model's calls. `auto` is the first one that reads what the chat template writes;
-    `hermes` if none does."""
-    if name != "auto":
-        return name
-    for parser in PARSERS:
-        if reads_calls(parser, form):
-            return parser
-    return "hermes"
-
-
-def reads_calls(parser: ParserName, form: ChatForm) -> bool:
-    """Return whether a parser reads a call as the chat template writes it."""
-    found = parse_calls(form.call, parser, form.opened)
-    return [(call.name, call.arguments, call.fault) for call in found] == [(*A_CALL, "")]
 
 
 def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:

@@ -20,11 +20,12 @@ from stretto.dataset import DatasetConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.models.chat_form import opened_in, plain_text
+from stretto.models.prompts import parser_of, reads_calls
 from stretto.models.tokenizer import answer_text, load_tokenizer
 from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, parser_of, reads_calls
+from stretto.tools import ParserName
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_text_rewards import FormatConfig, make_format
 from stretto_tool_use import ToolUse, ToolUseConfig

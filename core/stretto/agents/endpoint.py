@@ -32,9 +32,10 @@ from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, op
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
 from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
+from stretto.models.prompts import parser_of
 from stretto.models.tokenizer import work_on_text
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, parse_calls, parser_of
+from stretto.tools import ParserName, parse_calls
 from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint", "base_url", "key_of"]

@@ -1,4 +1,5 @@
-"""Read prompts and tools from a row's columns; the config keys that datasets of plain tables share."""
+"""Read prompts and tools from a row's columns, the config keys that datasets of plain tables share, and the
+parser of the calls that a model's chat template writes."""
 
 from __future__ import annotations
 
@@ -12,9 +13,20 @@ from numpy.typing import NDArray
 
 from stretto.dataset import DatasetConfig, Message, OwnTurn, Row, object_of
 from stretto.errors import ConfigError, column_error
+from stretto.models.chat_form import A_CALL, ChatForm
 from stretto.tokenizer import Tokenizer
+from stretto.tools import PARSERS, ParserName, parse_calls
 
-__all__ = ["ColumnsConfig", "both_tools", "name_of_tool", "prompt_ids", "tools_of", "with_own_turns"]
+__all__ = [
+    "ColumnsConfig",
+    "both_tools",
+    "name_of_tool",
+    "parser_of",
+    "prompt_ids",
+    "reads_calls",
+    "tools_of",
+    "with_own_turns",
+]
 
 
 class ColumnsConfig(DatasetConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,3 +163,20 @@ def with_own_turns(messages: Any, tokenizer: Tokenizer) -> Any:
 def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
     """Return (P,) ids of a row's prompt, with its tools. Raise ConfigError if the template refuses them."""
     return tokenizer.encode_prompt(with_own_turns(row["prompt"], tokenizer), tools=tools_of(row))
+
+
+def parser_of(name: ParserName, form: ChatForm) -> ParserName:
+    """Return the parser of a model's calls. `auto` is the first one that reads what the chat template writes;
+    `hermes` if none does."""
+    if name != "auto":
+        return name
+    for parser in PARSERS:
+        if reads_calls(parser, form):
+            return parser
+    return "hermes"
+
+
+def reads_calls(parser: ParserName, form: ChatForm) -> bool:
+    """Return whether a parser reads a call as the chat template writes it."""
+    found = parse_calls(form.call, parser, form.opened)
+    return [(call.name, call.arguments, call.fault) for call in found] == [(*A_CALL, "")]

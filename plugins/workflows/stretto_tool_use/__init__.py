@@ -24,7 +24,7 @@ from stretto.config import RunConfig
 from stretto.dataset import Message
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
-from stretto.models.prompts import name_of_tool
+from stretto.models.prompts import name_of_tool, parser_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import is_vision_language
 from stretto.tools import (
@@ -34,7 +34,6 @@ from stretto.tools import (
     ToolsConfig,
     assistant_message,
     parse_calls,
-    parser_of,
 )
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 

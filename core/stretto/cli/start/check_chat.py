@@ -19,11 +19,11 @@ from stretto.errors import ConfigError
 from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.chats import hidden_tools, is_data, is_shown
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import both_tools, tools_of, with_own_turns
+from stretto.models.prompts import both_tools, parser_of, reads_calls, tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, ToolsConfig, parser_of, reads_calls
+from stretto.tools import ParserName, ToolsConfig
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400  # characters of the first prompt
