@@ -419,6 +419,7 @@ def test_a_turn_is_trained_only_if_engines_stop_at_its_end_and_nowhere_else(
             "no; it takes no two messages of one role in a row",
         ),
         ("{{ raise_exception('never') }}", [ASK, ASK], "refuses the messages: never$"),
+        ("", [], "refuses the messages: .* empty conversation"),
     ],
 )
 def test_a_refusal_says_what_the_template_would_take(

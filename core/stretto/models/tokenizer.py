@@ -127,7 +127,7 @@ def _advice(
     others = [turn for turn in turns if turn.get("role") != "system"]
     if len(others) < len(turns) and writes(others, schemas):
         return "; it takes no system message"
-    alternating = [turns[0], *(b for a, b in pairwise(turns) if a.get("role") != b.get("role"))]
+    alternating = [*turns[:1], *(b for a, b in pairwise(turns) if a.get("role") != b.get("role"))]
     if len(alternating) < len(turns) and writes(alternating, schemas):
         return "; it takes no two messages of one role in a row"
     return "; it takes them with tools" if not schemas and writes(turns, [A_TOOL]) else ""

@@ -21,7 +21,13 @@ from stretto.training.source_files import adapter_problems, base_of
 _warning = partial(Problem, severity="warning")
 
 _NAMED = 3  # models that a message lists
-_GENERATES = ("ForCausalLM", "LMHead", "ForConditionalGeneration", "ForSequenceClassification", "ForTokenC")
+_GENERATES = (
+    "ForCausalLM",
+    "LMHead",
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+)
 """Parts of the names of architectures that a trainer can load."""
 _FILE_SUFFIXES = (".yaml", ".yml", ".json", ".jsonl", ".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
