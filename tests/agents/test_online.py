@@ -4,13 +4,13 @@ import json
 import stat
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
+from urllib.error import HTTPError
 
 import anyio
 import anyio.to_thread
@@ -45,7 +45,7 @@ def post(url: str, key: str, body: Any = None, *, raw: bytes = b"") -> tuple[int
     try:
         with urllib.request.urlopen(request, timeout=patience()) as answer:
             status, text = answer.status, answer.read()
-    except urllib.error.HTTPError as error:
+    except HTTPError as error:
         status, text = error.code, error.read()
     return status, json.loads(text) if text else None
 

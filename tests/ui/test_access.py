@@ -6,10 +6,10 @@ import socket
 import ssl
 import subprocess
 import sys
-import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.error import HTTPError
 
 import psutil
 import pytest
@@ -154,7 +154,7 @@ def test_the_command_listens_on_loopback_alone_and_ends_with_an_interrupt(runs: 
         try:
             with urllib.request.urlopen(address) as page:
                 assert page.status == 200
-            with pytest.raises(urllib.error.HTTPError, match="401"):
+            with pytest.raises(HTTPError, match="401"):
                 urllib.request.urlopen(address.partition("?")[0])
         finally:
             process.send_signal(signal.SIGINT)
