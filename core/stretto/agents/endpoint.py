@@ -310,7 +310,7 @@ class Endpoint:
         if call.reads_tools:
             message = self._with_calls(agent_run, answer, thread) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
-        calls = self._parser(agent_run) == "mistral" and "tool_calls" in message
+        calls = "tool_calls" in message and self._parser(agent_run) == "mistral"
         thread.record_answer(message, template_message=OwnTurn(message) if calls else None)
         return Reply(answer, len(thread.prompt), message)
 

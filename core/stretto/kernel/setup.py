@@ -135,9 +135,9 @@ class RunSetup:
         rows = {path: each.fingerprint for path, each in datasets.items()}
         models = {f"models.{name}.path": each.path for name, each in self.config.models.items()}
         models["model"] = self.config.model
-        weights = {path: fingerprint_of(model) for path, model in models.items() if model}
-        here = {path: text for path, text in weights.items() if text}
-        for path, (former, present) in fingerprint_changes(self.folder, rows | here, accept=accept).items():
+        weights = {path: text for path, model in models.items() if (text := fingerprint_of(model or ""))}
+        changes = fingerprint_changes(self.folder, rows | weights, accept=accept)
+        for path, (former, present) in changes.items():
             what, use = ("rows", "tickets name") if path in rows else ("weights", "frozen copies begin with")
             if not accept:
                 raise ConfigError(

@@ -29,7 +29,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 _TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "tool_plan")
 """Keys of a message that have text."""
-_OTHERS = ("reasoning_details", "thinking_blocks")
+_OF_APIS = ("reasoning_details", "thinking_blocks")
 """Keys that APIs give to messages, and no template reads."""
 _OTHER = "othertext"
 
@@ -191,7 +191,7 @@ class _Chat:
                 number, "tool_calls"
             ):
                 missing.append("tool_calls")
-            missing += [key for key in _OTHERS if turn.get(key) and not in_prompt]
+            missing += [key for key in _OF_APIS if turn.get(key) and not in_prompt]
             if missing:
                 raise ConfigError(
                     f"{self._name(number)}: the chat template drops or changes its {missing[0]!r}; it writes "

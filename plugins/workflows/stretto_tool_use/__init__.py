@@ -27,14 +27,7 @@ from stretto.models.files import known_config
 from stretto.models.prompts import name_of_tool, parser_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import is_vision_language
-from stretto.tools import (
-    ParserName,
-    ToolAnswer,
-    ToolCall,
-    ToolsConfig,
-    assistant_message,
-    parse_calls,
-)
+from stretto.tools import ParserName, ToolAnswer, ToolCall, ToolsConfig, assistant_message, parse_calls
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
 __all__ = ["ToolUse", "ToolUseConfig"]

@@ -89,9 +89,7 @@ def is_complete(folder: Path, steps: int) -> bool:
         return False
 
 
-def fingerprint_changes(
-    folder: Path, present: Mapping[str, str], *, accept: bool
-) -> dict[str, tuple[str, str]]:
+def fingerprint_changes(folder: Path, present: dict[str, str], *, accept: bool) -> dict[str, tuple[str, str]]:
     """Compare the fingerprints of datasets and models, by key of the run file, with `fingerprints.json`.
     Record new ones there and, with `accept`, changed ones. Return key -> (previous, new) of changed ones."""
     recorded = read_fingerprints(folder)
@@ -100,7 +98,7 @@ def fingerprint_changes(
         for path in present
         if recorded.get(path, present[path]) != present[path]
     }
-    updated = recorded | {**present} if accept else {**present} | recorded
+    updated = recorded | present if accept else present | recorded
     if updated != recorded:
         _write_fingerprints(folder, updated)
     return changed
