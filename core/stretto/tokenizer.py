@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from stretto.chat.chat_form import ChatForm
     from stretto.dataset import DatasetConfig, Message
-    from stretto.models.chat_form import ChatForm
 
 __all__ = ["Tokenizer"]
 
@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
     def encode_answer(self, answer: str, *, prompt: str = "") -> NDArray[np.int32]:
         """Return (A,) ids of the answer to a text, with an end token unless the answer already ends with one.
         The end token is the chat template's if the prompt has rendered turns, else the end-of-sequence
-        token, if there is one. For answers to chat messages, see `stretto.models.chats`."""
+        token, if there is one. For answers to chat messages, see `stretto.chat.chats`."""
         ...
 
     def render(

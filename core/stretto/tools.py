@@ -1,4 +1,4 @@
-"""Tools: functions that the policy may call, and the parsers that read the calls from its answers.
+"""Tools: functions that the policy may call (`stretto.chat.calls` reads the calls in its answers).
 
 A tool is a Python function with type hints, sync or async. Its name, docstring and hints become the JSON
 schema that the chat template shows. stretto checks the arguments of a call against the hints before it calls
@@ -18,31 +18,22 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Literal, cast, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import msgspec
 
 from stretto.component import Importable, PositiveFloat, PositiveInt
-from stretto.dataset import Message, OwnTurn, object_of
-from stretto.errors import ConfigError
-from stretto.reward import plain_number, reasoning_end
+from stretto.reward import plain_number
 from stretto.workflow import WorkflowConfig
 
 __all__ = [
-    "PARSERS",
     "MCPServer",
-    "ParserName",
     "Tool",
     "ToolAnswer",
-    "ToolCall",
     "ToolResult",
     "ToolsConfig",
-    "assistant_message",
-    "parse_calls",
     "tool_of",
 ]
-
-ParserName = Literal["auto", "hermes", "llama3", "mistral"]
 
 
 class MCPServer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,17 +120,6 @@ class ToolAnswer(msgspec.Struct, frozen=True):
         return [*text, *({"type": "image"} for _ in self.images)]
 
 
-class ToolCall(msgspec.Struct, frozen=True):
-    """A tool call in an answer of the policy."""
-
-    name: str
-    arguments: dict[str, Any]
-    fault: str = ""
-    """Why the call cannot be made, as text for the policy; empty if it can."""
-    id: str = ""
-    """Id of the call, if the policy wrote one; otherwise empty."""
-
-
 def tool_of(function: Callable[..., Any], name: str = "") -> Tool:
     """Make a tool from a function. The docstring up to `Args:` becomes the description of the tool, and the
     lines below `Args:` those of the parameters. `Annotated[..., msgspec.Meta(description=...)]` also
@@ -204,131 +184,6 @@ def _dropped(given: Any, taken: Any) -> Iterator[str]:
     elif isinstance(given, list) and isinstance(taken, list):
         for pair in zip(cast("list[Any]", given), cast("list[Any]", taken), strict=False):
             yield from _dropped(*pair)
-
-
-# ------------------------------------------------------------------------------------------- calls
-
-
-def parse_calls(text: str, parser: ParserName, opened: str = "") -> list[ToolCall]:
-    """Return the calls in an answer, in their order. Calls in its reasoning (up to `</think>`, or to the end
-    of the part that the prompt opens) do not count.
-
-    A call that cannot be parsed is returned with a `fault`.
-
-    Args:
-        text: text of the answer, including special tokens.
-        opened: start of the answer in the prompt (`stretto.models.chat_form.ChatForm.opened`).
-    """
-    end = reasoning_end(text, opened)
-    return [] if end is None else PARSERS[parser](text[end:])
-
-
-def assistant_message(content: str, calls: Sequence[ToolCall], parser: ParserName) -> Message:
-    """Make the message of an answer with calls, for the chat template to show in the history.
-
-    Templates of `hermes` and `llama3` write the content as the policy sampled it. Mistral's templates refuse
-    two consecutive answers unless the first has `tool_calls`; they write the calls again from these, behind
-    the text before them.
-    """
-    if parser != "mistral" or not calls:
-        return OwnTurn(role="assistant", content=content)
-    tool_calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
-    return OwnTurn(role="assistant", content=content.partition("[TOOL_CALLS]")[0], tool_calls=tool_calls)
-
-
-def _hermes(text: str) -> list[ToolCall]:
-    """Parse `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, as Qwen and Hermes write it."""
-    return [_call_in(part) for part in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL)]
-
-
-def _llama3(text: str) -> list[ToolCall]:
-    """Parse an answer that is `{"name": …, "parameters": {…}}`, or several of these with `;` between them."""
-    text = re.sub(r"<\|(python_tag|eom_id|eot_id)\|>", "", text).strip()
-    if not re.match(r'\{\s*"(name|type|function|parameters|arguments)"', text):
-        return []
-    calls: list[ToolCall] = []
-    while text:
-        try:
-            value, text = _json(text)
-        except ValueError as error:
-            return [*calls, _faulty(f"the call is not valid JSON: {error}")]
-        calls.append(_call_of(value))
-        text = text.lstrip("; \n\t")
-    return calls
-
-
-def _mistral(text: str) -> list[ToolCall]:
-    """Parse `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`, or from newer models
-    one `[TOOL_CALLS]name[ARGS]{…}` for each call."""
-    calls: list[ToolCall] = []
-    for part in text.split("[TOOL_CALLS]")[1:]:
-        part = part.removesuffix("</s>").strip()
-        if call := re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", part, re.DOTALL):
-            name, id, arguments = call.groups()
-            calls.append(_call_in(f'{{"name": "{name}", "id": "{id or ""}", "arguments": {arguments}}}'))
-            continue
-        try:
-            value, _ = _json(part)
-        except ValueError as error:
-            calls.append(_faulty(f"the calls are not valid JSON: {error}"))
-            continue
-        calls += [
-            _call_of(item) for item in (cast("list[Any]", value) if isinstance(value, list) else [value])
-        ]
-    return calls
-
-
-PARSERS: Mapping[ParserName, Callable[[str], list[ToolCall]]] = {
-    "hermes": _hermes,
-    "llama3": _llama3,
-    "mistral": _mistral,
-}
-
-
-def _call_in(text: str) -> ToolCall:
-    try:
-        return _call_of(_json(text.strip())[0])
-    except ValueError as error:
-        return _faulty(f"the call is not valid JSON: {error}")
-
-
-def _json(text: str) -> tuple[Any, str]:
-    """Return the JSON value at the start of a text, and the rest of the text. Raise ValueError if there is no
-    JSON value, an object has a key twice, or it cannot be encoded as UTF-8."""
-    try:
-        value, end = json.JSONDecoder(object_pairs_hook=object_of).raw_decode(text)
-        json.dumps(value, ensure_ascii=False).encode()
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    return value, text[end:]
-
-
-def _call_of(value: Any) -> ToolCall:
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return _faulty('a call is a JSON object with "name" and "arguments"')
-    call = cast("dict[str, Any]", value)
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write them as text that is JSON
-        try:
-            arguments, _ = _json(arguments)
-        except ValueError as error:
-            return _faulty(f"the arguments are not valid JSON: {error}", call["name"])
-    if not isinstance(arguments, dict):
-        return _faulty("the arguments are not a JSON object", call["name"])
-    return ToolCall(call["name"], cast("dict[str, Any]", arguments), id=str(call.get("id", "")))
-
-
-def _faulty(fault: str, name: str = "") -> ToolCall:
-    return ToolCall(name, {}, fault)
 
 
 # ----------------------------------------------------------------------------------------- helpers

@@ -60,12 +60,15 @@ _CALLS = "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + CALL + '</tool_cal
 _AS_JSON = _CALLS.replace("CALL", "c.function | tojson")
 _QUOTED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments | tojson")
 _JOINED = _CALLS.replace("CALL", "c.function.name + ':' + c.function.arguments")
-_XML = _CALLS.replace(
-    "CALL", "c.function.name + ':' + (c.function.arguments.items() | map('join', '=') | join(',')) | string"
+_KEYS = _CALLS.replace(
+    "{{ '<tool_call>' + CALL + '</tool_call>' }}",
+    "{{ '<tool_call>\n<function=' + c.function.name + '>\n' }}{% for k, v in c.function.arguments.items() %}"
+    "{{ '<parameter=' + k + '>\n' + (v if v is string else v | tojson) + '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}",
 )
 _LAST = "{{ m.content.split('</think>')[-1].lstrip('\n') if m.role == 'assistant' else m.content }}"
 
-_PARTS = {"[JSON]": _AS_JSON, "[JOINED]": _JOINED, "[XML]": _XML, "[LAST]": _LAST}
+_PARTS = {"[JSON]": _AS_JSON, "[JOINED]": _JOINED, "[KEYS]": _KEYS, "[LAST]": _LAST}
 """What stands in a turn for calls, and for the content without its reasoning."""
 
 
@@ -129,7 +132,7 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
             + _raising("m.role not in ('system', 'user', 'assistant', 'tool')", "unknown role")
             + "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<think>\n' }}"
             "{{ m.content.strip() }}{% else %}{{ (m.content.split('</think>')[-1]).strip() }}{% endif %}"
-            "[XML]{{ '<e>\n' }}",
+            "[KEYS]{{ '<e>\n' }}",
             _raising("messages | selectattr('role', 'eq', 'user') | list | length == 0", "no user") + _TOOLS,
             "<r>assistant\n<think>\n",
         ),
@@ -227,7 +230,7 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         _turns(
             "{% if m.role == 'tool' %}{{ '<o>' + m.content + '<o>' }}{% else %}"
             "{% if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{ '<r>' + m.role + '\n' }}"
-            "{% endif %}{{ m.content.strip() }}[XML]{% if '<tool_call>' not in m.content "
+            "{% endif %}{{ m.content.strip() }}[KEYS]{% if '<tool_call>' not in m.content "
             "and not m.tool_calls %}{{ '<e>\n' }}{% endif %}{% endif %}",
             _TOOLS,
         ).replace(

@@ -1,5 +1,6 @@
 """Real models' chat templates: what a turn is, whichever form it has."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -16,16 +17,15 @@ from agent_session import check_exact, recorded_agent
 from chat_forms import FORMS, Form, write_model
 from stretto import Context
 from stretto.agents.conversation import Conversation
+from stretto.chat.chat_form import opened_in, plain_text
+from stretto.chat.prompts import format_named, reads_calls
 from stretto.dataset import DatasetConfig
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
-from stretto.models.chat_form import opened_in, plain_text
-from stretto.models.prompts import parser_of, reads_calls
 from stretto.models.tokenizer import answer_text, load_tokenizer
 from stretto.rl.supervised import prompt_and_answer
 from stretto.testing.workflow import FakeSession
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName
 from stretto.workflow import Prompt, Score, Trajectory
 from stretto_text_rewards import FormatConfig, make_format
 from stretto_tool_use import ToolUse, ToolUseConfig
@@ -186,7 +186,19 @@ async def test_an_answer_ends_its_turn_once(name: str, ended_by: str, models: Mo
 
 
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "", "parameters": {}}}
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+
+def call_of(tokenizer: Tokenizer, name: str = "add") -> str:
+    """A call of `add`, as the model's template writes it; as Hermes if it shows no calls."""
+    form, function = tokenizer.form, {"name": name, "arguments": {"a": 1, "b": 2}}
+    if form.calls is None:
+        return f"<tool_call>{json.dumps(function)}</tool_call>"
+    call = {"id": "call00001", "type": "function", "function": function}
+    turn = {"role": "assistant", "content": form.call_content, "tool_calls": [call]}
+    text = tokenizer.render([ASK, turn], add_generation_prompt=False)
+    text = text[text.rindex(form.calls.marks[0]) :]
+    ends = [end.start() for end in form.ends_of(text)]
+    return text[: ends[0] if ends else None].removesuffix(form.tail)
 
 
 def add(a: int, b: int) -> int:
@@ -196,11 +208,12 @@ def add(a: int, b: int) -> int:
 @pytest.mark.parametrize("name", FORMS)
 async def test_calls_run_and_tools_of_rows_are_shown(name: str, models: Models) -> None:
     form, tokenizer = FORMS[name], models(name)
+    call = call_of(tokenizer)
     workflow = ToolUse(ToolUseConfig(use="tool_use"), CONTEXT)
-    session = Scripted(tokenizer, said(form, CALL), said(form, "3"), tools=[add], row_tools=[TOOL])
+    session = Scripted(tokenizer, said(form, call), said(form, "3"), tools=[add], row_tools=[TOOL])
     prompt = Prompt({"prompt": [ASK], "tools": [TOOL]}, tokenizer.encode_prompt([ASK], tools=[TOOL]))
-    if name == "strict alternation":
-        with pytest.raises(ConfigError, match="no tools"):
+    if refusal := {"strict alternation": "no tools", "channels": "channels inside"}.get(name):
+        with pytest.raises(ConfigError, match=refusal):
             await workflow.run(prompt, session)
         return
     trajectories = await workflow.run(prompt, session)
@@ -212,11 +225,11 @@ async def test_calls_run_and_tools_of_rows_are_shown(name: str, models: Models) 
     assert second.count("3") == 1
     # A call that is drafted in reasoning that was cut off does not run.
     if form.think:
-        session = Scripted(tokenizer, CALL, tools=[add])
+        session = Scripted(tokenizer, call, tools=[add])
         [alone] = await workflow.run(prompt, session)
         assert alone.score.metrics["tool_calls"] == 0
     # A call of a tool that only the row has ends the conversation.
-    session = Scripted(tokenizer, said(form, CALL.replace("add", "look_up")), tools=[add], row_tools=[TOOL])
+    session = Scripted(tokenizer, said(form, call_of(tokenizer, "look_up")), tools=[add], row_tools=[TOOL])
     [alone] = await workflow.run(prompt, session)
     assert (alone.score.metrics["tool_calls"], len(session.generated)) == (0, 1)
 
@@ -450,14 +463,13 @@ def test_keys_that_no_template_reads_are_refused(turn: dict[str, Any], fault: st
 
 
 def test_calls_are_read_as_the_template_writes_them(models: Models) -> None:
-    found: dict[str, ParserName] = {name: parser_of("auto", models(name).form) for name in FORMS}
-    read = {name for name in FORMS if reads_calls(found[name], models(name).form)}
-    assert read
-    assert {name for name in read if "<tool_call>" not in models(name).form.call} == set()
-    assert "plain lines" not in read  # its calls are no JSON object
-    for name in {*FORMS} - read:
-        assert found[name] == "hermes"
-    assert parser_of("mistral", models("plain lines").form) == "mistral"
+    for name in FORMS:
+        form = models(name).form
+        assert (form.calls is not None) == form.shows_calls
+        format = format_named("auto", form)
+        assert reads_calls(format, form) == form.shows_calls
+        assert format.name == ("hermes" if not form.call or "name" in form.call else "template")
+        assert format_named("mistral", form).name == "mistral"
 
 
 def test_calls_are_probed_with_tools(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from patience import SOON_S, patience
 from stretto import tools
+from stretto.chat.calls import NAMED, ToolCall, assistant_message
 from stretto.machine.proxies import spare_this_machine
 from stretto.models.images import decode
 from stretto.serving.server import Server
@@ -117,7 +118,7 @@ async def test_arguments_are_checked_before_the_function_sees_them() -> None:
 
 # ------------------------------------------------------------------------------------------- calls
 
-F, G = tools.ToolCall("f", {"a": 1}), tools.ToolCall("g", {})
+F, G = ToolCall("f", {"a": 1}), ToolCall("g", {})
 
 
 @pytest.mark.parametrize(
@@ -140,12 +141,12 @@ F, G = tools.ToolCall("f", {"a": 1}), tools.ToolCall("g", {})
         ("llama3", 'The answer is {"name": "f"}', []),
         ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g"}]</s>', [F, G]),
         ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}</s>',
-         [tools.ToolCall("f", {"a": 1}, id="abcdefgh1"), G]),
+         [ToolCall("f", {"a": 1}, id="abcdefgh1"), G]),
         ("mistral", "no call</s>", []),
     ],
 )  # fmt: skip
-def test_calls_are_read(parser: Any, text: str, calls: list[tools.ToolCall]) -> None:
-    assert tools.parse_calls(text, parser) == calls
+def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
+    assert NAMED[parser].split(text)[1] == calls
 
 
 @pytest.mark.parametrize(
@@ -164,15 +165,15 @@ def test_calls_are_read(parser: Any, text: str, calls: list[tools.ToolCall]) -> 
     ],
 )  # fmt: skip
 def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
-    [call] = tools.parse_calls(text, parser)
+    [call] = NAMED[parser].split(text)[1]
     assert fault in call.fault
     assert call.arguments == {}
 
 
 def test_only_mistral_is_shown_its_calls_as_data() -> None:
-    assert tools.assistant_message("x", [F], "hermes") == {"role": "assistant", "content": "x"}
-    message = tools.assistant_message(
-        "x[TOOL_CALLS]…", [tools.ToolCall("f", {"a": 1}, id="abcdefgh1")], "mistral"
+    assert assistant_message("x", "", [F], NAMED["hermes"]) == {"role": "assistant", "content": "x"}
+    message = assistant_message(
+        "x[TOOL_CALLS]…", "x", [ToolCall("f", {"a": 1}, id="abcdefgh1")], NAMED["mistral"]
     )
     function = {"name": "f", "arguments": {"a": 1}}
     assert message["content"] == "x"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from stretto.agents.recorder import CallLimits
+from stretto.chat.calls import ParserName
 from stretto.component import PositiveInt
-from stretto.tools import ParserName
 from stretto.workflow import WorkflowConfig
 
 __all__ = ["AgentCallsConfig"]

@@ -30,12 +30,12 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
+from stretto.chat.calls import CallFormat, ParserName
+from stretto.chat.prompts import format_named
 from stretto.dataset import Message, OwnTurn
 from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
-from stretto.models.prompts import parser_of
 from stretto.models.tokenizer import work_on_text
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, parse_calls
 from stretto.workflow import Answer, OnTokens
 
 __all__ = ["Endpoint", "base_url", "key_of"]
@@ -56,12 +56,6 @@ _FULL_S = 0.05
 """Seconds until a socket with the maximum number of connections is checked again."""
 _News = tuple[int, "str | Reply"]  # (number of a choice, its next text or its complete reply)
 _REFUSALS = (ApiError, OverLimit, ConfigError, EngineError, RequestError)  # errors of a call
-# Texts that begin tool calls. A stream holds back the text after them until they are known to be calls.
-_MARKS: Mapping[ParserName, tuple[str, ...]] = {
-    "hermes": ("<tool_call>",),
-    "llama3": ("<|python_tag|>", "{"),
-    "mistral": ("[TOOL_CALLS]",),
-}
 _MESSAGES = "/v1/messages"
 """Path of Anthropic's API. Its errors have another form than OpenAI's."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -308,32 +302,31 @@ class Endpoint:
         stops = (*agent_run.recorder.session.sampling.stop, *call.stop)
         message: Message = {"role": "assistant", "content": _text_before(thread.text_of(answer), stops)}
         if call.reads_tools:
-            message = self._with_calls(agent_run, answer, thread) or message
+            message = self._with_calls(agent_run, call, answer, thread) or message
         # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
-        calls = "tool_calls" in message and self._parser(agent_run) == "mistral"
+        calls = "tool_calls" in message and self._format(agent_run).name == "mistral"
         thread.record_answer(message, template_message=OwnTurn(message) if calls else None)
         return Reply(answer, len(thread.prompt), message)
 
-    def _parser(self, agent_run: _AgentRun) -> ParserName:
-        return parser_of(self._tool_parser, agent_run.recorder.session.tokenizer.form)
+    def _format(self, agent_run: _AgentRun) -> CallFormat:
+        return format_named(self._tool_parser, agent_run.recorder.session.tokenizer.form)
 
-    def _with_calls(self, agent_run: _AgentRun, answer: Answer, thread: Thread) -> Message | None:
+    def _with_calls(
+        self, agent_run: _AgentRun, call: APICall, answer: Answer, thread: Thread
+    ) -> Message | None:
         """Return the answer's message with tool calls; None if it has no calls, or one cannot be parsed: as
         with other servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
-        parser = self._parser(agent_run)
-        calls = parse_calls(text, parser, thread.opened)
-        if not calls or any(call.fault for call in calls):
+        content, calls = self._format(agent_run).split(text, thread.opened, call.tools)
+        if not calls or any(found.fault for found in calls):
             return None
         tool_calls: list[dict[str, Any]] = []
-        for call in calls:
+        for found in calls:
             agent_run.calls += 1
             # Nine letters and digits: templates of Mistral models accept nothing else.
-            id = call.id or f"call{agent_run.calls:05}"
-            function = {"name": call.name, "arguments": call.arguments}
+            id = found.id or f"call{agent_run.calls:05}"
+            function = {"name": found.name, "arguments": found.arguments}
             tool_calls.append({"id": id, "type": "function", "function": function})
-        reasoning, closing, rest = text.rpartition("</think>")
-        content = reasoning + closing + _text_before(rest, _MARKS[parser])
         return {"role": "assistant", "content": content, "tool_calls": tool_calls}
 
     def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
@@ -342,7 +335,7 @@ class Endpoint:
         lead, tail = (form.lead, form.tail) if isinstance(thread.input, list) else ("", "")
         marks = (*session.sampling.stop, *call.stop, *form.ends)
         if call.reads_tools:
-            marks += _MARKS[self._parser(agent_run)]  # some are special tokens, so decode these too
+            marks += self._format(agent_run).marks  # some are special tokens, so decode these too
         reader = _AnswerReader(session.tokenizer, thread, lead, special=call.reads_tools)
         return _VisibleText(reader, marks, tail)
 

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
+from stretto.chat.chat_form import opened_in
 from stretto.dataset import Message
 from stretto.engine import Sampling
 from stretto.errors import StrettoError
-from stretto.models.chat_form import opened_in
 from stretto.models.tokenizer import answer_text
 from stretto.workflow import Answer, OnTokens, Score, Session, Trajectory, parts_of_sample
 

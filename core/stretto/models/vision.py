@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.chat.chat_form import ChatForm, plain_text
 from stretto.dataset import DatasetConfig, Message, OwnTurn, Row
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, plain_text
 from stretto.models.files import fetch_config
 from stretto.models.images import OpenImage, decode, images_of
 from stretto.models.tokenizer import ModelTokenizer

@@ -8,12 +8,12 @@ from typing import Any, Generic, TypeVar, cast
 import numpy as np
 
 from stretto.algorithm import AlgorithmConfig, Encoded, Group
+from stretto.chat.chats import encode_chat
+from stretto.chat.prompts import tools_of, with_own_turns
 from stretto.component import Context, Problem
 from stretto.config import RunConfig
 from stretto.dataset import DatasetConfig, Row
 from stretto.errors import ConfigError, column_error, nearest
-from stretto.models.chats import encode_chat
-from stretto.models.prompts import tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 from stretto.tokenizer import Tokenizer
 

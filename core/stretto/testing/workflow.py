@@ -17,13 +17,13 @@ import pytest
 from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, conversation_in
+from stretto.chat.prompts import both_tools
 from stretto.component import Kind
 from stretto.dataset import Message
 from stretto.engine import Sampling
 from stretto.environment import ENVIRONMENTS, Feedback, columns_of_turn, feedback_of
 from stretto.errors import EngineError, together
 from stretto.models.images import files_of
-from stretto.models.prompts import both_tools
 from stretto.models.tokenizer import ByteTokenizer, answer_texts
 from stretto.reward import number_of
 from stretto.testing.component import ComponentConformance, ComponentUnderTest

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from stretto import Component, Context, hookimpl
+from stretto.chat.prompts import ColumnsConfig
 from stretto.component import PositiveInt
 from stretto.dataset import Row, first_of, object_of
 from stretto.errors import ConfigError
 from stretto.models.images import with_places
-from stretto.models.prompts import ColumnsConfig
 
 __all__ = ["HFConfig", "HFDataset"]
 

@@ -14,10 +14,10 @@ from typing import Any, Literal, cast
 import msgspec
 
 from stretto import Component, Context, LocalPath, hookimpl
+from stretto.chat.prompts import ColumnsConfig
 from stretto.dataset import Row, object_of
 from stretto.errors import ConfigError
 from stretto.models.images import with_places
-from stretto.models.prompts import ColumnsConfig
 from stretto.records.samples.traces import TraceFormat, read_trace
 
 __all__ = ["JsonLines", "JsonLinesConfig"]

@@ -81,7 +81,7 @@ def make(config: ModelRewardConfig, context: Context) -> Callable[..., list[floa
 def _encode(prompt: Any, completion: Any, tokenizer: Tokenizer, *, whole: bool) -> list[int]:
     """Return the tokens of a prompt and an answer: both are text, or both are chat messages. `whole`: all
     that the template writes, also behind the end of the answer."""
-    from stretto.models.chats import encode_chat
+    from stretto.chat.chats import encode_chat
 
     if isinstance(prompt, str):
         return [*tokenizer.encode_prompt(prompt), *tokenizer.encode_answer(completion, prompt=prompt)]

@@ -19,15 +19,16 @@ import msgspec
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.agents.conversation import Conversation
+from stretto.chat.calls import ParserName, ToolCall, assistant_message
+from stretto.chat.prompts import format_named, name_of_tool
 from stretto.component import PositiveInt
 from stretto.config import RunConfig
 from stretto.dataset import Message
 from stretto.errors import ConfigError, EngineError
 from stretto.models.files import known_config
-from stretto.models.prompts import name_of_tool, parser_of
 from stretto.models.tokenizer import load_tokenizer
 from stretto.models.vision import is_vision_language
-from stretto.tools import ParserName, ToolAnswer, ToolCall, ToolsConfig, assistant_message, parse_calls
+from stretto.tools import ToolAnswer, ToolsConfig
 from stretto.workflow import Prompt, Session, Trajectory, group_of
 
 __all__ = ["ToolUse", "ToolUseConfig"]
@@ -81,7 +82,7 @@ class ToolUse:
 
     async def _play(self, prompt: Prompt, session: Session, tools: Sequence[Mapping[str, Any]]) -> _ToolLoop:
         config, form = self._config, session.tokenizer.form
-        parser = parser_of(config.tool_parser, form)
+        format = format_named(config.tool_parser, form)
         row_tools = set(map(name_of_tool, session.row_tools))
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
@@ -89,11 +90,11 @@ class ToolUse:
             history = conversation.history
             assert isinstance(history, list)
             content = str(history[-1]["content"])
-            calls = parse_calls(content, parser, form.opened)
+            before, calls = format.split(content, form.opened, tools)
             if not calls or any(call.name in row_tools for call in calls):
                 break
             calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
-            history[-1] = assistant_message(content, calls, parser)
+            history[-1] = assistant_message(content, before, calls, format)
             for call in calls:
                 result = await _run_call(call, session)
                 loop.calls += 1

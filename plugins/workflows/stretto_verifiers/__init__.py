@@ -13,12 +13,12 @@ from typing import Any
 import msgspec
 
 import stretto
+from stretto.chat.calls import ParserName
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.config import RunConfig
 from stretto.dataset import Row
 from stretto.errors import ConfigError
 from stretto.machine.child_process import last_line, run_child
-from stretto.tools import ParserName
 from stretto.user_code.sandbox import sandbox_problems
 
 __all__ = ["PROGRAM", "Verifiers", "VerifiersConfig", "VerifiersReward", "VerifiersWorkflowConfig"]

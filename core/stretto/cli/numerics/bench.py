@@ -20,6 +20,7 @@ import typer
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose
+from stretto.chat.prompts import prompt_ids
 from stretto.cli.numerics.causes import cause_of
 from stretto.cli.numerics.measures import Kind, Measurement, NumericsRow, measure
 from stretto.cli.numerics.sides import Tokens, Trainer
@@ -32,7 +33,6 @@ from stretto.errors import ConfigError, EngineError, one_error
 from stretto.machine.scratch import scratch_folder
 from stretto.models.files import folder_of_model, parameters_in, positions_of
 from stretto.models.hub import download
-from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import load_tokenizer
 from stretto.training.config import LoraConfig, ModelTrainingConfig
 

@@ -12,18 +12,19 @@ from typing import Any, cast
 import msgspec
 
 from stretto.assembly.assembly import Assembly
+from stretto.chat.calls import ParserName
+from stretto.chat.chat_form import ChatForm, plain_text
+from stretto.chat.chats import hidden_tools, is_data, is_shown
+from stretto.chat.prompts import both_tools, format_named, reads_calls, tools_of, with_own_turns
 from stretto.cli.start.row_check import drawn_rows
 from stretto.component import Problem
 from stretto.dataset import Dataset, Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import ChatForm, plain_text
-from stretto.models.chats import hidden_tools, is_data, is_shown
 from stretto.models.files import known_config, text_config
-from stretto.models.prompts import both_tools, parser_of, reads_calls, tools_of, with_own_turns
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
-from stretto.tools import ParserName, ToolsConfig
+from stretto.tools import ToolsConfig
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400  # characters of the first prompt
@@ -168,7 +169,7 @@ def _call_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
     """Tell a format of calls that the workflow does not read, or not in the model's own form."""
     workflow = assembly.config.workflow
     name: ParserName | None = getattr(workflow, "tool_parser", None)
-    if name is None or not form.call or reads_calls(parser_of(name, form), form):
+    if name is None or not form.shows_calls or reads_calls(format_named(name, form), form):
         return
     which = "no parser reads" if name == "auto" else f"{name!r} does not read"
     yield Problem(

@@ -15,6 +15,7 @@ import msgspec
 
 from stretto.algorithm import Encode
 from stretto.assembly.assembly import Assembly
+from stretto.chat.prompts import prompt_ids
 from stretto.cli.start.check_chat import chat_problems, has_tokenizer
 from stretto.cli.start.row_check import RowFaults, checked_rows, drawn_rows, faults_of_rows
 from stretto.component import Problem
@@ -24,7 +25,6 @@ from stretto.errors import ConfigError
 from stretto.kernel.setup import curriculum_of
 from stretto.models.files import known_config, positions_of, vocabulary_of
 from stretto.models.images import has_images
-from stretto.models.prompts import prompt_ids
 from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.rl.supervised import check_ids, cut_to_fit

@@ -17,11 +17,11 @@ import msgspec
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import Composed, compose_mapping
+from stretto.chat.prompts import tools_of
 from stretto.component import Context
 from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError
 from stretto.machine.child_process import last_line, run_child
-from stretto.models.prompts import tools_of
 from stretto.models.vision import Vision, keep_torch_out
 
 _MAX_ROWS = 10_000

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 import numpy as np
 
+from stretto.chat.prompts import tools_of
 from stretto.dataset import Message, Row
 from stretto.errors import ConfigError
 from stretto.models.images import names_in
-from stretto.models.prompts import tools_of
 
 __all__ = ["TraceFormat", "read_trace", "row_of", "sample_of", "write_trace"]
 

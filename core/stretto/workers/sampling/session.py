@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stretto.agents.conversation import Conversation, conversation_in
 from stretto.array import Array
 from stretto.bus.messages.tickets import Ticket
+from stretto.chat.prompts import both_tools, tools_of
 from stretto.config import RunConfig
 from stretto.dataset import Message, Row
 from stretto.engine import GenerateRequest, Sampling, sample_seed
@@ -22,7 +23,6 @@ from stretto.environment import Feedback, columns_of_turn
 from stretto.errors import ConfigError, EngineError
 from stretto.machine import clock
 from stretto.models.images import IMAGE_COLUMNS
-from stretto.models.prompts import both_tools, tools_of
 from stretto.models.tokenizer import answer_texts
 from stretto.tokenizer import Tokenizer
 from stretto.tools import ToolAnswer

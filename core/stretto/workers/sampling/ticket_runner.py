@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from stretto.assembly.variants import BASE
 from stretto.bus.messages import tickets
 from stretto.bus.messages.membership import Routes
+from stretto.chat.prompts import with_own_turns
 from stretto.config import RunConfig
 from stretto.dataset import CurriculumDataset, Dataset, Row
 from stretto.errors import ConfigError, EngineError, StrettoError, leaves
 from stretto.machine import clock
-from stretto.models.prompts import with_own_turns
 from stretto.models.tokenizer import characters_of, fault_of, work_on_text
 from stretto.records.samples.kept_sample import digest_of, kept_samples
 from stretto.workers.context import WorkerContext

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.chat.chat_form import plain_text
+from stretto.chat.prompts import name_of_tool
 from stretto.dataset import Message
 from stretto.errors import ConfigError
-from stretto.models.chat_form import plain_text
-from stretto.models.prompts import name_of_tool
 from stretto.tokenizer import Tokenizer
 
 __all__ = ["ChatPiece", "encode_chat", "hidden_tools", "is_data", "is_shown"]

@@ -10,14 +10,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import takewhile
 from typing import Any, Literal, cast
 
+from stretto.chat.calls import A_CALL, REPLY, Call, CallFormat, format_of, same_start, whole_tags
 from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
 from stretto.reward import REASONING_WORDS
 
-__all__ = ["A_CALL", "A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
+__all__ = ["A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -34,15 +34,14 @@ _OF_REASONING = re.compile(rf"[<\[◁][^\s<\[◁/]*(?:{REASONING_WORDS})", re.IG
 _DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
 """Finds content parts that a template wrote as Python or JSON data, not as text."""
 
-_ASK, _REPLY, _MORE, _RULE = "probeask", "probereply", "probemore", "proberule"
-_THOUGHT, _TOOL, _KEY, _VALUE = "probethought", "probetool", "probekey", "probevalue"
+_ASK, _MORE, _RULE = "probeask", "probemore", "proberule"
+_THOUGHT = "probethought"
+_TOOL, [(_KEY, _VALUE)] = A_CALL[0], A_CALL[1].items()
 _ASKED: Message = {"role": "user", "content": _ASK}
 _RESULT = {"role": "tool", "tool_call_id": "call00001"}
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
 """A tool of probes."""
-A_CALL = (_TOOL, {_KEY: _VALUE})
-"""Name and arguments of a call of it."""
 _TEXT = frozenset({"text"})
 
 
@@ -92,7 +91,9 @@ class ChatForm:
     shows_tools: bool = False
     shows_calls: bool = False
     call: str = ""
-    """An answer that is `A_CALL`, as the template writes it; empty if it shows no calls."""
+    """An answer that is `calls.A_CALL`, as the template writes it; empty if it shows no calls."""
+    calls: CallFormat | None = None
+    """The format of the calls that the template writes; None if it shows none, or none that can be read."""
     system: Literal["shown", "ignored", "refused"] = "ignored"
     drops_reasoning: bool = True
     """Whether the template leaves out reasoning in earlier answers, in the tags that the prompt opens."""
@@ -196,11 +197,11 @@ def form_of(
     """
     probe = _TemplateProbe(render, added, own_ends | model_ends, in_parts)
     turns = _turns(probe)
-    calls = _calls(probe, turns.final)
-    lead, tail = _repeated(probe, turns)
     last_end = turns.last_end or turns.inner_end
     end_ids = own_ends | model_ends | ({added[last_end]} if last_end else set())
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
+    calls = _calls(probe, turns, any_of(ends))
+    lead, tail = _repeated(probe, turns)
     closing = last_end or next((text_of(each) for each in own_ends), "")
     call_end = next(filter(calls.text.endswith, ends), "") or (
         calls.next_role if calls.next_role in ends else ""
@@ -208,7 +209,7 @@ def form_of(
     system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
     opened = _opened(turns)
     tag = found[0] if (found := _TAG.search(opened)) else "<think>"
-    reasoning = f"{tag}\n{_THOUGHT}\n{tag[0]}/{tag[1:]}\n\n{_REPLY}"
+    reasoning = f"{tag}\n{_THOUGHT}\n{tag[0]}/{tag[1:]}\n\n{REPLY}"
     thought = probe.text([_ASKED, _assistant(reasoning), _user(_MORE)])
     return ChatForm(
         has_template=True,
@@ -234,6 +235,7 @@ def form_of(
         shows_tools=_TOOL in (probe.text([_ASKED], [A_TOOL]) or ""),
         shows_calls=calls.shown,
         call=calls.sampled,
+        calls=calls.format,
         system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
         drops_reasoning=_THOUGHT not in (thought or ""),
     )
@@ -344,16 +346,16 @@ class _Turns:
 
 def _turns(probe: _TemplateProbe) -> _Turns:
     """Find how answers begin and end, after the forms of the contents of users, systems and assistants."""
-    reply, more = _assistant(_REPLY), _user(_MORE)
+    reply, more = _assistant(REPLY), _user(_MORE)
     probe.find_contents(_ASKED)
     probe.find_contents({"role": "system"}, after=[_ASKED])
     probe.find_contents(reply, before=[_ASKED])
     asked, prompt = probe.text([_ASKED]) or "", probe.text([_ASKED], opens=True) or ""
     last, inner = probe.text([_ASKED, reply]) or "", probe.text([_ASKED, reply, more]) or ""
-    last_rest, inner_rest = last.partition(_REPLY)[2], inner.partition(_REPLY)[2].partition(_MORE)[0]
-    shared = _same(last_rest, inner_rest)
+    last_rest, inner_rest = last.partition(REPLY)[2], inner.partition(REPLY)[2].partition(_MORE)[0]
+    shared = same_start(last_rest, inner_rest)
     inner_tail, inner_end = probe.end_in(inner_rest, shared)
-    before, found_end, final = last.partition(f"{_REPLY}{inner_tail}{inner_end}")
+    before, found_end, final = last.partition(f"{REPLY}{inner_tail}{inner_end}")
     final = final.lstrip()
     follows_users = asked.endswith(final) and not prompt.startswith(asked)
     # Engines stop before `final`, or it also follows the user's turn: then it is no part of an answer's end.
@@ -361,7 +363,7 @@ def _turns(probe: _TemplateProbe) -> _Turns:
         last, asked = before + found_end, asked.removesuffix(final)
     else:
         final = ""
-    last_rest = last.partition(_REPLY)[2]
+    last_rest = last.partition(REPLY)[2]
     tail, last_end = probe.end_in(last_rest, shared)
     if not last_end and last_rest.strip() and inner_rest.startswith(last_rest):
         tail = last_rest.rstrip()  # the template closes a turn with visible text alone
@@ -385,9 +387,11 @@ class _Calls:
     """The token that begins the turn of the tool's result."""
     sampled: str
     """`ChatForm.call`."""
+    format: CallFormat | None
+    """`ChatForm.calls`."""
 
 
-def _calls(probe: _TemplateProbe, final: str) -> _Calls:
+def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str]) -> _Calls:
     """Find how calls are written, after the form of the content of a tool's result."""
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     of_others, shown = probe.tools, list[tuple[str, str | None]]()
@@ -403,32 +407,51 @@ def _calls(probe: _TemplateProbe, final: str) -> _Calls:
     form, content = shown[0] if shown else ("mapping", "")
     arguments = "mapping or text" if form == "mapping" and ("text", content) in shown else form
     calling = _calling(forms[form], content)
-    text = (probe.text([_ASKED, calling]) or "").removesuffix(final).rstrip()
+    text = (probe.text([_ASKED, calling]) or "").removesuffix(turns.final).rstrip()
     probe.find_contents({**_RESULT, "name": _TOOL}, before=[_ASKED, calling])
     contents = probe.contents
     if not any("text" in each for role, each in contents.items() if role):
         contents[""] = contents.get("user", contents[""])
     replied = probe.text([_ASKED, calling, {**_RESULT, "content": _MORE}]) or ""
     next_role = probe.token_at(replied[len(text) :]) if text and replied.startswith(text) else ""
-    opened = probe.text([_ASKED], opens=True) or ""
-    sampled = text.removeprefix(opened) if opened and text.startswith(opened) else text.rpartition(_ASK)[2]
-    probe.tools = of_others
-    return _Calls(
-        bool(shown), cast("_Arguments", arguments), content, text, next_role, sampled if shown else ""
+    prompt, plain = probe.text([_ASKED], opens=True) or "", probe.text([_ASKED, _assistant(REPLY)]) or ""
+
+    def turn(calls: Sequence[Call], before: str) -> str:
+        made = [(name, json.dumps(each) if form == "text" else each) for name, each in calls]
+        answer = _calling_all(made, before or content) if calls else _assistant(before)
+        written = (probe.text([_ASKED, answer]) or "").removesuffix(turns.final)
+        if written.startswith(prompt):
+            return written[len(prompt) :]
+        # The template opens a turn in another way than it writes one: leave out what is before any answer.
+        return written[len(whole_tags(written[: same_start(written, plain.partition(REPLY)[0])])) :]
+
+    def write(calls: Sequence[Call], before: str) -> str:
+        return ends.split(turn(calls, before), 1)[0]
+
+    found = _Calls(
+        shown=bool(shown),
+        arguments=cast("_Arguments", arguments),
+        content=content,
+        text=text,
+        next_role=next_role,
+        sampled=turn([A_CALL], "") if shown else "",
+        format=format_of(write) if shown else None,
     )
+    probe.tools = of_others
+    return found
 
 
 def _repeated(probe: _TemplateProbe, turns: _Turns) -> tuple[str, str]:
     """Return `ChatForm.lead` and `tail`: empty if the template does not repeat them when the content of a
     message begins or ends with them, as then they may be part of a content."""
     prompt, last, tail = turns.prompt, turns.last, turns.tail
-    lead = last[len(prompt) :].partition(_REPLY)[0] if prompt and last.startswith(prompt) else ""
+    lead = last[len(prompt) :].partition(REPLY)[0] if prompt and last.startswith(prompt) else ""
     if lead.strip():
-        doubled = probe.text([_ASKED, _assistant(f"{lead}{_REPLY}"), _user(_MORE)])
-        lead = "" if doubled is not None and f"{lead}{lead}{_REPLY}" not in doubled else lead
+        doubled = probe.text([_ASKED, _assistant(f"{lead}{REPLY}"), _user(_MORE)])
+        lead = "" if doubled is not None and f"{lead}{lead}{REPLY}" not in doubled else lead
     if tail.strip():
-        doubled = probe.text([_ASKED, _assistant(f"{_REPLY}{tail}")])
-        tail = "" if doubled is not None and f"{_REPLY}{tail}{tail}" not in doubled else tail
+        doubled = probe.text([_ASKED, _assistant(f"{REPLY}{tail}")])
+        tail = "" if doubled is not None and f"{REPLY}{tail}{tail}" not in doubled else tail
     return lead, tail
 
 
@@ -451,9 +474,15 @@ def _assistant(content: str) -> Message:
 
 
 def _calling(arguments: Any, content: str | None) -> Message:
-    function = {"name": _TOOL, "arguments": arguments}
-    call = {"id": "call00001", "type": "function", "function": function}
-    return {"role": "assistant", "content": content, "tool_calls": [call]}
+    return _calling_all([(_TOOL, arguments)], content)
+
+
+def _calling_all(calls: Sequence[tuple[str, Any]], content: str | None) -> Message:
+    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+    made = [
+        {"id": f"call{at:05}", "type": "function", "function": each} for at, each in enumerate(functions, 1)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": made}
 
 
 def _shows(text: str | None) -> bool:
@@ -465,8 +494,8 @@ def _opened(turns: _Turns) -> str:
     """Return what the generation prompt writes from the first tag on that no history has, else from the first
     tag of reasoning on: a history may have an empty block there."""
     prompt = turns.prompt
-    heads = [text.partition(_REPLY)[0] for text in (turns.last, turns.inner) if _REPLY in text]
-    place = min((_same(prompt, head) for head in heads), default=len(prompt))
+    heads = [text.partition(REPLY)[0] for text in (turns.last, turns.inner) if REPLY in text]
+    place = min((same_start(prompt, head) for head in heads), default=len(prompt))
     place -= prompt[:place].endswith(("<", "["))  # the history has another tag here, such as a closing tag
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
     thought = _OF_REASONING.search(prompt, len(prompt) - len(turns.header))
@@ -474,10 +503,6 @@ def _opened(turns: _Turns) -> str:
         return prompt[min(starts) :]
     # A template may open reasoning with words alone.
     return prompt[place:] if re.search(REASONING_WORDS, prompt[place:], re.IGNORECASE) else ""
-
-
-def _same(a: str, b: str) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _with_arguments(call: Any, form: _Arguments, place: str) -> Any:

@@ -1,5 +1,5 @@
 """Read prompts and tools from a row's columns, the config keys that datasets of plain tables share, and the
-parser of the calls that a model's chat template writes."""
+format of the calls that a model's chat template writes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from stretto.chat.calls import A_CALL, NAMED, CallFormat, ParserName
+from stretto.chat.chat_form import ChatForm
 from stretto.dataset import DatasetConfig, Message, OwnTurn, Row, object_of
 from stretto.errors import ConfigError, column_error
-from stretto.models.chat_form import A_CALL, ChatForm
 from stretto.tokenizer import Tokenizer
-from stretto.tools import PARSERS, ParserName, parse_calls
 
 __all__ = [
     "ColumnsConfig",
     "both_tools",
+    "format_named",
     "name_of_tool",
-    "parser_of",
     "prompt_ids",
     "reads_calls",
     "tools_of",
@@ -165,18 +165,13 @@ def prompt_ids(row: Row, tokenizer: Tokenizer) -> NDArray[np.int32]:
     return tokenizer.encode_prompt(with_own_turns(row["prompt"], tokenizer), tools=tools_of(row))
 
 
-def parser_of(name: ParserName, form: ChatForm) -> ParserName:
-    """Return the parser of a model's calls. `auto` is the first one that reads what the chat template writes;
-    `hermes` if none does."""
-    if name != "auto":
-        return name
-    for parser in PARSERS:
-        if reads_calls(parser, form):
-            return parser
-    return "hermes"
+def format_named(name: ParserName, form: ChatForm) -> CallFormat:
+    """Return the format in which a model's calls are read. `auto` is that of the chat template; `hermes` if
+    it shows no calls."""
+    return NAMED[name] if name != "auto" else form.calls or NAMED["hermes"]
 
 
-def reads_calls(parser: ParserName, form: ChatForm) -> bool:
-    """Return whether a parser reads a call as the chat template writes it."""
-    found = parse_calls(form.call, parser, form.opened)
+def reads_calls(format: CallFormat, form: ChatForm) -> bool:
+    """Return whether a format reads a call as the chat template writes it."""
+    found = format.read(form.call, ())[1]
     return [(call.name, call.arguments, call.fault) for call in found] == [(*A_CALL, "")]
