@@ -99,6 +99,21 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     assert words in said
 
 
+def test_a_template_that_takes_no_answer_back_is_refused(tmp_path: Path) -> None:
+    template = (  # engines stop behind the reasoning
+        "{% for m in messages %}{% if m.reasoning %}{{ '<r>thought\n' + m.reasoning + '<e>\n' }}{% endif %}"
+        "{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<r>{% endif %}"
+    )
+    write_model(replace(FORMS["plain lines"], template=template), tmp_path / "model")
+    (tmp_path / "env.py").write_text("def env(completion): ...\n")
+    refused = (
+        "workflow: the chat template writes an answer with reasoning in no form in which the policy samples"
+    )
+    assert refused not in checked(tmp_path, [ASK])
+    assert refused in checked(tmp_path, [ASK], more=("workflow={use: multi_turn, environment: env.py:env}",))
+
+
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
     written = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
     write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")

@@ -210,7 +210,9 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "channels": (
         _turns(
             _raising("'<m>' in m.content", "channels inside")
-            + "{{ '<r>' + m.role }}{% if m.role == 'assistant' %}{% for c in (m.tool_calls or [])[:1] %}"
+            + "{% if m.thinking and (loop.last or m.tool_calls) %}"
+            "{{ '<r>assistant<c>analysis<m>' + m.thinking + '<e>' }}{% endif %}"
+            "{{ '<r>' + m.role }}{% if m.role == 'assistant' %}{% for c in (m.tool_calls or [])[:1] %}"
             "{{ '<c>to=' + c.function.name + '<m>' + c.function.arguments | tojson + '<k>' }}{% else %}"
             "{{ '<c>final<m>' + m.content + ('<x>' if loop.last else '<e>') }}{% endfor %}"
             "{% else %}{{ '<m>' + m.content + '<e>' }}{% endif %}",

@@ -128,18 +128,10 @@ async def test_a_conversation_is_what_the_template_writes(name: str, models: Mod
         assert isinstance(conversation.history, list)
         assert conversation.history[-1]["content"] == answers[number]
         conversation.add({"role": "user", "content": feedback})
-    if name == "channels":
-        session = Scripted(tokenizer, "<e><r>assistant<c>final<m>hi")
-        conversation = session.conversation([ASK])
-        await conversation.reply()
-        conversation.add(ASK)
-        with pytest.raises(ConfigError, match="channels inside"):
-            await conversation.reply()
-        return
     await conversation.reply()
     trajectories = conversation.trajectories(Score(1.0))
     tokens_are_shown_and_sampled(session, trajectories)
-    assert (conversation.splits == 0) == form.keeps
+    assert (conversation.splits == 0) == (form.keeps or name == "counting ids")  # it adds an empty block
     if form.keeps and name != "no header for answers":  # its prompt would merge with what was sampled
         renders_as_one(tokenizer, conversation, trajectories)
     last = tokenizer.decode(session.generated[-1].prompt_ids, special=True)
@@ -212,8 +204,8 @@ async def test_calls_run_and_tools_of_rows_are_shown(name: str, models: Models) 
     workflow = ToolUse(ToolUseConfig(use="tool_use"), CONTEXT)
     session = Scripted(tokenizer, said(form, call), said(form, "3"), tools=[add], row_tools=[TOOL])
     prompt = Prompt({"prompt": [ASK], "tools": [TOOL]}, tokenizer.encode_prompt([ASK], tools=[TOOL]))
-    if refusal := {"strict alternation": "no tools", "channels": "channels inside"}.get(name):
-        with pytest.raises(ConfigError, match=refusal):
+    if name == "strict alternation":
+        with pytest.raises(ConfigError, match="no tools"):
             await workflow.run(prompt, session)
         return
     trajectories = await workflow.run(prompt, session)
@@ -472,6 +464,57 @@ def test_calls_are_read_as_the_template_writes_them(models: Models) -> None:
         assert format_named("mistral", form).name == "mistral"
 
 
+def thinker(key: str = "''", opens: str = "") -> str:
+    """A template that writes reasoning from a key, and the start of an answer."""
+    return (
+        "{% for m in messages %}{{ '<r>' + m.role + '\n' }}"
+        f"{{% if m.role == 'assistant' %}}{{{{ {key} }}}}{{% endif %}}"
+        "{{ m.content + '<e>' }}{% endfor %}"
+        f"{{% if add_generation_prompt %}}{{{{ '<r>assistant\n{opens}' }}}}{{% endif %}}"
+    )
+
+
+_KEY = "'<think>' + (m.reasoning_content or '') + '</think>'"
+_LAST = _KEY.replace("m.reasoning", "loop.last and m.reasoning")
+_INLINE, _EMPTY, _SPLIT = (
+    "<think>why</think>3",
+    "<think></think>3",
+    {"content": "3", "reasoning_content": "why"},
+)
+# Template -> what the policy samples, the message, and what the template writes behind the header.
+BACK: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "inline": (thinker(), _INLINE, {"content": _INLINE}, _INLINE),
+    "a key": (thinker(_KEY), _INLINE, _SPLIT, _INLINE),
+    "other blanks": (thinker(_KEY), "<think> why\n</think>3", _SPLIT, "<think> why\n</think>3"),
+    "a key of the last turn": (thinker(_LAST), _INLINE, _SPLIT, _EMPTY),
+    "opened": (thinker(opens="<think>"), "why</think>3", {"content": _INLINE}, _INLINE),
+    "opened, a key": (thinker(_LAST, "<think>"), "why</think>3", _SPLIT, _EMPTY),
+    "an open tag": (thinker(_KEY), "<think>why3", {"content": "<think>why3"}, "<think>why3"),
+}
+
+
+@pytest.mark.parametrize("name", BACK)
+async def test_reasoning_goes_back_as_it_was_sampled_or_not_at_all(name: str, tmp_path: Path) -> None:
+    template, sampled, message, written = BACK[name]
+    tokenizer = load_tokenizer(write_model(Form(template), tmp_path))
+    session = FakeSession([f"{sampled}<e>"] * 2, tokenizer=tokenizer, size=1)
+    conversation = session.conversation([ASK])
+    for _ in range(2):
+        await conversation.reply()
+        conversation.add(ASK)
+    assert conversation.history[1] == {"role": "assistant", **message}
+    first, second = (tokenizer.decode(each.prompt_ids, special=True) for each in session.generated)
+    header = "<r>assistant\n"
+    assert second.partition(header)[2].partition("<e>")[0] == written
+    sampled_ids = [*session.generated[0].prompt_ids, *tokenizer.encode_text(f"{sampled}<e>")]
+    stays = session.generated[1].prompt_ids[: len(sampled_ids)].tolist() == sampled_ids
+    assert (conversation.splits, stays) == (
+        (0, True) if first.partition(header)[2] + sampled == written else (1, False)
+    )
+    [*_, last] = conversation.trajectories(Score(1.0))
+    assert last.score.metrics.get("malformed_reasoning", 0) == 2 * (name == "an open tag")
+
+
 def test_calls_are_probed_with_tools(tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content }}CALLS<e>\n{% endfor %}"
     calling = plain.replace("CALLS", "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}")
@@ -557,13 +600,13 @@ async def test_only_a_turn_begins_with_the_lead(name: str, models: Models) -> No
         session = FakeSession([f"{lead}ok{end}"], tokenizer=tokenizer, size=1)
         [answer] = await session.generate(tokenizer.encode_prompt(prompt))
         assert answer.text == expected
-    # A policy that has not learnt the lead: its first turn is shown with it, behind a split.
+    # A policy that has not learnt the lead: what it sampled stays.
     session = FakeSession([f"ok{end}"], tokenizer=tokenizer, size=1)
     conversation = session.conversation([ASK])
     for _ in range(2):
         assert (await conversation.reply()).text == "ok"  # type: ignore[union-attr]
         conversation.add(ASK)
-    assert (conversation.splits, conversation.history[1]["content"]) == (1, "ok")  # type: ignore[index]
+    assert (conversation.splits, conversation.history[1]["content"]) == (name == "channels", "ok")  # type: ignore[index]
     # An agent with a prompt of its own gets all that was sampled, so that it can go on.
     agent = AgentSession(tokenizer, f"{lead}ok{end}")
     async with recorded_agent(agent) as (url, key, _), AsyncOpenAI(base_url=url, api_key=key) as client:

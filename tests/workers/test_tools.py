@@ -19,7 +19,7 @@ import pytest
 
 from patience import SOON_S, patience
 from stretto import tools
-from stretto.chat.calls import NAMED, ToolCall, assistant_message
+from stretto.chat.calls import NAMED, ToolCall
 from stretto.machine.proxies import spare_this_machine
 from stretto.models.images import decode
 from stretto.serving.server import Server
@@ -168,16 +168,6 @@ def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
     [call] = NAMED[parser].split(text)[1]
     assert fault in call.fault
     assert call.arguments == {}
-
-
-def test_only_mistral_is_shown_its_calls_as_data() -> None:
-    assert assistant_message("x", "", [F], NAMED["hermes"]) == {"role": "assistant", "content": "x"}
-    message = assistant_message(
-        "x[TOOL_CALLS]…", "x", [ToolCall("f", {"a": 1}, id="abcdefgh1")], NAMED["mistral"]
-    )
-    function = {"name": "f", "arguments": {"a": 1}}
-    assert message["content"] == "x"
-    assert message["tool_calls"] == [{"id": "abcdefgh1", "type": "function", "function": function}]
 
 
 # ----------------------------------------------------------------------------------- the tool process

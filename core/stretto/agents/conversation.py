@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from stretto.array import KeptTokens
-from stretto.dataset import Message, OwnTurn
+from stretto.dataset import Message
 from stretto.errors import RequestError
 from stretto.models.tokenizer import body_of, characters_of, work_on_text
 from stretto.models.vision import images_in, place_images
@@ -29,6 +29,7 @@ from stretto.workflow import Answer, Images, OnTokens, Score, Session, Trajector
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from stretto.chat.calls import ToolCall
     from stretto.engine import Sampling
     from stretto.tokenizer import Tokenizer
 
@@ -73,8 +74,18 @@ class Conversation:
         """The images of a plain text, in order. Images of a chat are parts of its messages."""
         self._segments: list[Segment] = []
         self.history: str | list[Message] = prompt if isinstance(prompt, str) else list(prompt)
-        """All messages or text so far. Each answer is an assistant's message with the sampled text."""
+        """All messages or text so far. Each answer is an assistant's message, in the form in which the chat
+        template takes it back (`stretto.chat.stored`)."""
         self.answers: list[Answer] = []
+        self.said = ""
+        """The text of the last answer in a chat, without the token that ended it."""
+        self._end = ""
+        """The token that ended the last answer."""
+        self._answered = 0
+        """The number of messages up to the last answer."""
+        self._prompted = ""
+        """The text before the last answer."""
+        self._num_malformed = 0
 
     @property
     def splits(self) -> int:
@@ -124,7 +135,7 @@ class Conversation:
             if room < 1:
                 return None
             sampling = msgspec.structs.replace(sampling, max_tokens=min(room, sampling.max_tokens))
-        ids = segment.prompt()
+        ids, self._prompted = segment.prompt(), segment.text
         answer = await self._generate(ids, sampling, None if self._images is None else segment.images())
         text = self._tokenizer.decode(answer.tokens, special=True, after=ids)
         segment.add_answer(answer, text)
@@ -132,15 +143,24 @@ class Conversation:
         if isinstance(self.history, str):
             self.history += text
         else:
-            body = self.without_end(text, answer)
-            content = self._tokenizer.form.content_of(body, has_ended=body != text)
-            self.history.append(OwnTurn(role="assistant", content=content))
+            body, form = self.without_end(text, answer), self._tokenizer.form
+            self.said, self._end = form.content_of(body, has_ended=body != text), text[len(body) :]
+            self._num_malformed += form.stored.taken != "text" and form.stored.is_malformed(self.said)
+            self.history.append(form.stored.message(self.said))
+            self._answered = len(self.history)
         return answer
+
+    def store_calls(self, before: str, calls: Sequence[ToolCall]) -> None:
+        """Store the last answer of a chat with its tool calls. `before`: its text before the first call."""
+        assert isinstance(self.history, list)
+        self.history[self._answered - 1] = self._tokenizer.form.stored.message(self.said, before, calls)
 
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return one trajectory for each part between splits that has an answer. Each has the conversation's
         score, with the metrics `turns` and `splits`. The last one has the conversation's messages."""
         metrics = {**score.metrics, "turns": float(len(self.answers)), "splits": float(self.splits)}
+        if self._num_malformed:
+            metrics["malformed_reasoning"] = float(self._num_malformed)
         score = replace(score, metrics=metrics)
         reads_images = self._images is not None
         trajectories = [
@@ -163,13 +183,14 @@ class Conversation:
         history = self.history
         text, names = await self._rendered(history)
         segment = self._segments[-1] if self._segments else Segment()
-        if not text.startswith(segment.text):
-            segment = Segment()
-        new, new_names = text[len(segment.text) :], names[len(segment.images()) :]
+        covered = await self._covered(segment, text)
+        if covered is None:
+            segment, covered = Segment(), 0
+        new, new_names = text[covered:], names[len(segment.images()) :]
         if not self._has_room_for(new, segment):
             return None
         ids = await self._encoded(
-            new, new_names, plain=isinstance(history, str), begins=not segment.length, after=segment.text
+            new, new_names, plain=isinstance(history, str), begins=not segment.length, after=text[:covered]
         )
         segment.add_text(ids, text, new_names)
         if segment not in self._segments:
@@ -177,6 +198,26 @@ class Conversation:
                 self._segments.pop()  # nothing was sampled in it
             self._segments.append(segment)
         return segment
+
+    async def _covered(self, segment: Segment, text: str) -> int | None:
+        """Return the length of the part of a text that a segment's ids already are; None after a split.
+
+        The template may write a turn with other white space or JSON than the policy sampled. If it writes the
+        turn with its reasoning, as it would while it is the last one, the sampled ids stay.
+        """
+        if text.startswith(segment.text):
+            return len(segment.text)
+        history, form = self.history, self._tokenizer.form
+        if isinstance(history, str) or self._images is not None or not text.startswith(self._prompted):
+            return None
+        messages = history[: self._answered]
+        render = partial(self._tokenizer.render, messages, tools=self._tools, add_generation_prompt=False)
+        last = (await work_on_text(render, characters_of(messages))).removesuffix(form.final)
+        ends = [end.start() for end in form.ends_of(last) if not last[end.end() :].strip()]
+        turn = last[: ends[-1] if ends else None] + self._end
+        thought = form.stored.split(self.said)
+        is_whole = thought is None or thought[0] in turn[len(self._prompted) :]
+        return len(turn) if is_whole and segment.last and text.startswith(turn) else None
 
     async def _rendered(self, history: str | list[Message]) -> tuple[str, Sequence[str]]:
         """Return the history as text, and the names of its images in order."""

@@ -30,9 +30,9 @@ from stretto.agents.anthropic_api import MessageCall, anthropic_error
 from stretto.agents.api_call import MODEL, APICall, ApiError, Event, Reply
 from stretto.agents.openai_api import ChatCall, CompletionCall, ResponseCall, openai_error
 from stretto.agents.recorder import CallRecorder, OverLimit, Thread
-from stretto.chat.calls import CallFormat, ParserName
+from stretto.chat.calls import CallFormat, ParserName, ToolCall
 from stretto.chat.prompts import format_named
-from stretto.dataset import Message, OwnTurn
+from stretto.dataset import Message
 from stretto.errors import ConfigError, EngineError, RequestError, one_job, together
 from stretto.models.tokenizer import work_on_text
 from stretto.tokenizer import Tokenizer
@@ -301,33 +301,34 @@ class Endpoint:
         )
         stops = (*agent_run.recorder.session.sampling.stop, *call.stop)
         message: Message = {"role": "assistant", "content": _text_before(thread.text_of(answer), stops)}
-        if call.reads_tools:
-            message = self._with_calls(agent_run, call, answer, thread) or message
-        # Mistral's templates refuse a message after a call unless the answer before has `tool_calls`.
-        calls = "tool_calls" in message and self._format(agent_run).name == "mistral"
-        thread.record_answer(message, template_message=OwnTurn(message) if calls else None)
+        before, calls = self._calls_in(agent_run, call, answer, thread) if call.reads_tools else ("", [])
+        if calls:
+            functions = [{"name": each.name, "arguments": each.arguments} for each in calls]
+            made = zip(calls, functions, strict=True)
+            tool_calls = [
+                {"id": each.id, "type": "function", "function": function} for each, function in made
+            ]
+            message = {"role": "assistant", "content": before, "tool_calls": tool_calls}
+        thread.record_answer(message, before, calls)
         return Reply(answer, len(thread.prompt), message)
 
     def _format(self, agent_run: _AgentRun) -> CallFormat:
         return format_named(self._tool_parser, agent_run.recorder.session.tokenizer.form)
 
-    def _with_calls(
+    def _calls_in(
         self, agent_run: _AgentRun, call: APICall, answer: Answer, thread: Thread
-    ) -> Message | None:
-        """Return the answer's message with tool calls; None if it has no calls, or one cannot be parsed: as
-        with other servers, the message is then the sampled text."""
+    ) -> tuple[str, list[ToolCall]]:
+        """Return the text before an answer's calls, and the calls with ids. No calls if one cannot be read:
+        as with other servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
-        content, calls = self._format(agent_run).split(text, thread.opened, call.tools)
-        if not calls or any(found.fault for found in calls):
-            return None
-        tool_calls: list[dict[str, Any]] = []
-        for found in calls:
+        before, calls = self._format(agent_run).split(text, thread.opened, call.tools)
+        if any(each.fault for each in calls):
+            return "", []
+        for number, each in enumerate(calls):
             agent_run.calls += 1
             # Nine letters and digits: templates of Mistral models accept nothing else.
-            id = found.id or f"call{agent_run.calls:05}"
-            function = {"name": found.name, "arguments": found.arguments}
-            tool_calls.append({"id": id, "type": "function", "function": function})
-        return {"role": "assistant", "content": content, "tool_calls": tool_calls}
+            calls[number] = msgspec.structs.replace(each, id=each.id or f"call{agent_run.calls:05}")
+        return before, calls
 
     def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
         session = agent_run.recorder.session

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
+from stretto.chat.calls import ToolCall
 from stretto.chat.chat_form import opened_in
 from stretto.dataset import Message
 from stretto.engine import Sampling
@@ -142,16 +143,16 @@ class Thread:
             self._prefix = self.input + self._conversation.without_end(self._text[length_before:], answer)
         return answer
 
-    def record_answer(self, message: Message, *, template_message: Message | None = None) -> None:
+    def record_answer(self, message: Message, before: str = "", calls: Sequence[ToolCall] = ()) -> None:
         """Record the last answer as the agent gets it. A call that begins with input and message continues
-        the thread. `template_message`: for a chat template that does not accept the sampled text."""
+        the thread. `before`, `calls`: those of `Conversation.store_calls`."""
         self.message = message
         if isinstance(self._conversation, _TokenPrompt):
             return
         if isinstance(self.input, list):
             self._prefix = [*self.input, message]
-        if template_message is not None and isinstance(self._conversation.history, list):
-            self._conversation.history[-1] = template_message
+        if calls and isinstance(self.input, list):
+            self._conversation.store_calls(before, calls)
         self._can_continue = True
 
     def trajectories(self, score: Score) -> list[Trajectory]:

@@ -18,18 +18,18 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from stretto.dataset import Message, OwnTurn, object_of
+from stretto.dataset import object_of
 from stretto.errors import ConfigError
 from stretto.reward import reasoning_end
 
 __all__ = [
     "A_CALL",
+    "A_TOOL",
     "NAMED",
     "Call",
     "CallFormat",
     "ParserName",
     "ToolCall",
-    "assistant_message",
     "format_of",
 ]
 
@@ -79,25 +79,6 @@ class CallFormat:
             return text, []
         start, calls = self.read(text[end:], tools)
         return (text[: end + start] if calls else text), calls
-
-
-def assistant_message(text: str, before: str, calls: Sequence[ToolCall], format: CallFormat) -> Message:
-    """Make the message of an answer with calls, for the chat template to show in the history.
-
-    Most templates write the text as the policy sampled it. Mistral's refuse two consecutive answers unless
-    the first has `tool_calls`; they write the calls again from these, behind the text before them.
-    """
-    if format.name != "mistral" or not calls:
-        return OwnTurn(role="assistant", content=text)
-    tool_calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls
-    ]
-    return OwnTurn(role="assistant", content=before, tool_calls=tool_calls)
 
 
 # ------------------------------------------------------------------------------------ named formats
@@ -308,6 +289,11 @@ _PROPERTIES = {key: {"type": kind} for key, kind in _KINDS.items()}
 _SCHEMAS = [{"function": {"name": _TOOL, "parameters": {"type": "object", "properties": _PROPERTIES}}}]
 A_CALL: Call = (_TOOL, {_KEY: _VALUE})
 """A call of probes."""
+A_TOOL = {
+    "type": "function",
+    "function": {"name": _TOOL, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+"""A tool of probes."""
 _TEXT = """a "b" <c>d</c> [e] {f: 'g'}\n\n  h\té–☃"""
 _PROBES: Sequence[Sequence[Call]] = (
     [(_TOOL, {})],

@@ -8,16 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from stretto.chat.calls import A_CALL, REPLY, Call, CallFormat, format_of, same_start, whole_tags
+from stretto.chat.calls import A_CALL, A_TOOL, REPLY, Call, CallFormat, format_of, same_start, whole_tags
+from stretto.chat.stored import A_QUESTION, StoredForm, stored_form
 from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
 from stretto.reward import REASONING_WORDS
 
-__all__ = ["A_TOOL", "ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
+__all__ = ["ChatForm", "any_of", "form_of", "opened_in", "plain_text", "sections_of"]
 
 _Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 """Messages, tools, whether to open the answer -> the text that the template writes."""
@@ -34,14 +35,10 @@ _OF_REASONING = re.compile(rf"[<\[◁][^\s<\[◁/]*(?:{REASONING_WORDS})", re.IG
 _DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
 """Finds content parts that a template wrote as Python or JSON data, not as text."""
 
-_ASK, _MORE, _RULE = "probeask", "probemore", "proberule"
-_THOUGHT = "probethought"
+_MORE, _RULE = "probemore", "proberule"
 _TOOL, [(_KEY, _VALUE)] = A_CALL[0], A_CALL[1].items()
-_ASKED: Message = {"role": "user", "content": _ASK}
+_ASKED, _ASK = A_QUESTION, A_QUESTION["content"]
 _RESULT = {"role": "tool", "tool_call_id": "call00001"}
-_NO_PARAMETERS = {"type": "object", "properties": {}}
-A_TOOL = {"type": "function", "function": {"name": _TOOL, "description": "", "parameters": _NO_PARAMETERS}}
-"""A tool of probes."""
 _TEXT = frozenset({"text"})
 
 
@@ -95,8 +92,8 @@ class ChatForm:
     calls: CallFormat | None = None
     """The format of the calls that the template writes; None if it shows none, or none that can be read."""
     system: Literal["shown", "ignored", "refused"] = "ignored"
-    drops_reasoning: bool = True
-    """Whether the template leaves out reasoning in earlier answers, in the tags that the prompt opens."""
+    stored: StoredForm = field(default_factory=StoredForm)
+    """The form in which the template takes back answers."""
 
     def ends_of(self, text: str) -> Iterable[re.Match[str]]:
         """Return the matches of end tokens in a text."""
@@ -208,10 +205,7 @@ def form_of(
     )
     system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
     opened = _opened(turns)
-    tag = found[0] if (found := _TAG.search(opened)) else "<think>"
-    reasoning = f"{tag}\n{_THOUGHT}\n{tag[0]}/{tag[1:]}\n\n{REPLY}"
-    thought = probe.text([_ASKED, _assistant(reasoning), _user(_MORE)])
-    return ChatForm(
+    form = ChatForm(
         has_template=True,
         end_ids=end_ids,
         # Not the end token of earlier turns, which may be inside an answer: it ends gpt-oss's reasoning.
@@ -237,8 +231,19 @@ def form_of(
         call=calls.sampled,
         calls=calls.format,
         system="refused" if system_text is None else "shown" if _RULE in system_text else "ignored",
-        drops_reasoning=_THOUGHT not in (thought or ""),
     )
+
+    def written(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], opens: bool) -> str:
+        try:
+            text = probe.text(form.prepared(messages, None), tools, opens=opens) or ""
+        except ConfigError:  # parts that the template does not write
+            return ""
+        return text if opens else text.removesuffix(turns.final)
+
+    calling, result = _calling({_KEY: _VALUE}, ""), {**_RESULT, "name": _TOOL, "content": _MORE}
+    begin = form.calls.read(form.call, ())[0] if form.calls else 0
+    call = any_of(ends).split(form.call[begin:])[0].rstrip() if form.calls else ""
+    return replace(form, stored=stored_form(written, opened, any_of(ends), call, [calling, result]))
 
 
 class _TemplateProbe:

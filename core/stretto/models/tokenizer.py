@@ -16,7 +16,8 @@ import numpy as np
 from anyio.lowlevel import RunVar
 from numpy.typing import NDArray
 
-from stretto.chat.chat_form import A_TOOL, ChatForm, any_of, form_of, opened_in, sections_of
+from stretto.chat.calls import A_TOOL
+from stretto.chat.chat_form import ChatForm, any_of, form_of, opened_in, sections_of
 from stretto.dataset import DatasetConfig, Message
 from stretto.errors import ConfigError
 from stretto.models.files import end_tokens_in, folder_of_model

@@ -19,7 +19,7 @@ import msgspec
 
 from stretto import Component, Context, Problem, hookimpl
 from stretto.agents.conversation import Conversation
-from stretto.chat.calls import ParserName, ToolCall, assistant_message
+from stretto.chat.calls import ParserName, ToolCall
 from stretto.chat.prompts import format_named, name_of_tool
 from stretto.component import PositiveInt
 from stretto.config import RunConfig
@@ -87,14 +87,12 @@ class ToolUse:
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
-            history = conversation.history
-            assert isinstance(history, list)
-            content = str(history[-1]["content"])
-            before, calls = format.split(content, form.opened, tools)
+            before, calls = format.split(conversation.said, form.opened, tools)
             if not calls or any(call.name in row_tools for call in calls):
                 break
-            calls = [_with_id(call, loop.calls + index) for index, call in enumerate(calls)]
-            history[-1] = assistant_message(content, before, calls, format)
+            any_id = format.name != "mistral"
+            calls = [_with_id(call, loop.calls + index, any_id) for index, call in enumerate(calls)]
+            conversation.store_calls(before, calls)
             for call in calls:
                 result = await _run_call(call, session)
                 loop.calls += 1
@@ -119,9 +117,10 @@ async def _run_call(call: ToolCall, session: Session) -> ToolAnswer:
     return await session.call(call.name, call.arguments)
 
 
-def _with_id(call: ToolCall, number: int) -> ToolCall:
-    """Return the call with an id that every template accepts: Mistral's needs nine letters and digits."""
-    if re.fullmatch(r"[A-Za-z0-9]{9}", call.id):
+def _with_id(call: ToolCall, number: int, any_id: bool) -> ToolCall:
+    """Return the call with an id, the policy's if it wrote one. Mistral's templates want nine letters and
+    digits."""
+    if call.id and (any_id or re.fullmatch(r"[A-Za-z0-9]{9}", call.id)):
         return call
     return msgspec.structs.replace(call, id=f"call{number:05}")
 

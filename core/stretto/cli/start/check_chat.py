@@ -19,6 +19,7 @@ from stretto.chat.prompts import both_tools, format_named, reads_calls, tools_of
 from stretto.cli.start.row_check import drawn_rows
 from stretto.component import Problem
 from stretto.dataset import Dataset, Message
+from stretto.environment import EnvironmentConfig
 from stretto.errors import ConfigError
 from stretto.models.files import known_config, text_config
 from stretto.models.tokenizer import fault_of
@@ -50,7 +51,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
         yield f"           the prompt {opened} of the answer{lead}; content is {_contents(form)}"
         yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
-            "dropped" if form.drops_reasoning else "kept"
+            "kept" if form.stored.keeps else "dropped"
         )
         yield f"           tools are {tools}, calls {calls}"
         yield f"           arguments of the template (dataset.template): {arguments}"
@@ -76,7 +77,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
-    yield from _call_problems(assembly, tokenizer.form) if path == "dataset" else ()
+    yield from _history_problems(assembly, tokenizer.form) if path == "dataset" else ()
     counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, str]](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     answers = _answer_columns(assembly) if path == "dataset" else ()
@@ -165,10 +166,21 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
         )
 
 
-def _call_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
-    """Tell a format of calls that the workflow does not read, or not in the model's own form."""
+def _history_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
+    """Tell what the chat template does not take back in a workflow of several turns, and calls that are not
+    read."""
     workflow = assembly.config.workflow
     name: ParserName | None = getattr(workflow, "tool_parser", None)
+    has_tools = isinstance(workflow, ToolsConfig)
+    taken = (form.stored.with_calls if has_tools else "text", form.stored.taken)
+    if (name or isinstance(workflow, EnvironmentConfig)) and None in taken:
+        what = "calls" if form.stored.taken else "reasoning"
+        yield Problem(
+            "workflow",
+            f"the chat template writes an answer with {what} in no form in which the policy samples it, once "
+            "other messages follow: use a model, or `dataset.template`, whose template takes it back",
+            "warning" if name and not has_tools else "error",
+        )
     if name is None or not form.shows_calls or reads_calls(format_named(name, form), form):
         return
     which = "no parser reads" if name == "auto" else f"{name!r} does not read"
@@ -176,7 +188,7 @@ def _call_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
         "workflow.tool_parser",
         f"the chat template writes a call as {form.call[-_SHOWN:]!r}, which {which}: such calls would be "
         "text or errors; describe a format that is read in `dataset.system_prompt`, and name its parser here",
-        "error" if isinstance(workflow, ToolsConfig) and name == "auto" else "warning",
+        "error" if has_tools and name == "auto" else "warning",
     )
 
 
@@ -254,7 +266,7 @@ def _odd_messages(
         is_text = tokenizer.rows is not None and tokenizer.rows.special_tokens == "text"
         if (
             is_text
-            and tokenizer.form.drops_reasoning
+            and not tokenizer.form.stored.keeps
             and "</think>" in words
             and tokenizer.special_in("</think>")
         ):

@@ -1,0 +1,217 @@
+"""How an answer of the policy goes back into the history, so that the chat template writes it again.
+
+Templates take an answer with reasoning in one of several forms: as it was sampled, with the start that the
+prompt contained, or with the reasoning under a key of its own. `stored_form` renders an answer in each of
+them, and takes the first that the template writes as the policy samples it, or without its reasoning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal
+
+from stretto.chat.calls import A_CALL, A_TOOL, REPLY, ToolCall
+from stretto.dataset import Message, OwnTurn
+
+__all__ = ["A_QUESTION", "THOUGHT", "StoredForm", "stored_form"]
+
+Taken = Literal["text", "opened", "reasoning_content", "reasoning", "thinking", "parts"]
+"""As sampled; with the start of the answer that is in the prompt; under a key; as a part of the content."""
+KEYS: Sequence[Taken] = ("reasoning_content", "reasoning", "thinking")
+THOUGHT = "probethought"
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """The form in which a chat template takes back answers."""
+
+    taken: Taken | None = "text"
+    """None: the template writes an answer with reasoning in no form in which it was sampled."""
+    with_calls: Taken | None = "text"
+    """The same for answers with tool calls."""
+    calls_as_data: bool = False
+    """Whether calls go back as `tool_calls`, not as sampled text."""
+    keeps: bool = False
+    """Whether a later turn leaves the reasoning in the history."""
+    opened: str = ""
+    """`ChatForm.opened`."""
+    begin: str = ""
+    """What the policy samples before its reasoning; empty if the prompt opens it."""
+    ends: tuple[str, str] = ("", "")
+    """What it samples between the reasoning and the content, and between the reasoning and a call."""
+
+    def message(self, text: str, before: str = "", calls: Sequence[ToolCall] = ()) -> Message:
+        """Return the assistant's message of an answer.
+
+        Args:
+            text: the sampled text, without the token that ended it.
+            before: the part of it before the first call.
+            calls: its calls.
+        """
+        as_data = bool(calls) and self.calls_as_data
+        body, taken = (before if as_data else text), (self.with_calls if calls else self.taken)
+        message: dict[str, Any] = {"role": "assistant", "content": body}
+        if taken not in ("text", None) and (parts := self.split(body)):
+            reasoning, content = parts
+            if taken == "opened":
+                message["content"] = self.opened + body
+            elif taken == "parts":
+                thought = {"type": "thinking", "thinking": reasoning}
+                message["content"] = [thought, *([{"type": "text", "text": content}] if content else [])]
+            else:
+                message |= {"content": content, str(taken): reasoning}
+        if as_data:
+            message["content"] = message["content"] if str(message["content"]).strip() else ""
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        return OwnTurn(message)
+
+    def split(self, text: str) -> tuple[str, str] | None:
+        """Return reasoning and content of an answer; None if it has no reasoning, or tags that are open or
+        doubled."""
+        begin, end, rest = self.begin.strip(), self.end, text.lstrip()
+        if (
+            not end
+            or not rest.startswith(begin)
+            or rest.count(end) != 1
+            or (begin and rest.count(begin) != 1)
+        ):
+            return None
+        reasoning, _, content = rest.removeprefix(begin).partition(end)
+        for written in self.ends:
+            behind = written.strip().removeprefix(end)
+            if content.startswith(behind):
+                content = content.removeprefix(behind).removeprefix(written[len(written.rstrip()) :])
+                break
+        return reasoning.strip(), content
+
+    def is_malformed(self, text: str) -> bool:
+        """Return whether an answer has a tag of reasoning, and cannot be split there."""
+        return any(tag and tag in text for tag in (self.begin.strip(), self.end)) and not self.split(text)
+
+    @property
+    def end(self) -> str:
+        """The tag that ends reasoning, such as `</think>`, or `<|close|>think<|sep|>`."""
+        found = _TAG.match(self.ends[0].strip())
+        return found[0] if found else ""
+
+
+_TAGS = r"<[^<>]*>(?:[^\s<>]+<[^<>]*>)?+"
+_TAG = re.compile(rf"\[[^\[\]]*\]|{_TAGS}|\S+")
+_EMPTY = re.compile(rf"(\s*{_TAGS}[^\s<>]*\n?)\s*({_TAGS}\s*)")
+"""A block of reasoning without reasoning."""
+
+Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
+"""Messages, tools, whether to open an answer -> the text; empty if the template refuses them."""
+A_QUESTION: Message = {"role": "user", "content": "probeask"}
+_MORE: Message = {"role": "user", "content": "probemore"}
+_PLAIN: Message = {"role": "assistant", "content": REPLY}
+
+
+def stored_form(
+    render: Render, opened: str, ends: re.Pattern[str], call: str, turns: Sequence[Message]
+) -> StoredForm:
+    """Find the form by rendering answers.
+
+    Args:
+        opened: `ChatForm.opened`.
+        ends: finds the tokens that end an answer.
+        call: `stretto.chat.calls.A_CALL`, as the policy samples it; empty if it cannot be read.
+        turns: the message with this call and no text, and the tool's result.
+    """
+    plain, calling = _Case(render, (), _PLAIN, REPLY), _Case(render, (A_TOOL,), turns[0], call)
+    shown = plain.shown(opened)
+    begin, between = shown or _tags_in(opened)
+    if ends.search(begin + between):  # engines stop before the policy has answered
+        return StoredForm(taken=None, with_calls=None)
+    of_call = calling.shown(opened) if call else None
+    form = StoredForm(opened=opened, begin=begin, ends=(between, of_call[1] if of_call else between))
+    # A prompt may close reasoning at once. If it opens reasoning, an answer without it is not complete.
+    thinks = bool(shown or opened) and not _EMPTY.fullmatch(opened)
+    bare = [""] * (not thinks or bool(begin))
+
+    def first(
+        case: _Case, end: str, later: Sequence[Sequence[Message]], *made: ToolCall
+    ) -> tuple[Taken | None, bool]:
+        thoughts = [*bare, *([begin + THOUGHT + end] if thinks else [])]
+        for taken, as_data in product(("text", "opened", *KEYS, "parts"), (False, True)[: 1 + len(made)]):
+            trial = replace(form, taken=taken, with_calls=taken, calls_as_data=as_data)
+            messages = [(thought, trial.message(thought + case.text, thought, made)) for thought in thoughts]
+            if all(case.takes(message, thought, each) for thought, message in messages for each in later):
+                return taken, as_data
+        return None if thinks else "text", False
+
+    form = replace(form, taken=first(plain, between, [[_MORE]])[0])
+    if call:
+        made = ToolCall(A_CALL[0], {**A_CALL[1]}, id="call00001")
+        with_calls, as_data = first(calling, form.ends[1], [[turns[1]], [turns[1], _PLAIN, _MORE]], made)
+        form = replace(form, with_calls=with_calls, calls_as_data=as_data)
+    written = plain.written([form.message(begin + THOUGHT + between + REPLY), _MORE])
+    return replace(form, keeps=THOUGHT in written)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """An answer of probes: a text, or a call."""
+
+    render: Render
+    tools: Sequence[Mapping[str, Any]]
+    message: Message
+    text: str
+    """What the policy samples for it, without reasoning."""
+
+    def written(self, messages: Sequence[Message], *, opens: bool = False) -> str:
+        return self.render([A_QUESTION, *messages], self.tools, opens)
+
+    def heads(self, opened: str) -> Sequence[str]:
+        """Return the prompt, and the prompt without what it opens."""
+        prompt = self.written([], opens=True)
+        return prompt, prompt.removesuffix(opened)
+
+    def shown(self, opened: str) -> tuple[str, str] | None:
+        """Return what the policy samples before its reasoning and between it and the text. None if the
+        template writes no reasoning in a last answer."""
+        content = self.message["content"]
+        parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": content}]
+        for each in (*({key: THOUGHT} for key in KEYS), {"content": parts}):
+            written = self.written([{**self.message, **each}])
+            for head in filter(written.startswith, self.heads(opened)):
+                begin, _, rest = written[len(head) :].partition(THOUGHT)
+                between, found, _ = rest.partition(self.text)
+                if found:
+                    return begin, between
+        return None
+
+    def takes(self, message: Message, thought: str, later: Sequence[Message]) -> bool:
+        """Return whether the template writes a message as it was sampled, or without its reasoning (there it
+        may have other white space)."""
+        written = self.written([message, *later])
+        if written.startswith(self.written([], opens=True) + thought + self.text):
+            return True
+        bare = self.written([self.message, *later])
+        is_whole = "tool_calls" in message or self.text in written
+        return (
+            bool(bare)
+            and is_whole
+            and THOUGHT not in written
+            and "".join(written.split()) == "".join(bare.split())
+        )
+
+
+def _tags_in(opened: str) -> tuple[str, str]:
+    """Return what the policy samples around its reasoning, as far as the start of its answer tells."""
+    if empty := _EMPTY.fullmatch(opened):
+        return empty[1], empty[2]
+    if found := re.search(r"([<\[])([\w:-]+[>\]])(\s*)\Z", opened):
+        line = "\n" if found[3] else ""
+        return "", f"{line}{found[1]}/{found[2]}{line}{line}"
+    return "<think>\n", "\n</think>\n\n"
