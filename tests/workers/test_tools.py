@@ -21,6 +21,7 @@ from patience import SOON_S, patience
 from stretto import tools
 from stretto.chat.calls import NAMED, ToolCall
 from stretto.machine.proxies import spare_this_machine
+from stretto.reward import reasoning_end
 from stretto.models.images import decode
 from stretto.serving.server import Server
 from stretto.user_code.protocol import try_to_ask
@@ -146,7 +147,7 @@ F, G = ToolCall("f", {"a": 1}), ToolCall("g", {})
     ],
 )  # fmt: skip
 def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
-    assert NAMED[parser].split(text)[1] == calls
+    assert NAMED[parser].split(text, reasoning_end(text))[1] == calls
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_calls_are_read(parser: Any, text: str, calls: list[ToolCall]) -> None:
     ],
 )  # fmt: skip
 def test_what_is_malformed_says_why(parser: Any, text: str, fault: str) -> None:
-    [call] = NAMED[parser].split(text)[1]
+    [call] = NAMED[parser].split(text, reasoning_end(text))[1]
     assert fault in call.fault
     assert call.arguments == {}
 

@@ -20,7 +20,6 @@ import msgspec
 
 from stretto.dataset import object_of
 from stretto.errors import ConfigError
-from stretto.reward import reasoning_end
 
 __all__ = [
     "A_CALL",
@@ -64,21 +63,17 @@ class CallFormat:
     """Texts with which calls begin."""
     read: _Read
 
-    def split(self, text: str, opened: str = "", tools: Tools = ()) -> tuple[str, list[ToolCall]]:
-        """Return the text before the first call of an answer, and all calls. Calls in its reasoning (up to
-        `</think>`, or to the end of the part that the prompt opens) do not count. A call that cannot be read
-        has a `fault`.
+    def split(self, text: str, end: int | None = 0, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
+        """Return the text before the first call of an answer, and all calls. A call that cannot be read has a
+        `fault`.
 
         Args:
             text: text of the answer, including special tokens.
-            opened: start of the answer in the prompt (`stretto.chat.chat_form.ChatForm.opened`).
+            end: the place behind its reasoning, in which calls do not count; None if it never ended.
             tools: schemas of the tools. Formats that write all values as text take the types from these.
         """
-        end = reasoning_end(text, opened)
-        if end is None:
-            return text, []
-        start, calls = self.read(text[end:], tools)
-        return (text[: end + start] if calls else text), calls
+        start, calls = (0, []) if end is None else self.read(text[end:], tools)
+        return (text[: (end or 0) + start] if calls else text), calls
 
 
 # ------------------------------------------------------------------------------------ named formats

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from stretto.chat.calls import A_CALL, A_TOOL, REPLY, ToolCall
 from stretto.dataset import Message, OwnTurn
+from stretto.reward import reasoning_end
 
 __all__ = ["A_QUESTION", "THOUGHT", "StoredForm", "stored_form"]
 
@@ -87,8 +88,7 @@ class StoredForm:
         ):
             return None
         reasoning, _, content = rest.removeprefix(begin).partition(end)
-        for written in self.ends:
-            behind = written.strip().removeprefix(end)
+        for written, behind in zip(self.ends, self._behind, strict=True):
             if content.startswith(behind):
                 content = content.removeprefix(behind).removeprefix(written[len(written.rstrip()) :])
                 break
@@ -97,6 +97,23 @@ class StoredForm:
     def is_malformed(self, text: str) -> bool:
         """Return whether an answer has a tag of reasoning, and cannot be split there."""
         return any(tag and tag in text for tag in (self.begin.strip(), self.end)) and not self.split(text)
+
+    def reasoning_end(self, text: str, opened: str) -> int | None:
+        """Return what `stretto.reward.reasoning_end` does, with the model's own tags: channels, words, and
+        special tokens."""
+        end, begin, tag = reasoning_end(text, opened), self.begin.strip(), self.end
+        if end is None or not tag or re.fullmatch(r"</[^<>|]+>|\[/[^\[\]]+\]", tag):
+            return end
+        if (place := text.rfind(tag)) < 0:
+            is_open = begin in text if begin else opened and opened == self.opened
+            return None if is_open else end
+        behind = place + len(tag)
+        rest = next((each for each in self._behind if text.startswith(each, behind)), "")
+        return max(end, behind + len(rest))
+
+    @property
+    def _behind(self) -> list[str]:
+        return [each.strip().removeprefix(self.end) for each in self.ends]
 
     @property
     def end(self) -> str:

@@ -21,7 +21,6 @@ from stretto.chat.chat_form import ChatForm, any_of, form_of, opened_in, section
 from stretto.dataset import DatasetConfig, Message
 from stretto.errors import ConfigError
 from stretto.models.files import end_tokens_in, folder_of_model
-from stretto.reward import reasoning_end
 from stretto.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def answer_texts(
     text, whole = (answer_text(prompt, answer, finish, tokenizer, special=each) for each in (False, True))
     last = prompt[-max(_TAG_TOKENS, len(tokenizer.form.header.encode())) :]
     opened = opened_in(tokenizer.decode(last, special=True), tokenizer.form)
-    end = reasoning_end(whole, opened)
+    end = tokenizer.form.stored.reasoning_end(whole, opened)
     rest = whole[end:]
     while end and (token := tokenizer.special_in(rest)):  # `text` has no special tokens
         rest = rest.replace(token, "")

@@ -87,7 +87,8 @@ class ToolUse:
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
-            before, calls = format.split(conversation.said, form.opened, tools)
+            end = form.stored.reasoning_end(conversation.said, form.opened)
+            before, calls = format.split(conversation.said, end, tools)
             if not calls or any(call.name in row_tools for call in calls):
                 break
             any_id = format.name != "mistral"
