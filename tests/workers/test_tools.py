@@ -21,8 +21,8 @@ from patience import SOON_S, patience
 from stretto import tools
 from stretto.chat.calls import NAMED, ToolCall
 from stretto.machine.proxies import spare_this_machine
-from stretto.reward import reasoning_end
 from stretto.models.images import decode
+from stretto.reward import reasoning_end
 from stretto.serving.server import Server
 from stretto.user_code.protocol import try_to_ask
 from stretto.user_code.tools import Invocation, command, max_answer, setup_frame

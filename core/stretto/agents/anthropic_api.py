@@ -5,8 +5,6 @@ answer are one message. `thinking` is left out: the policy's reasoning is part o
 those that would change sampling are ignored; requests that cannot be met are refused.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal

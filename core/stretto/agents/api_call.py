@@ -4,8 +4,6 @@
 the messages of chat templates, so a chat may continue in the other API.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 from collections.abc import Iterator, Mapping, Sequence

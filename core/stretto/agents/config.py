@@ -1,7 +1,5 @@
 """The keys that the sections of all workflows with agents share."""
 
-from __future__ import annotations
-
 from stretto.agents.recorder import CallLimits
 from stretto.chat.calls import ParserName
 from stretto.component import PositiveInt

@@ -5,8 +5,6 @@ Unknown fields are ignored, as OpenAI's server does, and so are those that would
 (other kinds of tools and contents, forced calls, formats) are refused.
 """
 
-from __future__ import annotations
-
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence

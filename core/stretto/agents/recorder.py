@@ -6,8 +6,6 @@ with everything that the agent has seen of a chat continues this chat: new messa
 to a chat whose answer is still being sampled. All trajectories share the score.
 """
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar

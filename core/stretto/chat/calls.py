@@ -5,8 +5,6 @@ calls whose names, keys and values are known, so the texts between these are tho
 that does not read back each of these calls is not used.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -3,8 +3,6 @@
 `form_of` finds it once for each tokenizer: it renders short chats and looks for their words in the text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

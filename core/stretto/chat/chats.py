@@ -6,8 +6,6 @@ separately, as in a conversation with the policy (`stretto.agents.conversation`)
 changes messages, training would differ from the row, so the row is refused.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

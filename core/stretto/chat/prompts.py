@@ -1,8 +1,6 @@
 """Read prompts and tools from a row's columns, the config keys that datasets of plain tables share, and the
 format of the calls that a model's chat template writes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from string import Formatter

@@ -5,8 +5,6 @@ prompt contained, or with the reasoning under a key of its own. `stored_form` re
 them, and takes the first that the template writes as the policy samples it, or without its reasoning.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

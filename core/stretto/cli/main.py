@@ -13,8 +13,6 @@ Exit status: 0 the command succeeded; 1 a run failed, or an audit found violatio
 before the run started a worker, or a run cannot be audited; 130 interrupted.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

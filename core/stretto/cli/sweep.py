@@ -1,8 +1,6 @@
 """`stretto sweep`: a run for every combination of values and seeds, each in a folder of its own. A value list
 is written `key=a,b`, as in YAML: a comma inside brackets, braces or quotes belongs to a value."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

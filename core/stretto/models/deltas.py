@@ -9,8 +9,6 @@ then, compressed by zlib, for each changed word the number of words since the pr
 XOR of its old and new value. Bytes of the same significance are adjacent, which compresses better.
 """
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import Any

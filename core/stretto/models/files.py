@@ -1,7 +1,5 @@
 """Read a model's files, in a folder or in the hub's cache, without torch."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

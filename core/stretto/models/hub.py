@@ -1,7 +1,5 @@
 """Download a model from the Hugging Face hub before the processes that need it start."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

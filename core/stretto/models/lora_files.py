@@ -4,8 +4,6 @@ A training engine publishes two factors for each matrix W that it adapts, `<name
 `<name>.lora_B.weight`, oriented and scaled so that the new matrix is W + B A.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 A weight transport with files at both ends adds only the source of the bytes.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,6 @@
 all figures again from the stored files, without the kernel's accounting code. Each check reports the versions
 that it could check, because a run may keep only some samples."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set

@@ -1,7 +1,5 @@
 """Read what a run has written, for the audit: journal, kept samples, checkpoints, summary."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import defaultdict

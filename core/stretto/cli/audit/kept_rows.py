@@ -1,7 +1,5 @@
 """All kept samples of a run, row by row, with their token arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter

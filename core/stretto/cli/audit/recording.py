@@ -1,8 +1,6 @@
 """Read what a run has kept of its training: batches in order and digests from the journal, and the data of
 groups from the kept samples. Nothing is written to the run's folder."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

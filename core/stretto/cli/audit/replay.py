@@ -1,8 +1,6 @@
 """`stretto replay RUN`: train the recorded steps again on the kept trajectories, and compare the weights. The
 replay has a folder of its own, and changes no file of the run."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ same, the replay has the run's own staleness. With other values the replayed pol
 behaviour policy, and the importance weights (replayed / behaviour) measure how far.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile

@@ -1,7 +1,5 @@
 """`complete_cpu_server.py NAME`: run in a server's new environment for CPUs, to make its packages work."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import re

@@ -1,7 +1,5 @@
 """`stretto doctor`: import the installed plugins to find their faults, and examine this machine."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import platform

@@ -1,7 +1,5 @@
 """`stretto engine install`: make the environment of a server with the versions that were tested."""
 
-from __future__ import annotations
-
 import fcntl
 import re
 import shutil

@@ -10,8 +10,6 @@ version 0. The figures follow from its answers, with R rows and n answers to eac
   `stretto.records.accuracy`).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, defaultdict

@@ -9,8 +9,6 @@ A model card names no file of this machine and no value of the run file that cou
 list of keys, and numbers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`stretto new`: write a plugin package for one component, from a template that works as it is."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

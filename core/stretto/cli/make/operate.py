@@ -1,7 +1,5 @@
 """Commands to a living run, sent to its kernel over the bus: `stretto scale` and `stretto stop`."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path

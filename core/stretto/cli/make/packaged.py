@@ -1,7 +1,5 @@
 """The examples that are part of the package: `stretto quickstart` and `stretto new` copy them."""
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

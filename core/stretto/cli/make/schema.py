@@ -1,8 +1,6 @@
 """Config structs for people and editors: fields with types and meanings, and one JSON schema. A field's
 meaning is the string literal under it in the class body."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import inspect

@@ -2,8 +2,6 @@
 The worker has its own session, so that Ctrl-C reaches only this command. The command passes Ctrl-C on to the
 worker, but not to the worker's children, which finish their work."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Prepare the comparison of a model's two sides: the run, its texts and engines; then measure and print."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The likely cause of unhealthy rows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from stretto.cli.numerics.measures import NumericsRow

@@ -1,7 +1,5 @@
 """`stretto numerics`: whether packed rows, engine and trainer agree, on the user's own model."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

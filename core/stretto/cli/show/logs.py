@@ -1,7 +1,5 @@
 """`stretto logs`: the log of a run's kernel, or of one of its workers, as text."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

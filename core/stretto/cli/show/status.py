@@ -1,7 +1,5 @@
 """`stretto status`: describe a run, from its folder, even if its kernel hangs, or over the bus."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """`stretto watch`: the live view of a run that another process owns, from its folder or over the bus. A
 status may be forged: the view draws its texts as plain text, and shortens long ones."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import time

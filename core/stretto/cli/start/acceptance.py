@@ -1,7 +1,5 @@
 """The checks between a composed run and its start, and the messages for the user."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Check how the model's chat template shows a run's rows: its chat form, and rows that it alters."""
 
-from __future__ import annotations
-
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Say how much memory a run's engines take, before the run starts, and refuse what cannot fit."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence

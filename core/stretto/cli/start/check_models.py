@@ -1,7 +1,5 @@
 """Find models that do not exist, that do not fit together, or that have no room for the run's samples."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Check rows of the datasets before a run starts: for missing columns, faults and excess length."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import time

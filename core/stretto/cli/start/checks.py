@@ -1,7 +1,5 @@
 """All checks of `stretto check` and `stretto run` before a worker starts. Composing checks types."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

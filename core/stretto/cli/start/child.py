@@ -5,8 +5,6 @@ through the pipe DESCRIPTOR, one JSON object on each line. The end of stdin ends
 `stretto run`: the system closes stdin however the program ends. SIGTERM after that acts as the second Ctrl-C.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Commands that start a run, or check its file."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The text of `stretto check`: processes, models, batch arithmetic, queue and folder of a composed run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 

@@ -1,7 +1,5 @@
 """`stretto run --detach`: a run in the background, in a session of its own, that outlives the terminal."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`stretto run --ui`: the page of the run, until the command ends."""
 
-from __future__ import annotations
-
 import shlex
 import signal
 import subprocess

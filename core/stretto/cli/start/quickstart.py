@@ -1,7 +1,5 @@
 """The packaged quickstart: a tiny model, its rows and its run files, copied into a user's folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Generator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Runs that a cluster starts: `stretto run` and `stretto resume` with a launcher that submits."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -2,8 +2,6 @@
 cannot handle, such as SIGKILL. It passes signals on to the kernel. After the first death it holds a lock, so
 that the workers wait for the next kernel."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
