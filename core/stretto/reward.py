@@ -35,6 +35,7 @@ from stretto.component import PositiveFloat, PositiveInt
 
 __all__ = [
     "REASONING_IN_TEXT",
+    "REASONING_WORDS",
     "ResultRewardConfig",
     "Reward",
     "RewardConfig",

@@ -114,6 +114,13 @@ def test_a_template_that_takes_no_answer_back_is_refused(tmp_path: Path) -> None
     assert refused in checked(tmp_path, [ASK], more=("workflow={use: multi_turn, environment: env.py:env}",))
 
 
+def test_tags_that_no_answer_has_are_named(tmp_path: Path) -> None:
+    words = "the model writes its reasoning between special tokens such as '<e>'"
+    for tags, is_named in (("[think, answer]", True), ("[answer]", False)):
+        said = checked(tmp_path, [ASK], form="channels", more=(f"reward={{use: format, tags: {tags}}}",))
+        assert (words in said) == is_named
+
+
 def test_tools_and_calls_that_no_template_shows_are_named(tmp_path: Path) -> None:
     written = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content + '<e>\n' }}{% endfor %}"
     write_model(replace(FORMS["plain lines"], template=written), tmp_path / "model")

@@ -515,6 +515,25 @@ async def test_reasoning_goes_back_as_it_was_sampled_or_not_at_all(name: str, tm
     assert last.score.metrics.get("malformed_reasoning", 0) == 2 * (name == "an open tag")
 
 
+def test_reasoning_ends_at_the_models_own_tags(models: Models) -> None:
+    stored, thought = models("channels").form.stored, "<c>analysis<m>why<e><r>assistant<c>final<m>"
+    found = [stored.reasoning_end(text, "") for text in (f"{thought}3", "<c>analysis<m>why", "3")]
+    assert found == [len(thought), None, 0]
+    stored = models("opened thinker").form.stored
+    assert [stored.reasoning_end(text, "<think>\n") for text in ("why</think>3", "why")] == [11, None]
+
+
+def test_calls_go_back_as_data_where_a_result_is_shown_behind_data_alone(tmp_path: Path) -> None:
+    template = thinker().replace(
+        "{% for m in messages %}",
+        "{% for m in messages if m.role != 'tool' or messages | selectattr('tool_calls') | list %}",
+    )
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    template = template.replace("{{ m.content + '<e>' }}", "{{ m.content }}" + calls + "<e>")
+    form = load_tokenizer(write_model(Form(template), tmp_path)).form
+    assert (form.stored.taken, form.stored.with_calls, form.stored.calls_as_data) == ("text", "text", True)
+
+
 def test_calls_are_probed_with_tools(tmp_path: Path) -> None:
     plain = "{% for m in messages %}{{ '<r>' + m.role + '\n' + m.content }}CALLS<e>\n{% endfor %}"
     calling = plain.replace("CALLS", "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}")

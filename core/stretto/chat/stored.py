@@ -144,11 +144,11 @@ def stored_form(
         turns: the message with this call and no text, and the tool's result.
     """
     plain, calling = _Case(render, (), _PLAIN, REPLY), _Case(render, (A_TOOL,), turns[0], call)
-    shown = plain.shown(opened)
+    of_call = calling.shown(opened) if call else None
+    shown = plain.shown(opened) or of_call
     begin, between = shown or _tags_in(opened)
     if ends.search(begin + between):  # engines stop before the policy has answered
         return StoredForm(taken=None, with_calls=None)
-    of_call = calling.shown(opened) if call else None
     form = StoredForm(opened=opened, begin=begin, ends=(between, of_call[1] if of_call else between))
     # A prompt may close reasoning at once. If it opens reasoning, an answer without it is not complete.
     thinks = bool(shown or opened) and not _EMPTY.fullmatch(opened)
@@ -208,8 +208,10 @@ class _Case:
 
     def takes(self, message: Message, thought: str, later: Sequence[Message]) -> bool:
         """Return whether the template writes a message as it was sampled, or without its reasoning (there it
-        may have other white space)."""
+        may have other white space), and what follows it."""
         written = self.written([message, *later])
+        if not all(each["content"] in written for each in later):
+            return False
         if written.startswith(self.written([], opens=True) + thought + self.text):
             return True
         bare = self.written([self.message, *later])

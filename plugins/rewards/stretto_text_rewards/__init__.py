@@ -2,12 +2,17 @@
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from stretto import Component, Context, Problem, RewardConfig, hookimpl
 from stretto.component import PositiveFloat, PositiveInt
 from stretto.config import RunConfig
-from stretto.reward import ResultRewardConfig, expected_texts, fault_of_expected
+from stretto.errors import ConfigError
+from stretto.models.files import known_config
+from stretto.models.tokenizer import load_tokenizer
+from stretto.models.vision import is_vision_language
+from stretto.reward import REASONING_WORDS, ResultRewardConfig, expected_texts, fault_of_expected
 
 __all__ = ["ExactConfig", "FormatConfig", "LengthConfig", "RegexConfig"]
 
@@ -116,6 +121,31 @@ def make_format(config: FormatConfig, context: Context) -> Callable[..., float]:
     return has_form
 
 
+def check_tags(config: FormatConfig | RegexConfig, run: RunConfig) -> Iterator[Problem]:
+    """Warn of tags that no text of an answer has: those of the model's reasoning may be special tokens."""
+    model, pattern = run.model, re.sub(r"\\(\W)", r"\1", config.pattern)
+    named = "".join(f"<{tag}></{tag}>" for tag in getattr(config, "tags", ()))
+    if (
+        model is None
+        or not Path(model, "tokenizer.json").is_file()
+        or is_vision_language(known_config(model))
+    ):
+        return
+    try:
+        tokenizer = load_tokenizer(model, run.dataset)
+    except ConfigError:  # `stretto check` itself reports it
+        return
+    own = [tag for tag in (tokenizer.form.stored.begin.strip(), tokenizer.form.stored.end) if tag]
+    wants = any(tag in pattern for tag in own) or re.search(f"<[^/>]*({REASONING_WORDS})", named + pattern)
+    if wants and (hidden := [tag for tag in own if tokenizer.special_in(tag)]):
+        yield Problem(
+            "reward",
+            f"the model writes its reasoning between special tokens such as {hidden[-1]!r}, which the text "
+            "of an answer does not have: name other tags, and ask for them in the prompt",
+            "warning",
+        )
+
+
 class LengthConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Section of the reward `length`."""
 
@@ -177,7 +207,11 @@ def stretto_reward() -> Iterator[Component[Any]]:
         check_row=_check_row,
     )
     yield Component(
-        "format", make_format, FormatConfig, "1 if the answer has the expected tags, or matches a pattern"
+        "format",
+        make_format,
+        FormatConfig,
+        "1 if the answer has the expected tags, or matches a pattern",
+        check_tags,
     )
     yield Component(
         "length",
@@ -191,5 +225,6 @@ def stretto_reward() -> Iterator[Component[Any]]:
         make_regex,
         RegexConfig,
         "1 if a pattern finds the row's expected text in the answer",
+        check_tags,
         check_row=_check_row,
     )
