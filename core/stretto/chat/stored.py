@@ -143,7 +143,7 @@ def stored_form(
         call: `stretto.chat.calls.A_CALL`, as the policy samples it; empty if it cannot be read.
         turns: the message with this call and no text, and the tool's result.
     """
-    plain, calling = _Case(render, (), _PLAIN, REPLY), _Case(render, (A_TOOL,), turns[0], call)
+    plain, calling = _Answered(render, (), _PLAIN, REPLY), _Answered(render, (A_TOOL,), turns[0], call)
     of_call = calling.shown(opened) if call else None
     shown = plain.shown(opened) or of_call
     begin, between = shown or _tags_in(opened)
@@ -155,7 +155,7 @@ def stored_form(
     bare = [""] * (not thinks or bool(begin))
 
     def first(
-        case: _Case, end: str, later: Sequence[Sequence[Message]], *made: ToolCall
+        case: _Answered, end: str, later: Sequence[Sequence[Message]], *made: ToolCall
     ) -> tuple[Taken | None, bool]:
         thoughts = [*bare, *([begin + THOUGHT + end] if thinks else [])]
         for taken, as_data in product(("text", "opened", *KEYS, "parts"), (False, True)[: 1 + len(made)]):
@@ -175,7 +175,7 @@ def stored_form(
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Answered:
     """An answer of probes: a text, or a call."""
 
     render: Render
