@@ -303,12 +303,7 @@ class Endpoint:
         message: Message = {"role": "assistant", "content": _text_before(thread.text_of(answer), stops)}
         before, calls = self._calls_in(agent_run, call, answer, thread) if call.reads_tools else ("", [])
         if calls:
-            functions = [{"name": each.name, "arguments": each.arguments} for each in calls]
-            made = zip(calls, functions, strict=True)
-            tool_calls = [
-                {"id": each.id, "type": "function", "function": function} for each, function in made
-            ]
-            message = {"role": "assistant", "content": before, "tool_calls": tool_calls}
+            message |= {"content": before, "tool_calls": [each.data for each in calls]}
         thread.record_answer(message, before, calls)
         return Reply(answer, len(thread.prompt), message)
 

@@ -50,6 +50,12 @@ class ToolCall(msgspec.Struct, frozen=True):
     id: str = ""
     """Id of the call, if the policy wrote one; otherwise empty."""
 
+    @property
+    def data(self) -> dict[str, Any]:
+        """The call in a message's `tool_calls`, as in OpenAI's API."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass(frozen=True)
 class CallFormat:

@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast
 
-from stretto.chat.calls import A_CALL, A_TOOL, REPLY, Call, CallFormat, format_of, same_start, whole_tags
+from stretto.chat.calls import (
+    A_CALL,
+    A_TOOL,
+    REPLY,
+    Call,
+    CallFormat,
+    ToolCall,
+    format_of,
+    same_start,
+    whole_tags,
+)
 from stretto.chat.stored import A_QUESTION, StoredForm, stored_form
 from stretto.dataset import Message, OwnTurn, object_of
 from stretto.errors import ConfigError
@@ -481,10 +491,7 @@ def _calling(arguments: Any, content: str | None) -> Message:
 
 
 def _calling_all(calls: Sequence[tuple[str, Any]], content: str | None) -> Message:
-    functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
-    made = [
-        {"id": f"call{at:05}", "type": "function", "function": each} for at, each in enumerate(functions, 1)
-    ]
+    made = [ToolCall(name, each, id=f"call{at:05}").data for at, (name, each) in enumerate(calls, 1)]
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 

@@ -8,6 +8,7 @@ them, and takes the first that the template writes as the policy samples it, or 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any, Literal
 
@@ -64,14 +65,7 @@ class StoredForm:
                 message |= {"content": content, str(taken): reasoning}
         if as_data:
             message["content"] = message["content"] if str(message["content"]).strip() else ""
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in calls
-            ]
+            message["tool_calls"] = [call.data for call in calls]
         return OwnTurn(message)
 
     def split(self, text: str) -> tuple[str, str] | None:
@@ -187,10 +181,9 @@ class _Answered:
     def written(self, messages: Sequence[Message], *, opens: bool = False) -> str:
         return self.render([A_QUESTION, *messages], self.tools, opens)
 
-    def heads(self, opened: str) -> Sequence[str]:
-        """Return the prompt, and the prompt without what it opens."""
-        prompt = self.written([], opens=True)
-        return prompt, prompt.removesuffix(opened)
+    @cached_property
+    def prompt(self) -> str:
+        return self.written([], opens=True)
 
     def shown(self, opened: str) -> tuple[str, str] | None:
         """Return what the policy samples before its reasoning and between it and the text. None if the
@@ -199,7 +192,7 @@ class _Answered:
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": content}]
         for each in (*({key: THOUGHT} for key in KEYS), {"content": parts}):
             written = self.written([{**self.message, **each}])
-            for head in filter(written.startswith, self.heads(opened)):
+            for head in filter(written.startswith, (self.prompt, self.prompt.removesuffix(opened))):
                 begin, _, rest = written[len(head) :].partition(THOUGHT)
                 between, found, _ = rest.partition(self.text)
                 if found:
@@ -212,16 +205,11 @@ class _Answered:
         written = self.written([message, *later])
         if not all(each["content"] in written for each in later):
             return False
-        if written.startswith(self.written([], opens=True) + thought + self.text):
+        if written.startswith(self.prompt + thought + self.text):
             return True
         bare = self.written([self.message, *later])
         is_whole = "tool_calls" in message or self.text in written
-        return (
-            bool(bare)
-            and is_whole
-            and THOUGHT not in written
-            and "".join(written.split()) == "".join(bare.split())
-        )
+        return is_whole and THOUGHT not in written and "".join(written.split()) == "".join(bare.split())
 
 
 def _tags_in(opened: str) -> tuple[str, str]:
