@@ -489,6 +489,8 @@ BACK: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "a key of the last turn": (thinker(_LAST), _INLINE, _SPLIT, _EMPTY),
     "opened": (thinker(opens="<think>"), "why</think>3", {"content": _INLINE}, _INLINE),
     "opened, a key": (thinker(_LAST, "<think>"), "why</think>3", _SPLIT, _EMPTY),
+    "an empty block": (thinker("'<think></think>'"), _INLINE, _SPLIT, _EMPTY),
+    "a closed block": (thinker("'<c>'", "<think></think>"), "<c>3", {"content": "3"}, "<c>3"),
     "an open tag": (thinker(_KEY), "<think>why3", {"content": "<think>why3"}, "<think>why3"),
 }
 
@@ -517,20 +519,24 @@ async def test_reasoning_goes_back_as_it_was_sampled_or_not_at_all(name: str, tm
 
 def test_reasoning_ends_at_the_models_own_tags(models: Models) -> None:
     stored, thought = models("channels").form.stored, "<c>analysis<m>why<e><r>assistant<c>final<m>"
-    found = [stored.reasoning_end(text, "") for text in (f"{thought}3", "<c>analysis<m>why", "3")]
+    found = [stored.reasoning_end(text, "") for text in (f"{thought}3<e>4", "<c>analysis<m>why", "3")]
     assert found == [len(thought), None, 0]
     stored = models("opened thinker").form.stored
     assert [stored.reasoning_end(text, "<think>\n") for text in ("why</think>3", "why")] == [11, None]
 
 
-def test_calls_go_back_as_data_where_a_result_is_shown_behind_data_alone(tmp_path: Path) -> None:
-    template = thinker().replace(
-        "{% for m in messages %}",
-        "{% for m in messages if m.role != 'tool' or messages | selectattr('tool_calls') | list %}",
-    )
+_AFTER_DATA = "for m in messages if m.role != 'tool' or messages | selectattr('tool_calls') | list"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("for m in messages", _AFTER_DATA), ("'<e>'", "('<c>' if m.tool_calls else '<e>')")]
+)
+def test_calls_go_back_as_data_where_a_result_or_an_end_tells_them_from_text(
+    old: str, new: str, tmp_path: Path
+) -> None:
     calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
-    template = template.replace("{{ m.content + '<e>' }}", "{{ m.content }}" + calls + "<e>")
-    form = load_tokenizer(write_model(Form(template), tmp_path)).form
+    template = thinker().replace("{{ m.content + '<e>' }}", f"{{{{ m.content }}}}{calls}{{{{ '<e>' }}}}")
+    form = load_tokenizer(write_model(Form(template.replace(old, new), ends=("<e>", "<c>")), tmp_path)).form
     assert (form.stored.taken, form.stored.with_calls, form.stored.calls_as_data) == ("text", "text", True)
 
 

@@ -206,13 +206,13 @@ def form_of(
     end_ids = own_ends | model_ends | ({added[last_end]} if last_end else set())
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
     calls = _calls(probe, turns, any_of(ends))
-    lead, tail = _repeated(probe, turns)
+    opened = _opened(turns)
+    lead, tail = _repeated(probe, turns, opened)
     closing = last_end or next((text_of(each) for each in own_ends), "")
     call_end = next(filter(calls.text.endswith, ends), "") or (
         calls.next_role if calls.next_role in ends else ""
     )
     system_text = probe.text([{"role": "system", "content": _RULE}, _ASKED])
-    opened = _opened(turns)
     form = ChatForm(
         has_template=True,
         end_ids=end_ids,
@@ -250,8 +250,8 @@ def form_of(
 
     calling, result = _calling({_KEY: _VALUE}, ""), {**_RESULT, "name": _TOOL, "content": _MORE}
     begin = form.calls.read(form.call, ())[0] if form.calls else 0
-    call = any_of(ends).split(form.call[begin:])[0].rstrip() if form.calls else ""
-    return replace(form, stored=stored_form(written, opened, any_of(ends), call, [calling, result]))
+    call = form.call[begin:] if form.calls else ""
+    return replace(form, stored=stored_form(written, opened, lead, any_of(ends), call, [calling, result]))
 
 
 class _TemplateProbe:
@@ -454,11 +454,14 @@ def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str]) -> _Call
     return found
 
 
-def _repeated(probe: _TemplateProbe, turns: _Turns) -> tuple[str, str]:
+def _repeated(probe: _TemplateProbe, turns: _Turns, opened: str) -> tuple[str, str]:
     """Return `ChatForm.lead` and `tail`: empty if the template does not repeat them when the content of a
     message begins or ends with them, as then they may be part of a content."""
     prompt, last, tail = turns.prompt, turns.last, turns.tail
-    lead = last[len(prompt) :].partition(REPLY)[0] if prompt and last.startswith(prompt) else ""
+    heads = [head for head in (prompt, prompt.removesuffix(opened)) if head and last.startswith(head)]
+    lead = last[len(heads[0]) :].partition(REPLY)[0] if heads else ""
+    if heads and heads[0] != prompt and re.search(REASONING_WORDS, lead, re.IGNORECASE):
+        lead = ""  # the end of the block that the prompt opens and closes
     if lead.strip():
         doubled = probe.text([_ASKED, _assistant(f"{lead}{REPLY}"), _user(_MORE)])
         lead = "" if doubled is not None and f"{lead}{lead}{REPLY}" not in doubled else lead

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from stretto.chat.calls import A_CALL, A_TOOL, REPLY, ToolCall
 from stretto.dataset import Message, OwnTurn
-from stretto.reward import reasoning_end
+from stretto.reward import REASONING_WORDS, reasoning_end
 
 __all__ = ["A_QUESTION", "THOUGHT", "StoredForm", "stored_form"]
 
@@ -96,9 +96,11 @@ class StoredForm:
         end, begin, tag = reasoning_end(text, opened), self.begin.strip(), self.end
         if end is None or not tag or re.fullmatch(r"</[^<>|]+>|\[/[^\[\]]+\]", tag):
             return end
-        if (place := text.rfind(tag)) < 0:
-            is_open = begin in text if begin else opened and opened == self.opened
-            return None if is_open else end
+        start = text.rfind(begin) if begin else 0 if opened and opened == self.opened else -1
+        if start < 0:
+            return end
+        if (place := text.find(tag, start + len(begin))) < 0:
+            return None
         behind = place + len(tag)
         rest = next((each for each in self._behind if text.startswith(each, behind)), "")
         return max(end, behind + len(rest))
@@ -127,25 +129,28 @@ _PLAIN: Message = {"role": "assistant", "content": REPLY}
 
 
 def stored_form(
-    render: Render, opened: str, ends: re.Pattern[str], call: str, turns: Sequence[Message]
+    render: Render, opened: str, lead: str, ends: re.Pattern[str], call: str, turns: Sequence[Message]
 ) -> StoredForm:
     """Find the form by rendering answers.
 
     Args:
-        opened: `ChatForm.opened`.
+        opened, lead: those of `ChatForm`.
         ends: finds the tokens that end an answer.
-        call: `stretto.chat.calls.A_CALL`, as the policy samples it; empty if it cannot be read.
+        call: `stretto.chat.calls.A_CALL`, as the policy samples it, with its end; empty if it cannot be read.
         turns: the message with this call and no text, and the tool's result.
     """
-    plain, calling = _Answered(render, (), _PLAIN, REPLY), _Answered(render, (A_TOOL,), turns[0], call)
+    call, end = ends.split(call)[0].rstrip(), "".join(ends.findall(call)[:1])
+    plain, calling = _Answered(render, (), _PLAIN, REPLY), _Answered(render, (A_TOOL,), turns[0], call, end)
     of_call = calling.shown(opened) if call else None
     shown = plain.shown(opened) or of_call
-    begin, between = shown or _tags_in(opened)
+    # Some templates write an empty block before each answer, and reasoning nowhere.
+    empty = lead if _EMPTY.fullmatch(lead) and re.search(REASONING_WORDS, lead, re.IGNORECASE) else ""
+    begin, between = shown or _tags_in(opened or empty)
     if ends.search(begin + between):  # engines stop before the policy has answered
         return StoredForm(taken=None, with_calls=None)
     form = StoredForm(opened=opened, begin=begin, ends=(between, of_call[1] if of_call else between))
     # A prompt may close reasoning at once. If it opens reasoning, an answer without it is not complete.
-    thinks = bool(shown or opened) and not _EMPTY.fullmatch(opened)
+    thinks = bool(shown or opened or empty) and not _EMPTY.fullmatch(opened)
     bare = [""] * (not thinks or bool(begin))
 
     def first(
@@ -177,6 +182,8 @@ class _Answered:
     message: Message
     text: str
     """What the policy samples for it, without reasoning."""
+    end: str = ""
+    """The token that ends it. Empty: earlier turns may end in another way."""
 
     def written(self, messages: Sequence[Message], *, opens: bool = False) -> str:
         return self.render([A_QUESTION, *messages], self.tools, opens)
@@ -205,7 +212,8 @@ class _Answered:
         written = self.written([message, *later])
         if not all(each["content"] in written for each in later):
             return False
-        if written.startswith(self.prompt + thought + self.text):
+        sampled = self.prompt + thought + self.text
+        if written.startswith(sampled) and written[len(sampled) :].lstrip().startswith(self.end):
             return True
         bare = self.written([self.message, *later])
         is_whole = "tool_calls" in message or self.text in written

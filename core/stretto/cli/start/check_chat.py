@@ -75,7 +75,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
     if tokenizer is None:
         return
     yield from _end_problems(tokenizer)
-    yield from _history_problems(assembly, tokenizer.form) if path == "dataset" else ()
+    yield from history_problems(assembly.config.workflow, tokenizer.form) if path == "dataset" else ()
     counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, str]](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
     answers = _answer_columns(assembly) if path == "dataset" else ()
@@ -164,10 +164,9 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
         )
 
 
-def _history_problems(assembly: Assembly, form: ChatForm) -> Iterator[Problem]:
+def history_problems(workflow: Any, form: ChatForm) -> Iterator[Problem]:
     """Tell what the chat template does not take back in a workflow of several turns, and calls that are not
     read."""
-    workflow = assembly.config.workflow
     name: ParserName | None = getattr(workflow, "tool_parser", None)
     has_tools = isinstance(workflow, ToolsConfig)
     taken = (form.stored.with_calls if has_tools else "text", form.stored.taken)
