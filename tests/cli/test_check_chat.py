@@ -91,6 +91,11 @@ def test_characters_that_the_tokenizer_writes_in_another_way_are_not_lost(tmp_pa
     assert "drops or does not know (row 1: '北')" in said
 
 
+def test_line_feeds_of_the_template_alone_are_not_missed(tmp_path: Path) -> None:
+    changed(tmp_path / "model", "line before the text", of_tokens={"rstrip": True})
+    assert "the tokenizer drops" not in checked(tmp_path, [ASK])
+
+
 def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     changed(tmp_path / "model", "thinker by switch", of_tokens={"special": True})
     prompt = [ASK, {"role": "assistant", "content": "<think>hm</think>ok"}, ASK]
