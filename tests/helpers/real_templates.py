@@ -230,6 +230,26 @@ def opening(family: Family) -> Outcomes:
         yield "user", f"ok {opened!r}" if right else f"FAULT: {opened!r} in {prompt[-60:]!r}"
 
 
+def lines(family: Family) -> Outcomes:
+    """What `check` says of the chat form is so."""
+
+    def shows(word: str, chat: Chat, tools: Chat = ()) -> bool:
+        written = [family.texts(chat, each, opens=False) for each in (tools, TOOLS, ())]  # some refuse tools
+        return any(word in text for text in next(filter(None, written), ()))
+
+    form, (start, close) = family.ours.form, family.facts.get("think", ("<think>", "</think>"))
+    asked, after, answer = *family.chat("uv"), start.removeprefix(form.opened) + THOUGHT + close + REPLY
+    facts = {
+        "tools": (form.shows_tools, shows("look_up", [asked], TOOLS)),
+        "calls": (form.shows_calls, shows(CITY, family.chat("uc"), TOOLS)),
+        "system": (form.system == "shown", shows(TURNS["s"]["content"], family.chat("su"))),
+        "reasoning": (form.stored.keeps, shows(THOUGHT, [asked, form.stored.message(answer), after])),
+    }
+    for name, (said, found) in facts.items():
+        is_so = said == found or (name == "reasoning" and form.stored.taken is None)
+        yield name, "ok" if is_so else f"FAULT: says {said}"
+
+
 def prompts(family: Family) -> Outcomes:
     """Prompts have the ids of what transformers writes, and one BOS."""
     bos = family.theirs.bos_token_id
@@ -392,6 +412,7 @@ CONFIGS: Mapping[Any, Any] = {
 }
 USES: Mapping[str, Callable[[Family], Outcomes]] = {
     "a": opening,
+    "l": lines,
     "b": prompts,
     "c": partial(rows, chats="rows", column="completion"),
     "f": partial(rows, chats="pairs", column="chosen"),
@@ -409,7 +430,7 @@ def record_of(name: str) -> dict[str, str]:
         for variant in [{}, *facts.get("args", ())]:
             family = Family(folder, facts, variant)
             marks = "".join(f" {key}={value}" for key, value in variant.items())
-            tested = "acd" if variant else "abcfdpt"
+            tested = "alcd" if variant else "alcbfdpt"
             record |= {use + marks: _joined(dict(USES[use](family))) for use in tested}
     return {use: outcome.replace(folder, name)[:200] for use, outcome in record.items()}
 

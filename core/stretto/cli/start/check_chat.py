@@ -48,9 +48,8 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         written = repr(form.tail + form.closing) if form.writes_end else alone
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
         yield f"           the prompt {opened} of the answer{lead}; content is {_contents(form)}"
-        yield f"           system messages are {form.system}; reasoning of earlier answers is " + (
-            "kept" if form.stored.keeps else "dropped"
-        )
+        kept = "kept" if form.stored.keeps else "dropped" if form.stored.taken else "not taken back"
+        yield f"           system messages are {form.system}; reasoning of earlier answers is {kept}"
         yield f"           tools are {tools}, calls {calls}"
         yield f"           arguments of the template (dataset.template): {arguments}"
     shown, schemas = _shown(dataset[0], tokenizer, assembly.tools)
