@@ -425,6 +425,7 @@ def test_a_turn_is_trained_only_if_engines_stop_at_its_end_and_nowhere_else(
         ),
         ("{{ raise_exception('never') }}", [ASK, ASK], "refuses the messages: never$"),
         ("", [], "refuses the messages: .* empty conversation"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", [ASK], "maximum recursion depth"),
     ],
 )
 def test_a_refusal_says_what_the_template_would_take(

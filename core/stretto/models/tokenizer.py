@@ -81,8 +81,9 @@ def apply_chat_template(
     form that the template reads; `arguments`: other variables for the template."""
     from jinja2 import TemplateError
 
-    # Templates are code: they join text and values of another type, or look for keys that are not there.
-    faults = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+    # Templates are code: they join text and values of another type, look for keys that are not there, or call
+    # themselves without end, as those of Hermes do for a tool that takes null.
+    faults = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
     def write(turns: list[dict[str, Any]], schemas: list[Any] | None) -> str:
         if any("content" in turn and turn["content"] is None for turn in turns):
