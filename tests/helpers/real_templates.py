@@ -471,5 +471,5 @@ if __name__ == "__main__":
         families.setdefault(_cells(name), []).append(name + "*" * (FACTS[name].get("sure") is False))
     titles = [("families", "prompt opens", "turns", "reasoning", "calls", "sft refuses", "argument")]
     table = [*titles, ("---",) * 7, *((", ".join(names), *cells) for cells, names in families.items())]
-    lines = ("|".join(cell.replace("|", r"\|") for cell in row) for row in table)
-    page.write_text(page.read_text().partition("|families")[0] + "".join(f"|{line}|\n" for line in lines))
+    written = ("|".join(cell.replace("|", r"\|") for cell in row) for row in table)
+    page.write_text(page.read_text().partition("|families")[0] + "".join(f"|{line}|\n" for line in written))
