@@ -487,6 +487,12 @@ BACK: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "inline": (thinker(), _INLINE, {"content": _INLINE}, _INLINE),
     "a key": (thinker(_KEY), _INLINE, _SPLIT, _INLINE),
     "other blanks": (thinker(_KEY), "<think> why\n</think>3", _SPLIT, "<think> why\n</think>3"),
+    "a key that no other stands for": (
+        thinker(_KEY.replace("reasoning_content", "reasoning")),
+        _INLINE,
+        {"content": "3", "reasoning": "why"},
+        _INLINE,
+    ),
     "a key of the last turn": (thinker(_LAST), _INLINE, _SPLIT, _EMPTY),
     "opened": (thinker(opens="<think>"), "why</think>3", {"content": _INLINE}, _INLINE),
     "opened, a key": (thinker(_LAST, "<think>"), "why</think>3", _SPLIT, _EMPTY),

@@ -2,7 +2,8 @@
 
 Templates take an answer with reasoning in one of several forms: as it was sampled, with the start that the
 prompt contained, or with the reasoning under a key of its own. `stored_form` renders an answer in each of
-them, and takes the first that the template writes as the policy samples it, or without its reasoning.
+them, and takes the first that the template writes as the policy samples it, else the first that it writes
+without its reasoning.
 """
 
 import re
@@ -157,12 +158,17 @@ def stored_form(
         case: _Answered, end: str, later: Sequence[Sequence[Message]], *made: ToolCall
     ) -> tuple[Taken | None, bool]:
         thoughts = [*bare, *([begin + THOUGHT + end] if thinks else [])]
+        best: tuple[int, Taken | None, bool] = (0, None if thinks else "text", False)
         for taken, as_data in product(("text", "opened", *KEYS, "parts"), (False, True)[: 1 + len(made)]):
             trial = replace(form, taken=taken, with_calls=taken, calls_as_data=as_data)
             messages = [(thought, trial.message(thought + case.text, thought, made)) for thought in thoughts]
-            if all(case.takes(message, thought, each) for thought, message in messages for each in later):
-                return taken, as_data
-        return None if thinks else "text", False
+            shown = [case.takes(message, thought, each) for thought, message in messages for each in later]
+            # A form that keeps the reasoning goes before one without it.
+            if all(shown) and sum(shown) > best[0]:
+                best = sum(shown), taken, as_data
+            if min(shown) == 2:
+                break
+        return best[1:]
 
     form = replace(form, taken=first(plain, between, [[_MORE]])[0])
     if call:
@@ -206,18 +212,19 @@ class _Answered:
                     return begin, between
         return None
 
-    def takes(self, message: Message, thought: str, later: Sequence[Message]) -> bool:
-        """Return whether the template writes a message as it was sampled, or without its reasoning (there it
-        may have other white space), and what follows it."""
+    def takes(self, message: Message, thought: str, later: Sequence[Message]) -> int:
+        """Return 2 if the template writes a message as it was sampled, and what follows it; 1 if without its
+        reasoning (there it may have other white space); else 0."""
         written = self.written([message, *later])
         if not all(each["content"] in written for each in later):
-            return False
+            return 0
         sampled = self.prompt + thought + self.text
         if written.startswith(sampled) and written[len(sampled) :].lstrip().startswith(self.end):
-            return True
+            return 2
         bare = self.written([self.message, *later])
         is_whole = "tool_calls" in message or self.text in written
-        return is_whole and THOUGHT not in written and "".join(written.split()) == "".join(bare.split())
+        is_bare = THOUGHT not in written and "".join(written.split()) == "".join(bare.split())
+        return int(is_whole and is_bare)
 
 
 def _tags_in(opened: str) -> tuple[str, str]:
