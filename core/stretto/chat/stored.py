@@ -221,10 +221,10 @@ class _Answered:
         sampled = self.prompt + thought + self.text
         if written.startswith(sampled) and written[len(sampled) :].lstrip().startswith(self.end):
             return 2
+        if THOUGHT in written or not ("tool_calls" in message or self.text in written):
+            return 0
         bare = self.written([self.message, *later])
-        is_whole = "tool_calls" in message or self.text in written
-        is_bare = THOUGHT not in written and "".join(written.split()) == "".join(bare.split())
-        return int(is_whole and is_bare)
+        return int("".join(written.split()) == "".join(bare.split()))
 
 
 def _tags_in(opened: str) -> tuple[str, str]:

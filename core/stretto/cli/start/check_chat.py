@@ -24,6 +24,7 @@ from stretto.models.tokenizer import fault_of
 from stretto.models.vision import is_vision_language
 from stretto.tokenizer import Tokenizer
 from stretto.tools import ToolsConfig
+from stretto.workflow import WorkflowConfig
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400  # characters of the first prompt
@@ -167,7 +168,7 @@ def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
         )
 
 
-def history_problems(workflow: Any, form: ChatForm) -> Iterator[Problem]:
+def history_problems(workflow: WorkflowConfig, form: ChatForm) -> Iterator[Problem]:
     """Tell what the chat template does not take back in a workflow of several turns, and calls that are not
     read."""
     name: ParserName | None = getattr(workflow, "tool_parser", None)
@@ -260,7 +261,7 @@ def _odd_messages(
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         texts = _texts_of(content)
-        words, place = _words_of(message), f"message {number}, role {message.get('role')!r}"
+        words, place = "".join(texts), f"message {number}, role {message.get('role')!r}"
         answers = ["".join(each.rpartition("</think>")[2].split()) for each in texts]
         shown = all(each in packed for each in answers) and not is_data(content, text)
         if not shown or not is_shown(messages, number - 1, "content", text, write):
