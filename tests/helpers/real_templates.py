@@ -1,8 +1,8 @@
 """Real chat templates on real tokenizers: what stretto makes of them, judged by what transformers does.
 
 The files come from the registries of Python and npm into the user's cache. `template_facts.json` has what
-they do not say, and the cases. `record_of` has the outcome of each use of a family: `ok`, `split` (the history
-as the template writes it), `refused: why`, `FAULT: what`, or `-` if the template has no calls.
+they do not say, and the cases. `record_of` has the outcome of each use of a family: `ok`, `split` (the
+history as the template writes it), `refused: why`, `FAULT: what`, or `-` if the template has no calls.
 `python tests/helpers/real_templates.py docs/models.md` writes the page of models.
 """
 
