@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stretto.chat.calls import NAMED, Call, CallFormat, ToolCall, format_of
@@ -121,6 +122,7 @@ ARGUMENTS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("name", WRITERS)
 @given(calls=st.lists(st.tuples(st.sampled_from(["f", "f.g-1"]), ARGUMENTS), min_size=1, max_size=3))
+@example(calls=[("f", {"maybe": text}) for text in ("None", '"a"', " null", "'None'")])
 def test_a_call_is_read_as_it_was_written_or_is_a_fault(name: str, calls: list[Call]) -> None:
     tools = [TOOLS[0], {"function": {**TOOLS[0]["function"], "name": "f.g-1"}}]
     said = "" if name == "names alone" else "I look.\n"
@@ -130,6 +132,17 @@ def test_a_call_is_read_as_it_was_written_or_is_a_fault(name: str, calls: list[C
         assert before.strip() == said.strip()
     else:  # a text has a mark of the format
         assert any(mark in json.dumps(calls, ensure_ascii=False) for mark in '<>|[]{}`,"')
+
+
+def test_null_is_read_as_the_template_writes_it_beside_texts() -> None:
+    def python(calls: Sequence[Call], before: str = "") -> str:
+        return write("lines", calls, before).replace("\nnull\n", "\nNone\n")
+
+    calls: list[Call] = [("f", {"maybe": None}), ("f", {"maybe": "a"})]
+    for writes in (python, partial(write, "lines")):
+        format = format_of(writes)
+        assert format
+        assert [(call.name, call.arguments) for call in format.split(writes(calls), tools=TOOLS)[1]] == calls
 
 
 def test_ids_that_the_policy_wrote_are_kept() -> None:

@@ -9,7 +9,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, cast
@@ -316,6 +316,10 @@ def format_of(write: Write) -> CallFormat | None:
         if _plain(named.split(one)[1]) == [A_CALL]:
             return named
     if one and (derived := _derived(write)):
+        _, of_null = derived.read(write([(_TOOL, {_KEY: None})], ""), ())
+        word = of_null[0].arguments.get(_KEY) if of_null else None
+        if isinstance(word, str) and word:  # such as Python's None
+            derived = replace(derived, null=word)
         found = CallFormat("template", (derived.mark,), derived.read)
         if all(_comes_back(found, calls, write(calls, "")) for calls in ([A_CALL], *_PROBES)):
             return found
@@ -351,6 +355,8 @@ class _Derived:
     """The first text behind a value; empty if JSON ends it."""
     paths: tuple[Sequence[Any] | None, Sequence[Any]] = (None, ())
     """Keys that lead to the name and to the arguments in JSON."""
+    null: str = "null"
+    """A null, as the template writes it beside texts without quotes."""
 
     def read(self, text: str, tools: Tools) -> _Found:
         """Return where the first call begins, and all calls up to the first one that cannot be read."""
@@ -407,7 +413,7 @@ class _Derived:
             value = text[at : found.start()]
             if self.closing in value or key in arguments:
                 raise ValueError(f"the key {key!r} stands twice, or its value has {self.closing!r} inside")
-            arguments[key] = _value_of(value, _types_of(name, key, tools), is_text=is_text)
+            arguments[key] = _value_of(value, _types_of(name, key, tools), is_text=is_text, null=self.null)
         return arguments, found
 
     def _members(self, name: str, value: Any) -> Iterator[ToolCall]:
@@ -640,13 +646,19 @@ def _type(value: Any) -> str:
     return kinds.get(type(value), "null")
 
 
-def _value_of(text: str, types: set[str], *, is_text: bool) -> Any:
+def _value_of(text: str, types: set[str], *, is_text: bool, null: str) -> Any:
     """Return a value that was written as text: JSON, or a Python constant, of one of the types; else the
-    text. Without types, JSON counts."""
+    text. Without types, JSON counts. Where texts are allowed, a quoted text has its quotes, and only `null`
+    is null."""
     if text.startswith("<![CDATA[") and text.endswith("]]>"):
         text = text[9:-3]
-    if types == {"string"} or (is_text and not types):
+    if is_text and (not types or "string" in types):
         return text
+    if "string" in types:
+        if "null" in types and text == null:
+            return None
+        if not (types := types - {"string", "null"}):
+            return text
     for read in (json.loads, ast.literal_eval)[: 2 if types and len(text) < _MOST_PYTHON else 1]:
         try:
             value = json.loads(json.dumps(read(text.strip()), ensure_ascii=False).encode())
