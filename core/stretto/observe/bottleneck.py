@@ -1,7 +1,5 @@
 """The part of a run that the others wait for most, from lines of `metrics.jsonl`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

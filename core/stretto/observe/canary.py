@@ -1,7 +1,5 @@
 """The difference between engines and trainer at each swap, for metrics and summary."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import structlog

@@ -4,8 +4,6 @@ New messages are written at once. Messages that former kernels or a full disk le
 the journal's stream. A thread flushes the files every few seconds; the stream may drop only flushed messages.
 """
 
-from __future__ import annotations
-
 from io import FileIO
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The kernel keeps it in memory. `stretto.records.events.history` has the history of a whole run by its events.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """All observers of one kernel: they follow its events and the state of scheduler and fleet."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 

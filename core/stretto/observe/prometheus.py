@@ -4,8 +4,6 @@ Figures are read without an await, so they belong to one moment, after the newes
 Only a run with the section `metrics` imports this module.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """The report of a run for people: `metrics.jsonl`, `summary.json` and log lines."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The state of a run, for the live view and for `status.json` (see `stretto.records.status`)."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import deque

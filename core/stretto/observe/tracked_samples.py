@@ -4,8 +4,6 @@ The run's sample writer is some seconds behind `metrics.jsonl`, and trainers rep
 step. So a step is settled when enough of its samples are on disk, or when samples of a later step are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast

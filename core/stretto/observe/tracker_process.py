@@ -9,8 +9,6 @@ thread drops a tracker whose call takes too long, and reports to the kernel. The
     output.log         the output of the process
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,8 +1,6 @@
 """The process of the run's trackers (`tracker_process`): its start, reports and end. The kernel waits for
 no tracker."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

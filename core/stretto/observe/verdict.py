@@ -3,8 +3,6 @@
 The kernel writes it into `status.json` and `summary.json` for every view. docs/seeing.md defines its words.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A run in the terminal: the live view, which draws a `Status`, and the final lines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress

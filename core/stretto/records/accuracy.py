@@ -4,8 +4,6 @@ Answers to the same row depend on each other, answers to different rows do not (
 sections 2 and 3). So an interval is computed over the means of rows wherever the rows are known.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Charts of runs: names, units, digits, colours and reduced curves, the same in every view."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence

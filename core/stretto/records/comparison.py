@@ -6,8 +6,6 @@ difference of their last common evaluation is paired by row; else it is that of 
 The interval of rewards is over steps, as if independent.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

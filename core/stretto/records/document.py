@@ -1,7 +1,5 @@
 """Read a run's values from `config.yaml` in its folder. Another user may have written the file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Open the files of a run's folder. Another user may have written them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

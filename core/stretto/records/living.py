@@ -3,8 +3,6 @@
 A file has only the path of a run's folder. The run lives if its lock is held (`stretto.bus.guard.is_locked`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Generator

@@ -1,7 +1,5 @@
 """The logs in a run's folder as text: one JSON Lines file for the kernel, the supervisor and each worker."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from io import TextIOWrapper

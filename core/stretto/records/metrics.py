@@ -1,7 +1,5 @@
 """The lines of `metrics.jsonl`: one JSON object for each train step and each evaluation."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 A resumed run moves lines after its checkpoint to `metrics.cut.jsonl`: it repeats or loses their steps.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Where a run comes from: `origin.json`. The run's first kernel writes it, and only views read it."""
 
-from __future__ import annotations
-
 import json
 import platform
 import socket

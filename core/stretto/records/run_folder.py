@@ -11,8 +11,6 @@ A folder can be read while the run continues; nothing here sends requests to its
 docs/samples.md describe the files; `stretto.records.charts` defines how views show their figures.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The file `status.json`: what a run does, and who waits for whom. If a kernel hangs, the file is old."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated, Literal

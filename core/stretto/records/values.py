@@ -1,7 +1,5 @@
 """The values of a run file by their dotted keys, to show and compare them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast

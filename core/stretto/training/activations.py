@@ -5,8 +5,6 @@ for each architecture that transformers can build, with autocast, adapters, chec
 chunks. `stretto check` counts in a child process, because importing torch takes seconds.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

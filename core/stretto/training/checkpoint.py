@@ -9,8 +9,6 @@
 Every rank iterates over all full tensors; the ranks write files of about 1 GiB in turn.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial

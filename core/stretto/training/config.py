@@ -1,7 +1,5 @@
 """Config and checks shared by training engines of Hugging Face models. Importing it imports no torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The device on which a process computes, and torch's settings for it."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -4,8 +4,6 @@ Nothing is pickled: ranks send figures as JSON. On one machine the ranks find ea
 several machines through a store that rank 0 serves. Gloo listens on one network interface only.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """(torch) Trained parameters in float32 on the host, and the copies with which a model computes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

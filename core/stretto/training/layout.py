@@ -4,8 +4,6 @@ A *rank* is one process of the group. The engine splits a batch into *parts*; on
 ranks, compute a part.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """(torch) LoRA adapters of a Hugging Face model in training, under the names of the model's files."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, cast

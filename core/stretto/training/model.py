@@ -1,7 +1,5 @@
 """(torch) Prepare a Hugging Face model for training: its head, the rows of its inputs, its layers."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ without padding. With shared prefixes the row is a tree. Both are valid where at
 Every other model gets rows padded on the right, with a mask.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

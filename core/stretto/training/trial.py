@@ -1,7 +1,5 @@
 """(torch) Try what may be impossible for a model, and say why it is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeVar
 

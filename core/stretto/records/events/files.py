@@ -5,8 +5,6 @@ journal's stream, its length, the CRC-32 of number and message, and the message,
 within a file. A kernel first copies messages that former kernels did not write; two files may have the same.
 """
 
-from __future__ import annotations
-
 import heapq
 import re
 import struct

@@ -1,7 +1,5 @@
 """The events of a run by their times, from the folder `events`, also while the run continues."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress

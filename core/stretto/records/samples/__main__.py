@@ -1,7 +1,5 @@
 """`python -m stretto.records.samples RUN LAST STALENESS ANSWERS`: the command of a run's sample writer."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

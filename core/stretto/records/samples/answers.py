@@ -1,7 +1,5 @@
 """The answers of an evaluation, read from the kept samples of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 

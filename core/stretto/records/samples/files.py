@@ -9,8 +9,6 @@ named after its first and last file: `train-00000001-00000064.parquet`. The join
 `images/` has images that workflows added to these trajectories (`images.py`).
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

@@ -3,8 +3,6 @@
 A file's name is its SHA-256: so each image is kept once, and a reader can check it.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

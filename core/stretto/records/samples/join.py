@@ -8,8 +8,6 @@ The joiner holds at most the queue's (η + 1)·B finished groups and those of th
 fate expires when no later step may train it. Attempts of dead workers, without an outcome, are forgotten.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

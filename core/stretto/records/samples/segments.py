@@ -1,7 +1,5 @@
 """Writes and removes segments of kept samples. A segment is complete or absent, also after a power cut."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -6,8 +6,6 @@ cursor; the kernel keeps the log from there on. After a crash it reads from the 
 rows on disk.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal
