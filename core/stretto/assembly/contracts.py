@@ -3,8 +3,6 @@
 The core calls methods with the protocol's arguments: by position, and after `*` by name. Private to the core.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator
 from types import FunctionType

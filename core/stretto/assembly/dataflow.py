@@ -1,7 +1,5 @@
 """An algorithm's calls as a graph: infer the edges from keys, check them, and order the calls. No I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -3,8 +3,6 @@
 `log_to` adds the process's fields (run, role, worker) to every line, `bound` the work's (ticket, version).
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Generator, Mapping, MutableMapping

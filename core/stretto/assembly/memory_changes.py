@@ -1,7 +1,5 @@
 """Changes of a run file that free memory."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

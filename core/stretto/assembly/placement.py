@@ -3,8 +3,6 @@
 Private to the core. Kernel and trainers compute the same placement, so no message carries it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property

@@ -4,8 +4,6 @@ Listing names imports no installed plugin. A plugin is imported when a run needs
 missing extra of one plugin never breaks another. Private to the core; plugin authors need only `hooks.py`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Read a run file, and merge overrides into it. No OmegaConf object leaves this module."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

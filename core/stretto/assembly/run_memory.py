@@ -1,7 +1,5 @@
 """What the engines of a run need of the memory of their devices."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The sections of a run that choose a component, and the places where their keys were written."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

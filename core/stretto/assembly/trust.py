@@ -1,7 +1,5 @@
 """Check that the user trusts a run's folder: a continued run imports the code that its config names."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

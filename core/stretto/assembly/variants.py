@@ -1,7 +1,5 @@
 """The variants of an A/B test, each as a run of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -4,8 +4,6 @@ A number that `stretto scale` has changed replaces the run file's number, also a
 resume that changes the run file's number, such as `stretto resume RUN rollout.processes=4`, wins.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """Connections to nats-servers: how a client logs in, trusts a certificate, and reconnects."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import ssl

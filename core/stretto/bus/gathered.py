@@ -1,7 +1,5 @@
 """Items that travel together in one message."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 

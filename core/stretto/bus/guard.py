@@ -6,8 +6,6 @@ the server, and CLEANER removes what killed processes left. The guard restarts a
 the same store; the kernel restarts the guard.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -1,7 +1,5 @@
 """What the bus knows of its own health: requests without an answer, refused messages, and late wake-ups."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import count

@@ -5,8 +5,6 @@ HMAC-SHA256 of the id under a key that only the run's user can read. The command
 token too, because on a server of the user's own all parties may have the same credentials.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 from functools import cache

@@ -1,7 +1,5 @@
 """The addresses of the bundled nats-server: where it listens, and by which names processes reach it."""
 
-from __future__ import annotations
-
 import socket
 from dataclasses import dataclass
 

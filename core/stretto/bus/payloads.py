@@ -1,7 +1,5 @@
 """Messages as bytes, and in parts where they are larger than the server's limit."""
 
-from __future__ import annotations
-
 import secrets
 import struct
 from collections import OrderedDict

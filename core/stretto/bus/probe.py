@@ -1,7 +1,5 @@
 """Check the bus before a run starts: the servers of `bus.url`, or the nats-server that the run will start."""
 
-from __future__ import annotations
-
 import secrets
 import socket
 from collections.abc import Iterator

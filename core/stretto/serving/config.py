@@ -1,7 +1,5 @@
 """Config and checks of server engines: inference engines that are HTTP servers, started or attached to."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

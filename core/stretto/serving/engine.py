@@ -1,7 +1,5 @@
 """The base class of server engines: weights and server. `streams` has samples, subclasses the HTTP API."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The Python environments of servers that `stretto engine install` makes below the user's cache folder."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

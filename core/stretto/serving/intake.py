@@ -13,8 +13,6 @@ holds back samples that need newer weights, and finds requests that are late.
 Not thread-safe: the engine calls it from one thread. Others may read `waiting`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush

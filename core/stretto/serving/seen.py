@@ -1,7 +1,5 @@
 """The texts that an engine has computed with its weights: an unlimited prefix cache would have them all."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Recognise the texts that end an answer, for engines that do this themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

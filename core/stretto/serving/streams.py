@@ -10,8 +10,6 @@ cache's entries are salted with the version under which a sample started, so onl
 at a swap read keys and values of older weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import abstractmethod
 from collections import deque

@@ -1,7 +1,5 @@
 """The environment process, child of a verifier worker. Each call answers one `Question` (see `protocol`)."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Mapping

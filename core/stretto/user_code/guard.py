@@ -8,8 +8,6 @@ GRACE_S seconds. The guard ends as the child ended: same exit status or signal.
 If the guard is killed, Linux kills the child, but not the child's own children.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """Load the user's own functions and classes, which a run file names as `path.py:name` or `module:name`."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib

@@ -4,8 +4,6 @@ A fork of the scoring process scores a group's answers one by one. The system en
 exceeds a limit: that answer scores 0, and a new fork, which costs milliseconds, continues with the next.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import resource

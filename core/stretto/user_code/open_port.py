@@ -4,8 +4,6 @@ It runs in a sandbox. CHANNEL is a descriptor of a Unix socket to `stretto.user_
 gets the listening socket. The command gets neither socket.
 """
 
-from __future__ import annotations
-
 # The module `socket` would double the time that this script takes to start.
 import _socket
 import os

@@ -1,7 +1,5 @@
 """Rows as bytes: msgpack, and the values of Python for which msgpack has no type."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal

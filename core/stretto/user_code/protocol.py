@@ -5,8 +5,6 @@ frame sets up the child. The child answers with `Started`, and then answers one 
 input ends. Numbers are random: code in the child cannot answer a later question.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import struct

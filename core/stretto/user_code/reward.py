@@ -1,7 +1,5 @@
 """The scoring process, child of a verifier worker. It makes one reward and scores a group for each `Task`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls rewards: functions of either form that `stretto.reward` describes."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import re

@@ -5,8 +5,6 @@ bpf, perf, io_uring, userfaultfd, mounts and namespaces, and sockets between vir
 namespaces do not isolate. Refused calls fail with EPERM.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import platform

@@ -1,8 +1,6 @@
 """The process of `stretto check` that makes the components which the kernel does not make (see
 `protocol`)."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What all messages have: the base class, refusals, and the forms of names and ids."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

@@ -6,8 +6,6 @@ the same message; a kernel that continues the run compares the decision with tha
 observation changes no state. All figures and times that people see come from these events.
 """
 
-from __future__ import annotations
-
 import hashlib
 from typing import Literal, get_args
 

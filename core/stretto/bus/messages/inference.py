@@ -1,7 +1,5 @@
 """Sampling and new weights: requests to inference workers, and their answers."""
 
-from __future__ import annotations
-
 import msgspec
 
 from stretto.array import Array

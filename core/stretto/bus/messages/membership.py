@@ -1,7 +1,5 @@
 """Joining and leaving a run: beacons, routes, heartbeats, and requests to drain."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

@@ -1,7 +1,5 @@
 """Commands of the operator: scale a run, or stop it."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import msgspec

@@ -1,7 +1,5 @@
 """Requests to verifiers, and their answers: scores, tools, environments."""
 
-from __future__ import annotations
-
 from stretto.bus.messages.base import Message, VariantName
 from stretto.environment import Feedback
 from stretto.tools import ToolAnswer

@@ -1,7 +1,5 @@
 """Subjects of the bus: who may send what to whom."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 from typing import Any

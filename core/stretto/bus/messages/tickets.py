@@ -1,7 +1,5 @@
 """The life of a ticket: issued, started, done or failed. Its samples, and the texts that people read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """Calls of trainers: batches, steps, published versions, checkpoints."""
 
-from __future__ import annotations
-
 import msgspec
 
 from stretto.array import Array
