@@ -104,6 +104,20 @@ def test_reasoning_whose_marks_are_text_is_named(tmp_path: Path) -> None:
     assert words in said
 
 
+def test_what_a_template_writes_otherwise_than_it_is_sampled_is_named(tmp_path: Path) -> None:
+    """Answers as JSON; and behind a tool's result no tag, which is no missing header if that has a number."""
+    template = (
+        "{% for m in messages %}{{ '<r>' ~ loop.index ~ '\n' ~ (m.content | tojson) ~ '<e>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<r>{{ messages | length + 1 }}\n"
+        "{{ '<think>' if messages[-1].role == 'user' }}{% endif %}"
+    )
+    write_model(replace(FORMS["plain lines"], template=template), tmp_path / "model")
+    said = checked(tmp_path, [ASK, ASK, ASK], [ASK, {"role": "tool", "content": "3"}])
+    assert "writes the answer 'a \"b\" & <c>\\nd' as " in said
+    assert "open less than behind a user: the model may write (row 2: '<think>')" in said
+    assert "open no answer" not in said
+
+
 def test_a_template_that_takes_no_answer_back_is_refused(tmp_path: Path) -> None:
     template = (  # engines stop behind the reasoning
         "{% for m in messages %}{% if m.reasoning %}{{ '<r>thought\n' + m.reasoning + '<e>\n' }}{% endif %}"
@@ -113,7 +127,7 @@ def test_a_template_that_takes_no_answer_back_is_refused(tmp_path: Path) -> None
     write_model(replace(FORMS["plain lines"], template=template), tmp_path / "model")
     (tmp_path / "env.py").write_text("def env(completion): ...\n")
     refused = (
-        "workflow: the chat template writes an answer with reasoning in no form in which the policy samples"
+        "workflow: the chat template writes an answer with reasoning, quotes or line feeds in no form in"
     )
     assert refused not in checked(tmp_path, [ASK])
     assert refused in checked(tmp_path, [ASK], more=("workflow={use: multi_turn, environment: env.py:env}",))

@@ -19,7 +19,7 @@ _ENDS, _BOTH_ENDS = (
     "{added[each] for each in (last_end, turns.inner_end) if each}",
 )
 _ALSO_ENDS = Mutation("and it is an end", _FORM, _ENDS, _BOTH_ENDS)
-_KEYS = '("text", "opened", *KEYS, "parts"), (False'
+_KEYS = '("text", "opened", *keys, "parts"), (False'
 _EACH = 'each = enumerate(cast("list[Any]", value)'
 
 FORM_MUTATIONS: list[tuple[Mutation, str]] = [

@@ -238,7 +238,10 @@ def lines(family: Family) -> Outcomes:
         "tools": (form.shows_tools, shows("look_up", [asked], TOOLS)),
         "calls": (form.shows_calls, shows(CITY, family.chat("uc"), TOOLS)),
         "system": (form.system == "shown", shows(TURNS["s"]["content"], family.chat("su"))),
-        "reasoning": (form.stored.keeps, shows(THOUGHT, [asked, form.stored.message(answer), after])),
+        "reasoning": (
+            form.stored.keeps,
+            shows(THOUGHT, [asked, form.stored.message(answer, form.opened), after]),
+        ),
     }
     for name, (said, found) in facts.items():
         is_so = said == found or (name == "reasoning" and form.stored.taken is None)

@@ -230,14 +230,13 @@ async def test_calls_run_and_tools_of_rows_are_shown(name: str, models: Models) 
 def test_a_reward_for_the_format_reads_what_the_prompt_opened(name: str, models: Models) -> None:
     form, tokenizer = FORMS[name], models(name)
     score = make_format(FormatConfig(use="format", tags=("think", "answer")), CONTEXT)
-    opened = opened_in([ASK], tokenizer.form)
+    opened = opened_in(tokenizer.render([ASK]), tokenizer.form)
+    assert opened == tokenizer.form.opened
     thought = "" if form.opened.endswith("</think>\n\n") else "why</think>"
     thought = thought if form.opened else f"<think>{thought}"
     completion = f"{thought}<answer>3</answer>"
     assert score(prompt=[ASK], completion=completion, prompt_opened=opened) == 1.0
     assert score(prompt=[ASK], completion=f"<think>{completion}", prompt_opened=opened) == 0.0
-    rendered = tokenizer.render([ASK])
-    assert opened_in(rendered, tokenizer.form) in (form.opened, "")
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -493,6 +492,12 @@ BACK: dict[str, tuple[str, str, dict[str, Any], str]] = {
         {"content": "3", "reasoning": "why"},
         _INLINE,
     ),
+    "a rare key": (
+        thinker(_KEY.replace("reasoning_content", "rationale")),
+        _INLINE,
+        {"content": "3", "rationale": "why"},
+        _INLINE,
+    ),
     "a key of the last turn": (thinker(_LAST), _INLINE, _SPLIT, _EMPTY),
     "opened": (thinker(opens="<think>"), "why</think>3", {"content": _INLINE}, _INLINE),
     "opened, a key": (thinker(_LAST, "<think>"), "why</think>3", _SPLIT, _EMPTY),
@@ -522,6 +527,39 @@ async def test_reasoning_goes_back_as_it_was_sampled_or_not_at_all(name: str, tm
     )
     [*_, last] = conversation.trajectories(Score(1.0))
     assert last.score.metrics.get("malformed_reasoning", 0) == 2 * (name == "an open tag")
+
+
+async def test_a_tag_that_a_prompt_does_not_open_is_opened_once(tmp_path: Path) -> None:
+    """As DeepSeek V3.1 opens nothing behind a tool's result."""
+    opens = "' + ('<think>' if messages[-1].role == 'user' else '') + '"
+    tokenizer = load_tokenizer(write_model(Form(thinker(opens=opens)), tmp_path))
+    session = FakeSession(["why</think>3<e>", "<think>so</think>4<e>", "5<e>"], tokenizer=tokenizer, size=1)
+    conversation = session.conversation([ASK])
+    for each in ({"role": "tool", "content": "7"}, ASK, ASK):
+        await conversation.reply()
+        conversation.add(each)
+    assert isinstance(conversation.history, list)
+    assert [conversation.history[at]["content"] for at in (1, 3)] == [_INLINE, "<think>so</think>4"]
+    text = tokenizer.decode(session.generated[2].prompt_ids, special=True)
+    assert (conversation.splits, text) == (0, tokenizer.render(conversation.history[:-2]))
+    assert [each.answer.reasoning_end for each in session.generated[:2]] == [11, 17]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "taken"),
+    [
+        ("CALLS", "{{ '<m>' if m.content and m.tool_calls else '' }}CALLS", ("text", "text", "<m>")),
+        ("m.content", "(m.content | tojson if m.role == 'assistant' else m.content)", (None, None, '"')),
+        ("m.content", "('<m>' if loop.last and m.role == 'user' else '') + m.content", ("text", "text", "")),
+    ],
+)
+def test_only_what_comes_back_is_taken(old: str, new: str, taken: Any, tmp_path: Path) -> None:
+    calls = "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    template = thinker("'<think>' + m.thinking + '</think>' if m.thinking else ''")
+    template = template.replace(" + '<e>'", " }}CALLS{{ '<e>'").replace(old, new).replace("CALLS", calls)
+    form = load_tokenizer(write_model(Form(template), tmp_path)).form
+    assert form.calls
+    assert (form.stored.taken, form.stored.with_calls, form.calls.lead) == taken
 
 
 def test_reasoning_ends_at_the_models_own_tags(models: Models) -> None:

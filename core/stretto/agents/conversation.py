@@ -146,14 +146,15 @@ class Conversation:
             body, form = self.without_end(text, answer), self._tokenizer.form
             self.said, self._end = form.content_of(body, has_ended=body != text), text[len(body) :]
             self._num_malformed += form.stored.taken != "text" and form.stored.is_malformed(self.said)
-            self.history.append(form.stored.message(self.said))
+            self.history.append(form.stored.message(self.said, answer.opened))
             self._answered = len(self.history)
         return answer
 
     def store_calls(self, before: str, calls: Sequence[ToolCall]) -> None:
         """Store the last answer of a chat with its tool calls. `before`: its text before the first call."""
         assert isinstance(self.history, list)
-        self.history[self._answered - 1] = self._tokenizer.form.stored.message(self.said, before, calls)
+        stored, opened = self._tokenizer.form.stored, self.answers[-1].opened
+        self.history[self._answered - 1] = stored.message(self.said, opened, before, calls)
 
     def trajectories(self, score: Score) -> list[Trajectory]:
         """Return one trajectory for each part between splits that has an answer. Each has the conversation's

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from stretto.agents.conversation import Conversation, Generate
 from stretto.chat.calls import ToolCall
-from stretto.chat.chat_form import opened_in
 from stretto.dataset import Message
 from stretto.engine import Sampling
 from stretto.errors import StrettoError
@@ -62,6 +61,7 @@ class Thread:
         """The input of the agent's last call."""
         self.message: Message | None = None
         """The message of the last answer, as the agent got it."""
+        self._opened = ""
         self.prompt = np.empty(0, np.int32)
         """(P,) ids before the last answer."""
         self._tools = tools
@@ -98,8 +98,7 @@ class Thread:
     @property
     def opened(self) -> str:
         """Start of the last answer that is part of the prompt, such as `<think>`; else empty."""
-        form = self._session.tokenizer.form
-        return "" if isinstance(self.input, np.ndarray) else opened_in(self.input, form)
+        return "" if isinstance(self.input, np.ndarray) else self._opened
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
         """Return the text of the last answer. In a chat it has no `ChatForm.lead`. Agents that write prompts
@@ -172,6 +171,7 @@ class Thread:
         [answer] = await self._session.generate(
             ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens, images=images
         )
+        self._opened = answer.opened
         return answer
 
 

@@ -66,6 +66,8 @@ class CallFormat:
     marks: tuple[str, ...]
     """Texts with which calls begin."""
     read: _Read
+    lead: str = ""
+    """What the template writes between a text and a call: no part of the text."""
 
     def split(self, text: str, end: int | None = 0, tools: Tools = ()) -> tuple[str, list[ToolCall]]:
         """Return the text before the first call of an answer, and all calls. A call that cannot be read has a
@@ -77,7 +79,10 @@ class CallFormat:
             tools: schemas of the tools. Formats that write all values as text take the types from these.
         """
         start, calls = (0, []) if end is None else self.read(text[end:], tools)
-        return (text[: (end or 0) + start] if calls else text), calls
+        if not calls:
+            return text, calls
+        behind = text[end:][:start]
+        return text[:end] + (behind.removesuffix(self.lead) if behind.strip() else behind), calls
 
 
 # ------------------------------------------------------------------------------------ named formats
@@ -314,7 +319,7 @@ def format_of(write: Write) -> CallFormat | None:
     one = write([A_CALL], "")
     for named in NAMED.values():
         if _plain(named.split(one)[1]) == [A_CALL]:
-            return named
+            return _with_lead(named, write)
     if one and (derived := _derived(write)):
         _, of_null = derived.read(write([(_TOOL, {_KEY: None})], ""), ())
         word = of_null[0].arguments.get(_KEY) if of_null else None
@@ -322,8 +327,16 @@ def format_of(write: Write) -> CallFormat | None:
             derived = replace(derived, null=word)
         found = CallFormat("template", (derived.mark,), derived.read)
         if all(_comes_back(found, calls, write(calls, "")) for calls in ([A_CALL], *_PROBES)):
-            return found
+            return _with_lead(found, write)
     return None
+
+
+def _with_lead(format: CallFormat, write: Write) -> CallFormat:
+    text, (before, _, _) = write([A_CALL], REPLY), write([], REPLY).partition(REPLY)
+    if not text.startswith(before + REPLY):  # gpt-oss's template writes it as reasoning
+        return format
+    lead = text[len(before + REPLY) : format.read(text, ())[0]]
+    return replace(format, lead=lead, marks=(*format.marks, lead.strip()))
 
 
 def _comes_back(format: CallFormat, calls: Sequence[Call], text: str) -> bool:
@@ -365,6 +378,8 @@ class _Derived:
         first, at = len(text), 0
         while begin := self.begin.search(text, at):
             first = min(first, begin.start())
+            if calls and self.closing and self.closing in text[at : begin.start()]:
+                break
             try:
                 at = self._read_from(begin, text, tools, calls)
             except ValueError as error:

@@ -171,11 +171,13 @@ def sections_of(text: str, special: re.Pattern[str]) -> list[tuple[str, bool]]:
     return sections
 
 
-def opened_in(prompt: str | Sequence[Message], form: ChatForm) -> str:
-    """Return the start of the answer that a prompt already contains: `form.opened` for messages and for a
-    text with the header at its end; for any other text, the tag at its end."""
-    if not isinstance(prompt, str) or (form.header and prompt.endswith(form.header)):
+def opened_in(prompt: str, form: ChatForm) -> str:
+    """Return the start of the answer that a prompt already contains: `form.opened`, or its first tags; if the
+    prompt ends with none of these, the tag at its end."""
+    if form.header and prompt.endswith(form.header):
         return form.opened
+    if opened := form.stored.opened_in(prompt):
+        return opened
     tags = [*_TAG.finditer(prompt)]
     return prompt[tags[-1].start() :] if tags and not prompt[tags[-1].end() :].strip() else ""
 
@@ -249,9 +251,9 @@ def form_of(
         return text if opens else text.removesuffix(turns.final)
 
     calling, result = _calling({_KEY: _VALUE}, ""), {**_RESULT, "name": _TOOL, "content": _MORE}
-    begin = form.calls.read(form.call, ())[0] if form.calls else 0
-    call = form.call[begin:] if form.calls else ""
-    return replace(form, stored=stored_form(written, opened, lead, any_of(ends), call, [calling, result]))
+    pattern, turns_of_call = any_of(ends), [calling, result]
+    stored = stored_form(written, opened, lead, pattern, form.calls, form.call, turns_of_call)
+    return replace(form, stored=stored)
 
 
 class _TemplateProbe:
@@ -506,12 +508,21 @@ def _shows(text: str | None) -> bool:
 def _opened(turns: _Turns) -> str:
     """Return what the generation prompt writes from the first tag on that no history has, else from the first
     tag of reasoning on: a history may have an empty block there."""
-    prompt = turns.prompt
+    prompt, header = turns.prompt, turns.header
+    begin = len(prompt) - len(header)
+
+    def shared(head: str) -> int:
+        if (place := same_start(prompt, head)) >= begin:
+            return place
+        # The template writes the question in another way once it is answered.
+        rest = head.rpartition(_ASK)[2]
+        return begin + next(size for size in range(len(header), -1, -1) if header[:size] in rest)
+
     heads = [text.partition(REPLY)[0] for text in (turns.last, turns.inner) if REPLY in text]
-    place = min((same_start(prompt, head) for head in heads), default=len(prompt))
+    place = min(map(shared, heads), default=len(prompt))
     place -= prompt[:place].endswith(("<", "["))  # the history has another tag here, such as a closing tag
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
-    thought = _OF_REASONING.search(prompt, len(prompt) - len(turns.header))
+    thought = _OF_REASONING.search(prompt, begin)
     if starts := [found.start() for found in (tag, thought) if found]:
         return prompt[min(starts) :]
     # A template may open reasoning with words alone.

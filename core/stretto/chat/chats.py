@@ -179,7 +179,7 @@ class _Chat:
             in_prompt = number < self._start
             missing = [
                 key
-                for key in (_TEXTS[:1] if in_prompt else _TEXTS)
+                for key in (_TEXTS[:1] if in_prompt else (*_TEXTS, *self._other_texts(number)))
                 if not all(_has(packed, piece) for piece in _texts(turn.get(key), all_of_it=not in_prompt))
                 or is_data(turn.get(key), text)
                 or not self._depends_on(number, key)
@@ -195,6 +195,15 @@ class _Chat:
                     f"{self._name(number)}: the chat template drops or changes its {missing[0]!r}; it writes "
                     f"{_short(text)!r} there"
                 )
+
+    def _other_texts(self, number: int) -> Iterator[str]:
+        """Yield other keys of a message whose text the template writes if the conversation ends there."""
+        chat, known = self._messages[: number + 1], {"role", *_TEXTS, *_OF_APIS}
+        for key, value in chat[-1].items():
+            if chat[-1]["role"] == "assistant" and key not in known and isinstance(value, str):
+                text = self._write(chat)
+                if is_shown(chat, number, key, text, self._write):
+                    yield key
 
     def _depends_on(self, number: int, key: str) -> bool:
         return is_shown(self._messages, number, key, self._text, self._write)

@@ -7,21 +7,23 @@ without its reasoning.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from typing import Any, Literal
+from typing import Any
 
-from stretto.chat.calls import A_CALL, A_TOOL, REPLY, ToolCall
+from stretto.chat.calls import A_CALL, A_TOOL, REPLY, CallFormat, ToolCall
 from stretto.dataset import Message, OwnTurn
 from stretto.reward import REASONING_WORDS, reasoning_end
 
 __all__ = ["A_QUESTION", "THOUGHT", "StoredForm", "stored_form"]
 
-Taken = Literal["text", "opened", "reasoning_content", "reasoning", "thinking", "parts"]
-"""As sampled; with the start of the answer that is in the prompt; under a key; as a part of the content."""
-KEYS: Sequence[Taken] = ("reasoning_content", "reasoning", "thinking")
+Taken = str
+"""`text`, as sampled; `opened`, with the start of the answer that is in the prompt; `parts`, as a part of the
+content; or the key of the reasoning."""
+KEYS = ("reasoning_content", "reasoning", "thinking")
+RARE_KEYS = ("thought", "thoughts", "reasoning_text", "rationale", "analysis", "scratchpad")
 THOUGHT = "probethought"
 
 
@@ -39,23 +41,27 @@ class StoredForm:
     """Whether a later turn leaves the reasoning in the history."""
     opened: str = ""
     """`ChatForm.opened`."""
+    shows_reasoning: bool = False
+    """Whether the template writes reasoning anywhere."""
     begin: str = ""
     """What the policy samples before its reasoning; empty if the prompt opens it."""
     ends: tuple[str, str] = ("", "")
     """What it samples between the reasoning and the content, and between the reasoning and a call."""
 
-    def message(self, text: str, before: str = "", calls: Sequence[ToolCall] = ()) -> Message:
+    def message(self, text: str, opened: str, before: str = "", calls: Sequence[ToolCall] = ()) -> Message:
         """Return the assistant's message of an answer.
 
         Args:
             text: the sampled text, without the token that ended it.
-            before: the part of it before the first call.
+            opened: the start of the answer that its prompt contains.
+            before: the part of the text before the first call.
             calls: its calls.
         """
         as_data = bool(calls) and self.calls_as_data
         body, taken = (before if as_data else text), (self.with_calls if calls else self.taken)
+        body = body.removeprefix(self.unopened(opened))
         message: dict[str, Any] = {"role": "assistant", "content": body}
-        if taken not in ("text", None) and (parts := self.split(body)):
+        if taken and taken != "text" and (parts := self.split(body)):
             reasoning, content = parts
             if taken == "opened":
                 message["content"] = self.opened + body
@@ -63,7 +69,7 @@ class StoredForm:
                 thought = {"type": "thinking", "thinking": reasoning}
                 message["content"] = [thought, *([{"type": "text", "text": content}] if content else [])]
             else:
-                message |= {"content": content, str(taken): reasoning}
+                message |= {"content": content, taken: reasoning}
         if as_data:
             message["content"] = message["content"] if str(message["content"]).strip() else ""
             message["tool_calls"] = [call.data for call in calls]
@@ -81,11 +87,22 @@ class StoredForm:
         ):
             return None
         reasoning, _, content = rest.removeprefix(begin).partition(end)
-        for written, behind in zip(self.ends, self._behind, strict=True):
+        longest_first = sorted(zip(self._behind, self.ends, strict=True), key=lambda pair: -len(pair[0]))
+        for behind, written in longest_first:
             if content.startswith(behind):
                 content = content.removeprefix(behind).removeprefix(written[len(written.rstrip()) :])
                 break
         return reasoning.strip(), content
+
+    def opened_in(self, prompt: str) -> str:
+        """Return the part of `opened`, in whole tags, with which a prompt ends."""
+        starts = (self.opened[:size] for size in range(len(self.opened), 0, -1))
+        return next((each for each in starts if each[-1] in ">]\n" and prompt.endswith(each)), "")
+
+    def unopened(self, opened: str) -> str:
+        """Return the rest of `self.opened`, which the policy may write where its prompt opens less: DeepSeek
+        V3.1 opens `<think>` behind a user, and nothing behind a tool's result."""
+        return self.opened.removeprefix(opened)
 
     def is_malformed(self, text: str) -> bool:
         """Return whether an answer has a tag of reasoning, and cannot be split there."""
@@ -97,7 +114,8 @@ class StoredForm:
         end, begin, tag = reasoning_end(text, opened), self.begin.strip(), self.end
         if end is None or not tag or re.fullmatch(r"</[^<>|]+>|\[/[^\[\]]+\]", tag):
             return end
-        start = text.rfind(begin) if begin else 0 if opened and opened == self.opened else -1
+        is_open = bool(self.opened) and text.startswith(self.unopened(opened))
+        start = text.rfind(begin) if begin else is_open - 1
         if start < 0:
             return end
         if (place := text.find(tag, start + len(begin))) < 0:
@@ -127,55 +145,64 @@ Render = Callable[[Sequence[Message], Sequence[Mapping[str, Any]], bool], str]
 A_QUESTION: Message = {"role": "user", "content": "probeask"}
 _MORE: Message = {"role": "user", "content": "probemore"}
 _PLAIN: Message = {"role": "assistant", "content": REPLY}
+_SAID = f"""{REPLY} "a" & 'b'\n<c> é"""
+"""A text that JSON and HTML write in another way."""
 
 
 def stored_form(
-    render: Render, opened: str, lead: str, ends: re.Pattern[str], call: str, turns: Sequence[Message]
+    render: Render,
+    opened: str,
+    lead: str,
+    ends: re.Pattern[str],
+    calls: CallFormat | None,
+    sampled: str,
+    turns: Sequence[Message],
 ) -> StoredForm:
     """Find the form by rendering answers.
 
     Args:
-        opened, lead: those of `ChatForm`.
+        opened, lead, calls: those of `ChatForm`.
         ends: finds the tokens that end an answer.
-        call: `stretto.chat.calls.A_CALL`, as the policy samples it, with its end; empty if it cannot be read.
+        sampled: `ChatForm.call`.
         turns: the message with this call and no text, and the tool's result.
     """
-    call, end = ends.split(call)[0].rstrip(), "".join(ends.findall(call)[:1])
-    plain, calling = _Answered(render, (), _PLAIN, REPLY), _Answered(render, (A_TOOL,), turns[0], call, end)
-    of_call = calling.shown(opened) if call else None
-    shown = plain.shown(opened) or of_call
+    call = ends.split(sampled[calls.read(sampled, ())[0] :])[0].rstrip() if calls else ""
+    end = "".join(ends.findall(sampled)[:1])
+    plain = _Answered(render, (), _PLAIN, REPLY, opened)
+    calling = _Answered(render, (A_TOOL,), turns[0], call, opened, end)
+    of_call = calling.shown() if call else None
+    shown = plain.shown() or of_call
     # Some templates write an empty block before each answer, and reasoning nowhere.
     empty = lead if _EMPTY.fullmatch(lead) and re.search(REASONING_WORDS, lead, re.IGNORECASE) else ""
-    begin, between = shown or _tags_in(opened or empty)
+    key, begin, between = shown or ("", *_tags_in(opened or empty))
     if ends.search(begin + between):  # engines stop before the policy has answered
         return StoredForm(taken=None, with_calls=None)
-    form = StoredForm(opened=opened, begin=begin, ends=(between, of_call[1] if of_call else between))
+    shows, of_both = bool(shown or opened or empty), (between, of_call[2] if of_call else between)
+    form = StoredForm(shows_reasoning=shows, opened=opened, begin=begin, ends=of_both)
+    keys = dict.fromkeys([*KEYS, *filter(RARE_KEYS.__contains__, [key])])
     # A prompt may close reasoning at once. If it opens reasoning, an answer without it is not complete.
-    thinks = bool(shown or opened or empty) and not _EMPTY.fullmatch(opened)
-    bare = [""] * (not thinks or bool(begin))
+    thinks = shows and not _EMPTY.fullmatch(opened)
 
-    def first(
-        case: _Answered, end: str, later: Sequence[Sequence[Message]], *made: ToolCall
-    ) -> tuple[Taken | None, bool]:
-        thoughts = [*bare, *([begin + THOUGHT + end] if thinks else [])]
-        best: tuple[int, Taken | None, bool] = (0, None if thinks else "text", False)
-        for taken, as_data in product(("text", "opened", *KEYS, "parts"), (False, True)[: 1 + len(made)]):
-            trial = replace(form, taken=taken, with_calls=taken, calls_as_data=as_data)
-            messages = [(thought, trial.message(thought + case.text, thought, made)) for thought in thoughts]
-            shown = [case.takes(message, thought, each) for thought, message in messages for each in later]
-            # A form that keeps the reasoning goes before one without it.
-            if all(shown) and sum(shown) > best[0]:
-                best = sum(shown), taken, as_data
-            if min(shown) == 2:
-                break
-        return best[1:]
+    def cases(case: _Answered, end: str, *later: Sequence[Message]) -> list[_Case]:
+        """Return an answer without and with reasoning, each before other messages."""
+        thoughts = [*[""] * (not thinks or bool(begin)), *([begin + THOUGHT + end] if thinks else [])]
+        return [(case, thought, each) for thought in thoughts for each in later]
 
-    form = replace(form, taken=first(plain, between, [[_MORE]])[0])
-    if call:
-        made = ToolCall(A_CALL[0], {**A_CALL[1]}, id="call00001")
-        with_calls, as_data = first(calling, form.ends[1], [[turns[1]], [turns[1], _PLAIN, _MORE]], made)
-        form = replace(form, with_calls=with_calls, calls_as_data=as_data)
-    written = plain.written([form.message(begin + THOUGHT + between + REPLY), _MORE])
+    alone = cases(replace(plain, message={**_PLAIN, "content": _SAID}, text=_SAID), between, [_MORE])
+    found = _best(form, keys, alone)
+    form = replace(form, taken=found.taken)
+    if behind := [*_behind_a_result(form, plain, turns, thinks=thinks)]:
+        found = _best(form, keys, [*alone, *behind])
+        form = replace(form, taken=found.taken or form.taken)
+    if calls and call and found.taken:
+        later = [turns[1]], [turns[1], _PLAIN, _MORE]
+        of_calls = cases(calling, of_both[1], *later)
+        told = calling.with_text(calls, ends)
+        if told and (not thinks or told.shown() == (key, begin, between)):
+            of_calls += cases(told, between, *later)
+        found = _best(form, keys, of_calls, ToolCall(A_CALL[0], {**A_CALL[1]}, id="call00001"))
+    form = replace(form, with_calls=found.taken, calls_as_data=found.calls_as_data)
+    written = plain.written([form.message(begin + THOUGHT + between + REPLY, opened), _MORE])
     return replace(form, keeps=THOUGHT in written)
 
 
@@ -188,43 +215,112 @@ class _Answered:
     message: Message
     text: str
     """What the policy samples for it, without reasoning."""
+    opened: str
+    """The start of the answer that its prompt contains."""
     end: str = ""
     """The token that ends it. Empty: earlier turns may end in another way."""
+    before: str = ""
+    """The text before the call."""
+    earlier: Sequence[Message] = ()
+    """Messages between the question and the answer."""
 
     def written(self, messages: Sequence[Message], *, opens: bool = False) -> str:
-        return self.render([A_QUESTION, *messages], self.tools, opens)
+        return self.render([A_QUESTION, *self.earlier, *messages], self.tools, opens)
 
     @cached_property
     def prompt(self) -> str:
         return self.written([], opens=True)
 
-    def shown(self, opened: str) -> tuple[str, str] | None:
-        """Return what the policy samples before its reasoning and between it and the text. None if the
-        template writes no reasoning in a last answer."""
+    def behind_prompt(self, message: Message) -> Iterator[str]:
+        """Yield what the template writes for a message behind the prompt, and behind what it opens."""
+        written = self.written([message])
+        for head in filter(written.startswith, (self.prompt, self.prompt.removesuffix(self.opened))):
+            yield written[len(head) :]
+
+    @property
+    def sampled(self) -> str:
+        return next(self.behind_prompt(self.message), "")
+
+    def shown(self) -> tuple[str, str, str] | None:
+        """Return the key of the reasoning, and what the policy samples before it and between it and the text.
+        None if the template writes no reasoning in a last answer."""
         content = self.message["content"]
         parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": content}]
-        for each in (*({key: THOUGHT} for key in KEYS), {"content": parts}):
-            written = self.written([{**self.message, **each}])
-            for head in filter(written.startswith, (self.prompt, self.prompt.removesuffix(opened))):
-                begin, _, rest = written[len(head) :].partition(THOUGHT)
+        thoughts = dict.fromkeys(KEYS, THOUGHT) | {"content": parts} | dict.fromkeys(RARE_KEYS, THOUGHT)
+        for key, thought in thoughts.items():
+            for text in self.behind_prompt({**self.message, key: thought}):
+                begin, _, rest = text.partition(THOUGHT)
                 between, found, _ = rest.partition(self.text)
                 if found:
-                    return begin, between
+                    return key, begin, between
         return None
 
-    def takes(self, message: Message, thought: str, later: Sequence[Message]) -> int:
-        """Return 2 if the template writes a message as it was sampled, and what follows it; 1 if without its
+    def with_text(self, calls: CallFormat, ends: re.Pattern[str]) -> "_Answered | None":
+        """Return this call with a text before it; None if the template does not write both."""
+        told = replace(self, message={**self.message, "content": REPLY})
+        _, found, rest = told.sampled.partition(REPLY)
+        text = REPLY + ends.split(rest)[0].rstrip()
+        before, made = calls.split(text)
+        if not found or not made or made[0].fault or not before.startswith(REPLY):
+            return None
+        return replace(told, text=text, before=before)
+
+    def takes(
+        self, form: StoredForm, thought: str, later: Sequence[Message], calls: Sequence[ToolCall]
+    ) -> int:
+        """Return 2 if the template writes an answer as it was sampled, and what follows it; 1 if without its
         reasoning (there it may have other white space); else 0."""
+        message = form.message(thought + self.text, self.opened, thought + self.before, calls)
         written = self.written([message, *later])
         if not all(each["content"] in written for each in later):
             return 0
         sampled = self.prompt + thought + self.text
         if written.startswith(sampled) and written[len(sampled) :].lstrip().startswith(self.end):
             return 2
+        # A later user's turn may change the question: some templates write the tools in the last one.
+        header = self.prompt.removeprefix(self.written([])).removesuffix(self.opened)
+        begun, turn = (
+            self.opened + thought.partition(THOUGHT)[0],
+            f"{header}{self.opened}{thought}{self.text}",
+        )
+        is_behind = header and self.prompt.endswith(header + self.opened) and turn in written
+        if is_behind and begun and written.count(begun) == 1 and not written.startswith(self.prompt):
+            return 2
         if THOUGHT in written or not ("tool_calls" in message or self.text in written):
             return 0
         bare = self.written([self.message, *later])
         return int("".join(written.split()) == "".join(bare.split()))
+
+
+_Case = tuple[_Answered, str, Sequence[Message]]
+"""An answer, its reasoning with its tags, and the messages behind it."""
+
+
+def _best(form: StoredForm, keys: Iterable[str], cases: Sequence[_Case], *made: ToolCall) -> StoredForm:
+    """Return the form in which the template takes all of the cases; `taken` is None if there is none.
+    `keys`: those under which it may take reasoning. `made`: the call of the cases."""
+    found, most = replace(form, taken=None, with_calls=None), 0
+    for taken, as_data in product(("text", "opened", *keys, "parts"), (False, True)[: 1 + len(made)]):
+        trial = replace(form, taken=taken, with_calls=taken, calls_as_data=as_data)
+        takes = [case.takes(trial, thought, later, made) for case, thought, later in cases]
+        # A form that keeps the reasoning goes before one without it.
+        if all(takes) and sum(takes) > most:
+            found, most = trial, sum(takes)
+        if min(takes) == 2:
+            break
+    return found
+
+
+def _behind_a_result(
+    form: StoredForm, plain: _Answered, turns: Sequence[Message], *, thinks: bool
+) -> Iterator[_Case]:
+    """Yield answers behind a tool's result, if its prompt opens something else than a user's."""
+    case = replace(plain, tools=(A_TOOL,), earlier=turns)
+    case = replace(case, opened=form.opened_in(case.prompt))
+    if turns[1]["content"] in case.prompt and case.opened != form.opened:
+        yield case, case.sampled.partition(REPLY)[0], [_MORE]
+        if thinks:
+            yield case, form.unopened(case.opened) + form.begin + THOUGHT + form.ends[0], [_MORE]
 
 
 def _tags_in(opened: str) -> tuple[str, str]:

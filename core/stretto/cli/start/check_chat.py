@@ -1,5 +1,6 @@
 """Check how the model's chat template shows a run's rows: its chat form, and rows that it alters."""
 
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from stretto.workflow import WorkflowConfig
 
 _MAX_S = 1.0  # time for the rows of a dataset
 _SHOWN = 400  # characters of the first prompt
+_SHORT = 60  # characters of an answer
 
 
 def chat_lines(assembly: Assembly) -> Iterator[str]:
@@ -50,6 +52,10 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
         yield f"           the prompt {opened} of the answer{lead}; content is {_contents(form)}"
         kept = "kept" if form.stored.keeps else "dropped" if form.stored.taken else "not taken back"
+        if not form.stored.shows_reasoning:
+            kept += (
+                "; the template itself has no known form of it: rewards find it in tags such as <think> alone"
+            )
         yield f"           system messages are {form.system}; reasoning of earlier answers is {kept}"
         yield f"           tools are {tools}, calls {calls}"
         yield f"           arguments of the template (dataset.template): {arguments}"
@@ -74,7 +80,7 @@ def chat_problems(assembly: Assembly, path: str, dataset: Dataset) -> Iterator[P
         return
     if tokenizer is None:
         return
-    yield from _end_problems(tokenizer)
+    yield from _answer_problems(tokenizer)
     yield from history_problems(assembly.config.workflow, tokenizer.form) if path == "dataset" else ()
     counts, examples, num_read = Counter[tuple[str, str]](), dict[tuple[str, str], tuple[int, str]](), 0
     size: int | None = text_config(assembly.config.model).get("vocab_size")
@@ -154,8 +160,21 @@ def _lost(text: str, decoded: str) -> str:
     return "".join(dict.fromkeys(symbol for symbol in _composed(text) if symbol not in known))[:20]
 
 
-def _end_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
-    form = tokenizer.form
+def _answer_problems(tokenizer: Tokenizer) -> Iterator[Problem]:
+    """Warn of a template that does not write answers as they are, or that has an end which is none."""
+    form, answer = tokenizer.form, 'a "b" & <c>\nd'
+    try:
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
+        written = tokenizer.render(chat, add_generation_prompt=False)
+    except ConfigError:
+        written = answer
+    if answer not in plain_text(written):
+        yield Problem(
+            "model",
+            f"the chat template writes the answer {answer!r} as {written[-_SHORT:]!r}: the model learns to "
+            "sample it so, and rewards such as `exact` read it so",
+            "warning",
+        )
     if not (form.has_template and form.writes_end and form.closing):
         return
     [*_, last] = tokenizer.encode_text(f"a{form.closing}", whole=True)
@@ -175,7 +194,7 @@ def history_problems(workflow: WorkflowConfig, form: ChatForm) -> Iterator[Probl
     has_tools = isinstance(workflow, ToolsConfig)
     taken = (form.stored.with_calls if has_tools else "text", form.stored.taken)
     if (name or isinstance(workflow, EnvironmentConfig)) and None in taken:
-        what = "calls" if form.stored.taken else "reasoning"
+        what = "calls, or behind a tool's result," if form.stored.taken else "reasoning, quotes or line feeds"
         yield Problem(
             "workflow",
             f"the chat template writes an answer with {what} in no form in which the policy samples it, once "
@@ -246,9 +265,12 @@ def _oddities(
                 repr(token),
             )
         return
-    header = tokenizer.form.header
-    if header and not text.endswith(header) and prompt[-1].get("role") != "tool":
+    header, form = tokenizer.form.header, tokenizer.form.stored
+    has_header = re.sub(r"\d+", "0", text).endswith(re.sub(r"\d+", "0", header))  # some count the turns
+    if not has_header and prompt[-1].get("role") != "tool":
         yield "open no answer in the chat template: the model has to write the header", repr(header)
+    elif not has_header and (rest := form.unopened(form.opened_in(text))):
+        yield "end with a tool's result, and open less than behind a user: the model may write", repr(rest)
     yield from _odd_messages(prompt, text, tokenizer, write)
 
 
