@@ -237,6 +237,14 @@ def test_a_reward_for_the_format_reads_what_the_prompt_opened(name: str, models:
     completion = f"{thought}<answer>3</answer>"
     assert score(prompt=[ASK], completion=completion, prompt_opened=opened) == 1.0
     assert score(prompt=[ASK], completion=f"<think>{completion}", prompt_opened=opened) == 0.0
+    score = make_format(FormatConfig(use="format", tags=("answer",)), CONTEXT)
+    for hidden, end, right in (
+        ("why", 3, 1.0),
+        ("", 0, 1.0),
+        (f"{opened}why</think>", len(opened) + 11, 0.0),
+    ):
+        columns = {"completion": f"{hidden}<answer>3</answer>", "reasoning_end": end}
+        assert score(prompt=[ASK], prompt_opened=opened, **columns) == right
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -90,7 +90,8 @@ class FormatConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_field
     """CPU seconds for scoring one answer; some patterns would never end on some answers."""
     tags: tuple[str, ...] = ()
     """Names of tags that the answer consists of, in this order: `[think, answer]` expects
-    `<think>…</think><answer>…</answer>`, each tag once, with nothing but white space around them."""
+    `<think>…</think><answer>…</answer>`, each tag once, with nothing but white space around them. Reasoning
+    between special tokens, which the text does not have, and an empty block in the prompt may be left out."""
     pattern: str = ""
     """Regular expression (Python's `re`) that must match the whole answer without the white space around it.
     `.` also matches a new line."""
@@ -113,10 +114,18 @@ def make_format(config: FormatConfig, context: Context) -> Callable[..., float]:
         each_once = all(text.count(mark) == 1 for tag in config.tags for mark in (f"<{tag}>", f"</{tag}>"))
         return each_once and tags.fullmatch(text) is not None
 
-    def has_form(prompt: Any, completion: str, prompt_opened: str = "") -> float:
-        text = (prompt_opened + completion).strip()
-        matches = not config.pattern or pattern.fullmatch(text) is not None
-        return float(matches and (not config.tags or has_tags(text)))
+    def matches(text: str) -> bool:
+        found = not config.pattern or pattern.fullmatch(text) is not None
+        return found and (not config.tags or has_tags(text))
+
+    def has_form(
+        prompt: Any, completion: str, prompt_opened: str = "", reasoning_end: int | None = None
+    ) -> float:
+        texts = [prompt_opened + completion]
+        # Without reasoning the prompt may have closed an empty block; its tags may be special tokens.
+        if reasoning_end is not None and not completion[:reasoning_end].rstrip().endswith((">", "]")):
+            texts.append(completion[reasoning_end:])
+        return float(any(matches(text.strip()) for text in texts))
 
     return has_form
 
