@@ -482,6 +482,18 @@ def thinker(key: str = "''", opens: str = "") -> str:
     )
 
 
+def test_a_row_that_thinks_is_told_the_key_that_works(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_model(Form(thinker("loop.last and m.scratchpad or ''")), tmp_path))
+    for key, advice in (
+        ("thought", "; it would write the reasoning under the key 'scratchpad'"),
+        ("scratchpad", ""),
+    ):
+        answer = {"role": "assistant", "content": "3", key: "so"}
+        turns = [answer, ASK, answer] if not advice else [answer]
+        with pytest.raises(ConfigError, match=f"drops or changes its '{key}'; .* there{advice}$"):
+            prompt_and_answer({"prompt": [ASK], "completion": turns}, "completion", tokenizer)
+
+
 _KEY = "'<think>' + (m.reasoning_content or '') + '</think>'"
 _LAST = _KEY.replace("m.reasoning", "loop.last and m.reasoning")
 _INLINE, _EMPTY, _SPLIT = (
@@ -494,18 +506,15 @@ BACK: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "inline": (thinker(), _INLINE, {"content": _INLINE}, _INLINE),
     "a key": (thinker(_KEY), _INLINE, _SPLIT, _INLINE),
     "other blanks": (thinker(_KEY), "<think> why\n</think>3", _SPLIT, "<think> why\n</think>3"),
-    "a key that no other stands for": (
-        thinker(_KEY.replace("reasoning_content", "reasoning")),
-        _INLINE,
-        {"content": "3", "reasoning": "why"},
-        _INLINE,
-    ),
-    "a rare key": (
-        thinker(_KEY.replace("reasoning_content", "rationale")),
-        _INLINE,
-        {"content": "3", "rationale": "why"},
-        _INLINE,
-    ),
+    **{
+        f"the key {key} alone": (
+            thinker(_KEY.replace("reasoning_content", key)),
+            _INLINE,
+            {"content": "3", key: "why"},
+            _INLINE,
+        )
+        for key in ("reasoning", "rationale")
+    },
     "a key of the last turn": (thinker(_LAST), _INLINE, _SPLIT, _EMPTY),
     "opened": (thinker(opens="<think>"), "why</think>3", {"content": _INLINE}, _INLINE),
     "opened, a key": (thinker(_LAST, "<think>"), "why</think>3", _SPLIT, _EMPTY),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from stretto.chat.chat_form import plain_text
 from stretto.chat.prompts import name_of_tool
+from stretto.chat.stored import KEYS, RARE_KEYS
 from stretto.dataset import Message
 from stretto.errors import ConfigError
 from stretto.tokenizer import Tokenizer
@@ -25,7 +26,7 @@ __all__ = ["ChatPiece", "encode_chat", "hidden_tools", "is_data", "is_shown"]
 
 Tools = Sequence[Mapping[str, Any]]
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "thinking", "tool_plan")
+_TEXTS = ("content", *KEYS, *RARE_KEYS, "tool_plan")
 """Keys of a message that have text."""
 _OF_APIS = ("reasoning_details", "thinking_blocks")
 """Keys that APIs give to messages, and no template reads."""
@@ -193,7 +194,7 @@ class _Chat:
             if missing:
                 raise ConfigError(
                     f"{self._name(number)}: the chat template drops or changes its {missing[0]!r}; it writes "
-                    f"{_short(text)!r} there"
+                    f"{_short(text)!r} there{self._advice(number, missing[0])}"
                 )
 
     def _other_texts(self, number: int) -> Iterator[str]:
@@ -204,6 +205,26 @@ class _Chat:
                 text = self._write(chat)
                 if is_shown(chat, number, key, text, self._write):
                     yield key
+
+    def _advice(self, number: int, key: str) -> str:
+        """Return where the template would write a turn's reasoning; empty if nowhere."""
+        turn, thought = self._messages[number], self._messages[number].get(key)
+        if key in ("content", "tool_plan", "tool_calls") or not isinstance(thought, str):
+            return ""
+        parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": turn["content"]}]
+        places: dict[str, Message] = {
+            f"under the key {each!r}": {each: thought} for each in (*KEYS, *RARE_KEYS)
+        }
+        places["as a part of the content, {'type': 'thinking', 'thinking': …}"] = {"content": parts}
+        for place, reasoning in places.items():
+            chat = [*self._messages]
+            chat[number] = {**{each: turn[each] for each in turn if each != key}, **reasoning}
+            try:
+                if self._write(chat).count(thought) > self._text.count(thought):
+                    return f"; it would write the reasoning {place}"
+            except ConfigError:
+                continue
+        return ""
 
     def _depends_on(self, number: int, key: str) -> bool:
         return is_shown(self._messages, number, key, self._text, self._write)

@@ -17,12 +17,13 @@ from stretto.chat.calls import A_CALL, A_TOOL, REPLY, CallFormat, ToolCall
 from stretto.dataset import Message, OwnTurn
 from stretto.reward import REASONING_WORDS, reasoning_end
 
-__all__ = ["A_QUESTION", "THOUGHT", "StoredForm", "stored_form"]
+__all__ = ["A_QUESTION", "KEYS", "RARE_KEYS", "THOUGHT", "StoredForm", "stored_form"]
 
 Taken = str
 """`text`, as sampled; `opened`, with the start of the answer that is in the prompt; `parts`, as a part of the
 content; or the key of the reasoning."""
 KEYS = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message's reasoning."""
 RARE_KEYS = ("thought", "thoughts", "reasoning_text", "rationale", "analysis", "scratchpad")
 THOUGHT = "probethought"
 
