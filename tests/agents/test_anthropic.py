@@ -84,10 +84,7 @@ async def test_calls_of_tools_make_the_round(tokenizer: Tokenizer) -> None:
             {"type": "tool_result", "tool_use_id": other.id, "content": [{"type": "text", "text": "7"}]},
             {"type": "text", "text": "now?"},
         ]
-        messages += [
-            {"role": "assistant", "content": first.content},
-            {"role": "user", "content": results},
-        ]
+        messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
         none: Any = {"type": "none"}
         second = await client.messages.create(
             model="", max_tokens=400, messages=messages, tools=[ADD], tool_choice=none

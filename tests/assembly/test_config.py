@@ -473,7 +473,7 @@ def test_a_number_of_workers_has_the_place_that_set_it(run_file: Path, tmp_path:
     WorkerNumbers(composed, tmp_path).change("rollout.processes", 3)  # as `stretto scale` does
     assembly = Assembly(composed, folder=tmp_path)
     assert assembly.numbers.in_force() == {
-        "rollout.processes": (3, f"{tmp_path}/workers.json: rollout.processes"),
+        "rollout.processes": (3, f"{tmp_path}/workers.json: rollout.processes")
     }
     assert assembly.composed.place("rollout.processes") == f"{tmp_path}/workers.json: rollout.processes"
     assert len([worker for worker in assembly.workers if worker.role == "rollout"]) == 3

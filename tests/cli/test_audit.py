@@ -381,8 +381,7 @@ def test_a_checkpoint_that_is_not_what_its_manifest_says_is_found(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("version", "fault"),
-    [(2, []), (3, ["metrics.jsonl: the evaluation of version 3 is not in the journal"])],
+    ("version", "fault"), [(2, []), (3, ["metrics.jsonl: the evaluation of version 3 is not in the journal"])]
 )
 def test_an_evaluation_from_before_the_journal_begins_is_not_missed(
     tmp_path: Path, version: int, fault: list[str]

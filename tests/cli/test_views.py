@@ -101,10 +101,7 @@ def test_a_comparison_has_the_figures_of_the_files(runs: list[RunFolder]) -> Non
         rewards = [each["reward"] for each in lines(run) if "reward" in each]
         assert figures.reward == pytest.approx(fmean(rewards[-10:]))
         assert (figures.steps, figures.trained, figures.not_trained) == (40, 160, 2)
-    assert comparison.differences == {
-        "seed": ["1", "2", "1"],
-        "training.lr": ["0.0001", "0.0001", "0.0003"],
-    }
+    assert comparison.differences == {"seed": ["1", "2", "1"], "training.lr": ["0.0001", "0.0001", "0.0003"]}
     assert comparison.caution == ""
     one_values = {"training.lr": "1", "reward.use": '"exact"', "reward.timeout_s": "1"}
     same = one_values | {"training.lr": "2", "reward.timeout_s": "2"}

@@ -236,8 +236,7 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
             "and not m.tool_calls %}{{ '<e>\n' }}{% endif %}{% endif %}",
             _TOOLS,
         ).replace(
-            "{% if add_generation_prompt %}",
-            "{% if add_generation_prompt and messages[-1].role != 'tool' %}",
+            "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1].role != 'tool' %}"
         ),
         {"eos": "<x>", "ends": ("<x>", "<e>", "<k>"), "strips": True},
     ),

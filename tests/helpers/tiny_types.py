@@ -8,10 +8,7 @@ from transformers import AutoConfig
 
 from tiny_sizes import IDS, tiny_sizes
 
-_SIZES = {
-    **tiny_sizes(32, layers=2, max_position_embeddings=64, vocab_size=97, initializer_range=0.2),
-    **IDS,
-}
+_SIZES = {**tiny_sizes(32, layers=2, max_position_embeddings=64, vocab_size=97, initializer_range=0.2), **IDS}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
 _STATE = {"state_size": 8, "n_groups": 1, "num_heads": 4, "head_dim": 16, "chunk_size": 8}

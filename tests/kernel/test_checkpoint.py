@@ -13,8 +13,7 @@ from stretto.runs.life import newest_checkpoint
 def state(version: int, lowest: int = 1) -> checkpoint.KernelState:
     snapshot = Snapshot(version)
     return checkpoint.KernelState(
-        *(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0),
-        lowest_event=10 * lowest,
+        *(version, 0, "digest", snapshot, 9, lowest, "layout", 1, 0, 0, 0.0), lowest_event=10 * lowest
     )
 
 

@@ -29,14 +29,7 @@ from stretto.bus.messages.events import (
     VersionPublished,
 )
 from stretto.bus.messages.subjects import Subjects
-from stretto.bus.messages.tickets import (
-    GroupDone,
-    GroupFailed,
-    Member,
-    StoredImage,
-    Ticket,
-    TrajectoryBundle,
-)
+from stretto.bus.messages.tickets import GroupDone, GroupFailed, Member, StoredImage, Ticket, TrajectoryBundle
 from stretto.bus.messages.training import RowRef
 from stretto.bus.payloads import encode
 from stretto.bus.server import Bootstrap, run_id

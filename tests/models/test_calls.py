@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from transformers.utils.chat_parsing import parse_response
 
 from stretto.chat.calls import NAMED, Call, CallFormat, ToolCall, format_of
 
@@ -247,3 +248,29 @@ def test_values_are_what_the_tool_expects() -> None:
     }
     assert read("types", other="[1]") == {"other": "[1]"}  # the template says that it is a text
     assert read("lines", text="<![CDATA[<a>]]>") == {"text": "<a>"}
+
+
+def test_a_checkpoints_own_parser_reads_what_no_other_format_does() -> None:
+    value = r'"(?:[^"\\]|\\.)*"|\[.*?\]|\{.*?\}|[\w.]+'
+    attributes = {"tag_pattern": rf"(?P<key>\w+)=(?P<value>{value})", "value_parser": {"name": "json"}}
+    made = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+    calls = {"open_pattern": r"<do (?P<name>\w+)", "close": "/>", "content": "xml-inline", "repeats": True}
+    calls |= {"content_args": attributes, "transform": made}
+    spec = {"start_anchor": "<r>", "fields": {"content": {}, "tool_calls": calls}}
+
+    def write(calls: Sequence[Call], before: str) -> str:
+        written = [
+            f"<do {name} {' '.join(f'{k}={json.dumps(v)}' for k, v in a.items())}/>" for name, a in calls
+        ]
+        return before + "".join(written)
+
+    def parse(text: str, tools: Any) -> Mapping[str, Any]:
+        return parse_response(text, spec, prefix="", tools=tools)
+
+    assert format_of(write) is None
+    found = format_of(write, parse)
+    assert found
+    assert found.split('so <do f text="a"/>', tools=TOOLS) == ("so", [ToolCall("f", {"text": "a"})])
+    [call] = found.split("<do f text=[1/>")[1]
+    assert "the calls cannot be read: " in call.fault
+    assert found.split("so it is") == ("so it is", [])

@@ -101,8 +101,5 @@ async def test_a_tracker_that_fails_is_tried_again_and_given_up_at_last(tmp_path
     await until(lambda: bool(run.problems))
     await run.finish()
     fault = f"tracker 'mine': {error}: no network"
-    assert run.problems == [
-        f"{fault}; it was started again",
-        f"{fault}; metrics.jsonl has all figures",
-    ]
+    assert run.problems == [f"{fault}; it was started again", f"{fault}; metrics.jsonl has all figures"]
     assert (tmp_path / "trackers/other/finished").exists()

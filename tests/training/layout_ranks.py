@@ -54,11 +54,7 @@ def whole_batch(seed: int, *, drawn: bool = False) -> Batch:
     tokens = torch.where(positions < 4, 2 + seed + 10 * groups + positions, tokens)
     return Batch(
         LENGTHS,
-        {
-            "tokens": tokens,
-            "loss_mask": positions >= 3,
-            "targets": torch.randn(total, generator=generator),
-        },
+        {"tokens": tokens, "loss_mask": positions >= 3, "targets": torch.randn(total, generator=generator)},
         {"group": torch.tensor([0, 0, 1, 1, 1, 2, 2])},
         drawn=drawn_of(tokens, positions >= 3, seed) if drawn else None,
     )

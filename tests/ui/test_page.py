@@ -54,10 +54,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     chat = [{"role": "user", "content": [TEXT, {"type": "image", "sha256": PICTURE.digest}, *OTHERS]}]
     make_run(folder / "hostile", name="hostile", steps=3, answer=HOSTILE, messages=json.dumps(chat))
     SampleImages(folder / "hostile").write(PICTURE)
-    with (
-        served(folder) as address,
-        open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver,
-    ):
+    with served(folder) as address, open_browser(tmp_path_factory.mktemp("browser") / "profile") as driver:
         yield Page(driver, address, folder)
 
 

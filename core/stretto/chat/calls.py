@@ -313,9 +313,14 @@ Write = Callable[[Sequence[Call], str], str]
 ends it; empty if the template refuses them."""
 
 
-def format_of(write: Write) -> CallFormat | None:
+Parse = Callable[[str, Tools], Mapping[str, Any]]
+"""An answer, and tools -> its message, with `tool_calls`; raises ValueError if it cannot be read."""
+
+
+def format_of(write: Write, parse: Parse | None = None) -> CallFormat | None:
     """Return the format of the calls that a chat template writes: the first of the named formats that reads
-    one, else the one that is read from the template. None if its calls do not come back."""
+    one, else the one that is read from the template, else that of the checkpoint's own parser, `parse`. None
+    if its calls do not come back."""
     one = write([A_CALL], "")
     for named in NAMED.values():
         if _plain(named.split(one)[1]) == [A_CALL]:
@@ -326,9 +331,30 @@ def format_of(write: Write) -> CallFormat | None:
         if isinstance(word, str) and word:  # such as Python's None
             derived = replace(derived, null=word)
         found = CallFormat("template", (derived.mark,), derived.read)
-        if all(_comes_back(found, calls, write(calls, "")) for calls in ([A_CALL], *_PROBES)):
+        if _all_come_back(found, write):
+            return _with_lead(found, write)
+    if one and parse:
+        found = CallFormat("response_template", (), partial(_parsed, parse))
+        if _all_come_back(found, write):
             return _with_lead(found, write)
     return None
+
+
+def _parsed(parse: Parse, text: str, tools: Tools) -> _Found:
+    """Read calls with a parser that does not tell their places: they begin where the text alone ends."""
+    try:
+        message = parse(text, tools)
+        calls = [_call_of({**call["function"], "id": call.get("id") or ""}) for call in message["tool_calls"]]
+    except KeyError:
+        return len(text), []
+    except (ValueError, TypeError) as error:
+        return 0, [_faulty(f"the calls cannot be read: {error}")]
+    told = str(message.get("content") or "").strip()
+    return text.find(told) + len(told) if told in text else 0, calls
+
+
+def _all_come_back(format: CallFormat, write: Write) -> bool:
+    return all(_comes_back(format, calls, write(calls, "")) for calls in ([A_CALL], *_PROBES))
 
 
 def _with_lead(format: CallFormat, write: Write) -> CallFormat:

@@ -16,6 +16,7 @@ from stretto.chat.calls import (
     REPLY,
     Call,
     CallFormat,
+    Parse,
     ToolCall,
     format_of,
     same_start,
@@ -191,6 +192,7 @@ def form_of(
     special: re.Pattern[str],
     text_of: Callable[[int], str],
     in_parts: bool = False,
+    parse: Parse | None = None,
 ) -> ChatForm:
     """Find the chat form by rendering probes.
 
@@ -201,13 +203,14 @@ def form_of(
         model_ends: the tokens at which engines stop by themselves.
         special: pattern that finds special tokens in a text.
         in_parts: whether contents must be lists of parts, because some parts are images.
+        parse: the checkpoint's own parser of answers.
     """
     probe = _TemplateProbe(render, added, own_ends | model_ends, in_parts)
     turns = _turns(probe)
     last_end = turns.last_end or turns.inner_end
     end_ids = own_ends | model_ends | ({added[last_end]} if last_end else set())
     ends = tuple(filter(None, map(text_of, sorted(end_ids))))
-    calls = _calls(probe, turns, any_of(ends))
+    calls = _calls(probe, turns, any_of(ends), parse)
     opened = _opened(turns)
     lead, tail = _repeated(probe, turns, opened)
     closing = last_end or next((text_of(each) for each in own_ends), "")
@@ -406,7 +409,7 @@ class _Calls:
     """`ChatForm.calls`."""
 
 
-def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str]) -> _Calls:
+def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str], parse: Parse | None) -> _Calls:
     """Find how calls are written, after the form of the content of a tool's result."""
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     of_others, shown = probe.tools, list[tuple[str, str | None]]()
@@ -450,7 +453,7 @@ def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str]) -> _Call
         text=text,
         next_role=next_role,
         sampled=turn([A_CALL], "") if shown else "",
-        format=format_of(write) if shown else None,
+        format=format_of(write, parse) if shown else None,
     )
     probe.tools = of_others
     return found

@@ -542,7 +542,11 @@ class ModelTokenizer:
             special=self._any_special,
             text_of=self._text_of,
             in_parts=self._has_images,
+            parse=self._parse if getattr(tokenizer, "response_template", None) else None,
         )
+
+    def _parse(self, answer: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        return self._tokenizer.parse_response(answer, prefix="", tools=list(tools))
 
     def _text_of(self, token: int) -> str:
         return self._tokenizer.decode([token], skip_special_tokens=False)
