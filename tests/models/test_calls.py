@@ -271,6 +271,6 @@ def test_a_checkpoints_own_parser_reads_what_no_other_format_does() -> None:
     found = format_of(write, parse)
     assert found
     assert found.split('so <do f text="a"/>', tools=TOOLS) == ("so", [ToolCall("f", {"text": "a"})])
-    [call] = found.split("<do f text=[1/>")[1]
+    [call] = found.split("<do f n=1.2.3/>")[1]
     assert "the calls cannot be read: " in call.fault
     assert found.split("so it is") == ("so it is", [])
