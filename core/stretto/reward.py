@@ -35,6 +35,7 @@ from stretto.component import PositiveFloat, PositiveInt
 
 __all__ = [
     "REASONING_IN_TEXT",
+    "REASONING_TAG",
     "REASONING_WORDS",
     "ResultRewardConfig",
     "Reward",
@@ -43,6 +44,7 @@ __all__ = [
     "expected_texts",
     "fault_of_expected",
     "is_number",
+    "leading_end",
     "number_of",
     "plain_number",
     "reasoning_end",
@@ -54,7 +56,7 @@ RewardValue = float | Mapping[str, float] | None
 REASONING_WORDS = "think|thought|reason|analy|reflect|scratch"
 """Pattern of the words in tags of reasoning."""
 _REASONING = rf"[\w:-]*(?:{REASONING_WORDS})[\w:-]*"
-_REASONING_TAG = re.compile(rf"<{_REASONING}>|\[{_REASONING}\]", re.IGNORECASE)
+REASONING_TAG = re.compile(rf"<{_REASONING}>|\[{_REASONING}\]", re.IGNORECASE)
 REASONING_IN_TEXT = re.compile(rf"<{_REASONING}>|\[(?:think|reason|scratch)\w*\]|◁think▷", re.IGNORECASE)
 """Finds a tag that begins reasoning, and no heading such as `[Analysis]`."""
 
@@ -121,13 +123,24 @@ def reasoning_end(completion: str, opened: str = "") -> int | None:
     begins, or which is in `opened`, the start of the answer that its prompt contains.
     """
     text, end, first = opened + completion, len(opened), REASONING_IN_TEXT.match(completion.lstrip())
-    for opening in {"<think>", *_REASONING_TAG.findall(opened), *([first[0]] if first else ())}:
+    for opening in {"<think>", *REASONING_TAG.findall(opened), *([first[0]] if first else ())}:
         closing = f"{opening[0]}/{opening[1:]}"
         place = text.rfind(closing)
         if text.rfind(opening) > place:
             return None
         end = max(end, place + len(closing) if place >= 0 else 0)
     return end - len(opened)
+
+
+def leading_end(completion: str, opened: str = "") -> int | None:
+    """Return what `reasoning_end` does, for the first end of the reasoning with which a completion begins.
+    Calls stand behind it, and their arguments may have any tags."""
+    first = REASONING_IN_TEXT.match(completion.lstrip())
+    if not first and reasoning_end("", opened) is not None:
+        return 0
+    opening = first[0] if first else REASONING_TAG.findall(opened)[-1]
+    _, closing, rest = completion.partition(f"{opening[0]}/{opening[1:]}")
+    return len(completion) - len(rest) if closing else None
 
 
 def text_of(completion: str | Sequence[Mapping[str, Any]]) -> str:

@@ -316,7 +316,7 @@ class Endpoint:
         """Return the text before an answer's calls, and the calls with ids. No calls if one cannot be read:
         as with other servers, the message is then the sampled text."""
         text = thread.text_of(answer, special=True)
-        end = agent_run.recorder.session.tokenizer.form.stored.reasoning_end(text, thread.opened)
+        end = agent_run.recorder.session.tokenizer.form.stored.leading_end(text, thread.opened)
         before, calls = self._format(agent_run).split(text, end, call.tools)
         if any(each.fault for each in calls):
             return "", []

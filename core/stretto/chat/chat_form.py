@@ -465,6 +465,8 @@ def _repeated(probe: _TemplateProbe, turns: _Turns, opened: str) -> tuple[str, s
     prompt, last, tail = turns.prompt, turns.last, turns.tail
     heads = [head for head in (prompt, prompt.removesuffix(opened)) if head and last.startswith(head)]
     lead = last[len(heads[0]) :].partition(REPLY)[0] if heads else ""
+    if opened and re.match(r"\s*(?:</|\[/)", lead):
+        lead = ""  # the end of the block that the prompt opens
     if heads and heads[0] != prompt and re.search(REASONING_WORDS, lead, re.IGNORECASE):
         lead = ""  # the end of the block that the prompt opens and closes
     if lead.strip():
@@ -526,6 +528,9 @@ def _opened(turns: _Turns) -> str:
     place -= prompt[:place].endswith(("<", "["))  # the history has another tag here, such as a closing tag
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
     thought = _OF_REASONING.search(prompt, begin)
+    lead = turns.last.removeprefix(prompt) if turns.last.startswith(prompt) else ""
+    if closes := re.match(r"\s*(?:</|\[/)([\w:-]+)[>\]]", lead.partition(REPLY)[0]):
+        thought = re.compile(rf"[<\[]{closes[1]}\b[^<>\[\]]*[>\]]\s*\Z").search(prompt, begin) or thought
     if starts := [found.start() for found in (tag, thought) if found]:
         return prompt[min(starts) :]
     # A template may open reasoning with words alone.

@@ -15,7 +15,7 @@ from typing import Any
 
 from stretto.chat.calls import A_CALL, A_TOOL, REPLY, CallFormat, ToolCall
 from stretto.dataset import Message, OwnTurn
-from stretto.reward import REASONING_WORDS, reasoning_end
+from stretto.reward import REASONING_IN_TEXT, REASONING_TAG, REASONING_WORDS, leading_end, reasoning_end
 
 __all__ = ["A_QUESTION", "KEYS", "RARE_KEYS", "THOUGHT", "StoredForm", "stored_form"]
 
@@ -112,18 +112,30 @@ class StoredForm:
     def reasoning_end(self, text: str, opened: str) -> int | None:
         """Return what `stretto.reward.reasoning_end` does, with the model's own tags: channels, words, and
         special tokens."""
-        end, begin, tag = reasoning_end(text, opened), self.begin.strip(), self.end
-        if end is None or not tag or re.fullmatch(r"</[^<>|]+>|\[/[^\[\]]+\]", tag):
-            return end
-        is_open = bool(self.opened) and text.startswith(self.unopened(opened))
-        start = text.rfind(begin) if begin else is_open - 1
-        if start < 0:
-            return end
-        if (place := text.find(tag, start + len(begin))) < 0:
-            return None
-        behind = place + len(tag)
-        rest = next((each for each in self._behind if text.startswith(each, behind)), "")
-        return max(end, behind + len(rest))
+        return self._own_end(text, opened) if self._has_own_tags else reasoning_end(text, opened)
+
+    def leading_end(self, text: str, opened: str) -> int | None:
+        """Return what `stretto.reward.leading_end` does, with the model's own tags."""
+        return self._own_end(text, opened) if self._has_own_tags else leading_end(text, opened)
+
+    def _own_end(self, text: str, opened: str) -> int | None:
+        begin, tag, place = self.begin.strip(), self.end, 0
+        begins = rf"\s*(?:{re.escape(self._behind[1])}\s*)?{re.escape(begin)}"
+        if not begin:  # the prompt opens it
+            begins = r"\A" if self.opened and text.startswith(self.unopened(opened)) else "(?!)"
+        while found := re.compile(begins).match(text, place):
+            if (end := text.find(tag, found.end())) < 0:
+                return None
+            place = end + len(tag)
+            if not self._behind[1]:  # else another block may follow: gpt-oss begins each with a header
+                break
+        behind = sorted(self._behind, key=len, reverse=True)
+        return place + len(next((each for each in behind if place and text.startswith(each, place)), ""))
+
+    @property
+    def _has_own_tags(self) -> bool:
+        tag = (self.begin or self.opened).strip()
+        return bool(self.end) and not (REASONING_IN_TEXT if self.begin else REASONING_TAG).fullmatch(tag)
 
     @property
     def _behind(self) -> list[str]:

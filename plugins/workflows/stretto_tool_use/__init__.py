@@ -87,7 +87,7 @@ class ToolUse:
         conversation = session.conversation(_chat(prompt), tools=tools, limit=config.max_tokens)
         loop = _ToolLoop(conversation)
         while await conversation.reply() and len(conversation.answers) < config.max_turns:
-            end = form.stored.reasoning_end(conversation.said, conversation.answers[-1].opened)
+            end = form.stored.leading_end(conversation.said, conversation.answers[-1].opened)
             before, calls = format.split(conversation.said, end, tools)
             if not calls or any(call.name in row_tools for call in calls):
                 break

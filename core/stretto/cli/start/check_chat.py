@@ -52,7 +52,7 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         yield f"chat form  a turn ends with {ends}; the template writes {written}"
         yield f"           the prompt {opened} of the answer{lead}; content is {_contents(form)}"
         kept = "kept" if form.stored.keeps else "dropped" if form.stored.taken else "not taken back"
-        if not form.stored.shows_reasoning:
+        if not (form.stored.shows_reasoning and form.stored.end):
             kept += (
                 "; the template itself has no known form of it: rewards find it in tags such as <think> alone"
             )
