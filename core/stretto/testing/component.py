@@ -1,7 +1,5 @@
 """Tests for components of all kinds, and the component under test in a composed run."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

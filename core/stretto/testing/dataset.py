@@ -1,7 +1,5 @@
 """The contract of datasets as tests."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

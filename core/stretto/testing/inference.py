@@ -3,8 +3,6 @@
 They compare every logprob of tiny models with the forward pass of transformers, and need `stretto[torch]`.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The tests of `InferenceConformance` about swaps of the weights."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The contract of launchers as tests."""
 
-from __future__ import annotations
-
 import fcntl
 import sys
 import time

@@ -1,7 +1,5 @@
 """The contract of rewards as tests."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The contract of workflows as tests, and a session without a run, for tests of workflows."""
 
-from __future__ import annotations
-
 import math
 import sys
 import threading

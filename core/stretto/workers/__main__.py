@@ -1,8 +1,6 @@
 """`python -m stretto.workers BOOTSTRAP [--bus URL]`: run one worker process. Launchers use this command,
 because the command line of `stretto` would take 0.1 s more to import."""
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """What the code of a role uses: the bus, the run, messages of the kernel, a thread for computation."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future

@@ -1,7 +1,5 @@
 """The text for an error of full memory: what the process held, what was counted before, what frees most."""
 
-from __future__ import annotations
-
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping

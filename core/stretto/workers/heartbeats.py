@@ -1,8 +1,6 @@
 """A worker's heartbeats. A thread with a connection of its own sends them, so they come even while the event
 loop stands still, for example because it imports a library. Each says how long it has stood still."""
 
-from __future__ import annotations
-
 import faulthandler
 import sys
 

@@ -7,8 +7,6 @@ evaluation, from before the load of its version until after the load of the next
 is dropped at one of these changes continues on another engine, or later.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A worker's view of its kernel: alive, standing still, or gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from stretto.bus.guard import has_owner

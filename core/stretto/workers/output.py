@@ -1,7 +1,5 @@
 """Limits the size of a worker's output file, which its children share. This needs no kernel."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import stat

@@ -1,7 +1,5 @@
 """The process of a worker, as the worker uses it. Simulations replace it by a simulated process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """A worker's end of the wire for questions and answers of weight transports; see `stretto.weights.Wire`."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 
 from stretto.bus.messages.inference import AskWeights, WeightsAnswer

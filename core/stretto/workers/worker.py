@@ -5,8 +5,6 @@ comes. It joins a later kernel of the run with its present work. At a request of
 first drains: it takes no new work and finishes its present work.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -1,7 +1,5 @@
 """How many tickets a rollout worker runs at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 

@@ -1,8 +1,6 @@
 """A rollout worker's requests to engines: join the chunks, ask again for lost ones, and let another engine
 finish a request when an engine dies or gives it up."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -2,8 +2,6 @@
 the work queue only after it has ended: its trajectories and then one `GroupDone` are in the log, or one
 `GroupFailed`, or the kernel has aborted it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

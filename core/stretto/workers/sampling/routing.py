@@ -1,7 +1,5 @@
 """The workers of a role that a rollout worker can call, and the choice of one for each call."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import OrderedDict

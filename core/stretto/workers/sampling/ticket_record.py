@@ -1,7 +1,5 @@
 """The record of a ticket that people read: the row, texts, conversations, times."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Trajectories in the form that the log stores, and in the form that the kernel sees."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

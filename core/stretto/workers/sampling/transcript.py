@@ -1,7 +1,5 @@
 """The tokens that the policy sampled in one conversation, even in one that failed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

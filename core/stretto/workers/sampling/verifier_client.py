@@ -1,7 +1,5 @@
 """The requests of a rollout worker to the verifier workers: scores, tools, environments."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Pauses the calls of user code while a service that the code needs does not answer."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 

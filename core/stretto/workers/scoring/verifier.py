@@ -1,7 +1,5 @@
 """The verifier worker: rewards, tools and environments in child processes, each call with a time limit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 

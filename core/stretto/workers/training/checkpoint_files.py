@@ -1,8 +1,6 @@
 """The files of a checkpoint, for one trainer: in a shared folder, or in a store that is reached by a URL.
 The trainer keeps files from and for a store in a temporary folder of its own."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import tempfile
