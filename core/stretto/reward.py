@@ -57,7 +57,7 @@ REASONING_WORDS = "think|thought|reason|analy|reflect|scratch"
 """Pattern of the words in tags of reasoning."""
 _REASONING = rf"[\w:-]*(?:{REASONING_WORDS})[\w:-]*"
 REASONING_TAG = re.compile(rf"<{_REASONING}>|\[{_REASONING}\]", re.IGNORECASE)
-REASONING_IN_TEXT = re.compile(rf"<{_REASONING}>|\[(?:think|reason|scratch)\w*\]|◁think▷", re.IGNORECASE)
+REASONING_IN_TEXT = re.compile(rf"<{_REASONING}>|\[(?:think|scratch)\w*\]|◁think▷", re.IGNORECASE)
 """Finds a tag that begins reasoning, and no heading such as `[Analysis]`."""
 
 
