@@ -39,10 +39,12 @@ class WandbTracker:
         section = self._config
         run_id = kept_id(section, self._context, lambda: secrets.token_hex(4))
         offline = section.mode == "offline"
+        rows: list[dict[str, Any]] = []
         if run_id in _RUNS:
+            rows.append(_last(_RUNS[run_id]))  # `finish` does not wait until an offline run's file is written
             _RUNS.pop(run_id).finish()
-        files = sorted(self._folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))
-        rows = [row for file in files for row in history_rows(file)]
+        for file in self._folder.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"):
+            rows += history_rows(file)
         self._run = _RUNS[run_id] = wandb.init(
             project=section.project,
             entity=section.entity,
@@ -65,8 +67,7 @@ class WandbTracker:
             self._run.define_metric(step, hidden=True)
             self._run.define_metric(_SAMPLES[purpose], step_metric=step)
         if not offline:
-            names = (_STEP, _EVALUATION, *_SAMPLES_STEP.values())
-            rows = [{name: self._run.summary.get(name) for name in names}]
+            rows = [_last(self._run)]
         return Sent(
             step=_largest(rows, _STEP, 0),
             evaluation=_largest(rows, _EVALUATION, -1),
@@ -98,6 +99,10 @@ class WandbTracker:
         self._run.summary["status"] = summary["status"]
         self._run.summary["reason"] = summary["reason"]
         self._run.finish(exit_code=0 if summary["status"] == "completed" else 1)
+
+
+def _last(run: wandb.Run) -> dict[str, Any]:
+    return {name: run.summary.get(name) for name in (_STEP, _EVALUATION, *_SAMPLES_STEP.values())}
 
 
 def _largest(rows: list[dict[str, Any]], name: str, default: int) -> int:
