@@ -61,7 +61,6 @@ class Thread:
         """The input of the agent's last call."""
         self.message: Message | None = None
         """The message of the last answer, as the agent got it."""
-        self._opened = ""
         self.prompt = np.empty(0, np.int32)
         """(P,) ids before the last answer."""
         self._tools = tools
@@ -98,7 +97,8 @@ class Thread:
     @property
     def opened(self) -> str:
         """Start of the last answer that is part of the prompt, such as `<think>`; else empty."""
-        return "" if isinstance(self.input, np.ndarray) else self._opened
+        answers = self._conversation.answers if isinstance(self._conversation, Conversation) else []
+        return answers[-1].opened if answers else ""
 
     def text_of(self, answer: Answer, *, special: bool = False) -> str:
         """Return the text of the last answer. In a chat it has no `ChatForm.lead`. Agents that write prompts
@@ -171,7 +171,6 @@ class Thread:
         [answer] = await self._session.generate(
             ids, sampling=sampling, conversation_id=self._name, on_tokens=self._on_tokens, images=images
         )
-        self._opened = answer.opened
         return answer
 
 

@@ -344,13 +344,12 @@ def _parsed(parse: Parse, text: str, tools: Tools) -> _Found:
     """Read calls with a parser that does not tell their places: they begin where the text alone ends."""
     try:
         message = parse(text, tools)
-        calls = [_call_of({**call["function"], "id": call.get("id") or ""}) for call in message["tool_calls"]]
-    except KeyError:
-        return len(text), []
-    except (ValueError, TypeError) as error:
+        made = message.get("tool_calls") or ()
+        calls = [_call_of({**call["function"], "id": call.get("id") or ""}) for call in made]
+    except (KeyError, ValueError, TypeError) as error:
         return 0, [_faulty(f"the calls cannot be read: {error}")]
-    told = str(message.get("content") or "").strip()
-    return text.find(told) + len(told) if told in text else 0, calls
+    content = str(message.get("content") or "").strip()
+    return text.find(content) + len(content) if content in text else 0, calls
 
 
 def _all_come_back(format: CallFormat, write: Write) -> bool:

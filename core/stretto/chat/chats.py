@@ -200,21 +200,18 @@ class _Chat:
     def _other_texts(self, number: int) -> Iterator[str]:
         """Yield other keys of a message whose text the template writes if the conversation ends there."""
         chat, known = self._messages[: number + 1], {"role", *_TEXTS, *_OF_APIS}
-        for key, value in chat[-1].items():
-            if chat[-1]["role"] == "assistant" and key not in known and isinstance(value, str):
-                text = self._write(chat)
-                if is_shown(chat, number, key, text, self._write):
-                    yield key
+        turn = chat[-1] if chat[-1]["role"] == "assistant" else {}
+        keys = [key for key, value in turn.items() if key not in known and isinstance(value, str)]
+        text = self._write(chat) if keys else ""
+        yield from (key for key in keys if is_shown(chat, number, key, text, self._write))
 
     def _advice(self, number: int, key: str) -> str:
         """Return where the template would write a turn's reasoning; empty if nowhere."""
         turn, thought = self._messages[number], self._messages[number].get(key)
-        if key in ("content", "tool_plan", "tool_calls") or not isinstance(thought, str):
+        if key not in (keys := (*KEYS, *RARE_KEYS)) or not isinstance(thought, str):
             return ""
-        parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": turn["content"]}]
-        places: dict[str, Message] = {
-            f"under the key {each!r}": {each: thought} for each in (*KEYS, *RARE_KEYS)
-        }
+        parts = [{"type": "thinking", "thinking": thought}, {"type": "text", "text": turn.get("content")}]
+        places: dict[str, Message] = {f"under the key {each!r}": {each: thought} for each in keys}
         places["as a part of the content, {'type': 'thinking', 'thinking': …}"] = {"content": parts}
         for place, reasoning in places.items():
             chat = [*self._messages]

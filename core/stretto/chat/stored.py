@@ -88,12 +88,9 @@ class StoredForm:
         ):
             return None
         reasoning, _, content = rest.removeprefix(begin).partition(end)
-        longest_first = sorted(zip(self._behind, self.ends, strict=True), key=lambda pair: -len(pair[0]))
-        for behind, written in longest_first:
-            if content.startswith(behind):
-                content = content.removeprefix(behind).removeprefix(written[len(written.rstrip()) :])
-                break
-        return reasoning.strip(), content
+        pairs = (pair for pair in zip(self._behind, self.ends, strict=True) if content.startswith(pair[0]))
+        behind, written = max(pairs, key=lambda pair: len(pair[0]), default=("", ""))
+        return reasoning.strip(), content.removeprefix(behind).removeprefix(written[len(written.rstrip()) :])
 
     def opened_in(self, prompt: str) -> str:
         """Return the part of `opened`, in whole tags, with which a prompt ends."""
@@ -129,8 +126,8 @@ class StoredForm:
             place = end + len(tag)
             if not self._behind[1]:  # else another block may follow: gpt-oss begins each with a header
                 break
-        behind = sorted(self._behind, key=len, reverse=True)
-        return place + len(next((each for each in behind if place and text.startswith(each, place)), ""))
+        behind = (len(each) for each in self._behind if place and text.startswith(each, place))
+        return place + max(behind, default=0)
 
     @property
     def _has_own_tags(self) -> bool:
@@ -192,7 +189,7 @@ def stored_form(
         return StoredForm(taken=None, with_calls=None)
     shows, of_both = bool(shown or opened or empty), (between, of_call[2] if of_call else between)
     form = StoredForm(shows_reasoning=shows, opened=opened, begin=begin, ends=of_both)
-    keys = dict.fromkeys([*KEYS, *filter(RARE_KEYS.__contains__, [key])])
+    keys = (*KEYS, key) if key in RARE_KEYS else KEYS
     # A prompt may close reasoning at once. If it opens reasoning, an answer without it is not complete.
     thinks = shows and not _EMPTY.fullmatch(opened)
 
@@ -210,9 +207,9 @@ def stored_form(
     if calls and call and found.taken:
         later = [turns[1]], [turns[1], _PLAIN, _MORE]
         of_calls = cases(calling, of_both[1], *later)
-        told = calling.with_text(calls, ends)
-        if told and (not thinks or told.shown() == (key, begin, between)):
-            of_calls += cases(told, between, *later)
+        behind_text = calling.with_text(calls, ends)
+        if behind_text and (not thinks or behind_text.shown() == (key, begin, between)):
+            of_calls += cases(behind_text, between, *later)
         found = _best(form, keys, of_calls, ToolCall(A_CALL[0], {**A_CALL[1]}, id="call00001"))
     form = replace(form, with_calls=found.taken, calls_as_data=found.calls_as_data)
     written = plain.written([form.message(begin + THOUGHT + between + REPLY, opened), _MORE])
@@ -244,6 +241,18 @@ class _Answered:
     def prompt(self) -> str:
         return self.written([], opens=True)
 
+    @cached_property
+    def header(self) -> str:
+        """What the prompt adds to the question, without `opened`; empty if it changes the question too."""
+        header = self.prompt.removeprefix(self.written([])).removesuffix(self.opened)
+        return header if self.prompt.endswith(header + self.opened) else ""
+
+    def _stands_in(self, written: str, thought: str) -> bool:
+        """Return whether a text has the answer as it was sampled, behind the prompt's header, and once."""
+        begun = self.opened + thought.partition(THOUGHT)[0]
+        turn = f"{self.header}{self.opened}{thought}{self.text}"
+        return bool(self.header and begun) and written.count(begun) == 1 and turn in written
+
     def behind_prompt(self, message: Message) -> Iterator[str]:
         """Yield what the template writes for a message behind the prompt, and behind what it opens."""
         written = self.written([message])
@@ -270,13 +279,13 @@ class _Answered:
 
     def with_text(self, calls: CallFormat, ends: re.Pattern[str]) -> "_Answered | None":
         """Return this call with a text before it; None if the template does not write both."""
-        told = replace(self, message={**self.message, "content": REPLY})
-        _, found, rest = told.sampled.partition(REPLY)
+        both = replace(self, message={**self.message, "content": REPLY})
+        _, found, rest = both.sampled.partition(REPLY)
         text = REPLY + ends.split(rest)[0].rstrip()
         before, made = calls.split(text)
         if not found or not made or made[0].fault or not before.startswith(REPLY):
             return None
-        return replace(told, text=text, before=before)
+        return replace(both, text=text, before=before)
 
     def takes(
         self, form: StoredForm, thought: str, later: Sequence[Message], calls: Sequence[ToolCall]
@@ -291,13 +300,7 @@ class _Answered:
         if written.startswith(sampled) and written[len(sampled) :].lstrip().startswith(self.end):
             return 2
         # A later user's turn may change the question: some templates write the tools in the last one.
-        header = self.prompt.removeprefix(self.written([])).removesuffix(self.opened)
-        begun, turn = (
-            self.opened + thought.partition(THOUGHT)[0],
-            f"{header}{self.opened}{thought}{self.text}",
-        )
-        is_behind = header and self.prompt.endswith(header + self.opened) and turn in written
-        if is_behind and begun and written.count(begun) == 1 and not written.startswith(self.prompt):
+        if not written.startswith(self.prompt) and self._stands_in(written, thought):
             return 2
         if THOUGHT in written or not ("tool_calls" in message or self.text in written):
             return 0
