@@ -29,7 +29,7 @@ FORM_MUTATIONS: list[tuple[Mutation, str]] = [
     (Mutation("named formats alone", _CALLS, "if one and (derived", "if not one and (derived"), _FORMS),
     (Mutation("no engine stops at an end", _FORM, _END, f"{_END} or not added", (_ALSO_ENDS,)), _FORMS),
     (Mutation("two turns are one", _CHATS, "len(inside) > 1 and", "len(inside) > 9 and"), _FORMS),
-    (Mutation("probes without tools", _FORM, "in ([A_TOOL], of_others):", "in (of_others,):"), _FORMS),
+    (Mutation("probes without tools", _FORM, "([A_TOOL], of_others)):", "(of_others,)):"), _FORMS),
     (Mutation("the first call counts", _CHATS, _EACH, f"{_EACH}[:1]"), _OF_CHECK),
     (Mutation("advice untried", _TOKENIZER, "return bool(write(turns, schemas))", "return True"), _FORMS),
 ]

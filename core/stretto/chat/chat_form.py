@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any, Literal, cast
 
 from stretto.chat.calls import (
@@ -413,12 +414,13 @@ def _calls(probe: _TemplateProbe, turns: _Turns, ends: re.Pattern[str], parse: P
     """Find how calls are written, after the form of the content of a tool's result."""
     forms = {"mapping": {_KEY: _VALUE}, "text": json.dumps({_KEY: _VALUE})}
     of_others, shown = probe.tools, list[tuple[str, str | None]]()
-    for probe.tools in ([A_TOOL], of_others):  # some choose a template by tools, some refuse the probe's
+    # Some choose a template by tools, some refuse the probe's.
+    for shows, probe.tools in product((_shows_json, _shows), ([A_TOOL], of_others)):
         shown = [  # some templates show calls only in messages without content
             (form, content)
             for content in ("", None)
             for form, arguments in forms.items()
-            if _shows(probe.text([_ASKED, _calling(arguments, content)]))
+            if shows(probe.text([_ASKED, _calling(arguments, content)]) or "")
         ]
         if shown:
             break
@@ -465,7 +467,7 @@ def _repeated(probe: _TemplateProbe, turns: _Turns, opened: str) -> tuple[str, s
     prompt, last, tail = turns.prompt, turns.last, turns.tail
     heads = [head for head in (prompt, prompt.removesuffix(opened)) if head and last.startswith(head)]
     lead = last[len(heads[0]) :].partition(REPLY)[0] if heads else ""
-    if opened and re.match(r"\s*(?:</|\[/)", lead):
+    if opened and re.match(r"\s*[<\[]\W*/", lead):
         lead = ""  # the end of the block that the prompt opens
     if heads and heads[0] != prompt and re.search(REASONING_WORDS, lead, re.IGNORECASE):
         lead = ""  # the end of the block that the prompt opens and closes
@@ -505,9 +507,13 @@ def _calling_all(calls: Sequence[tuple[str, Any]], content: str | None) -> Messa
     return {"role": "assistant", "content": content, "tool_calls": made}
 
 
-def _shows(text: str | None) -> bool:
+def _shows(text: str) -> bool:
+    return _TOOL in text and _VALUE in text
+
+
+def _shows_json(text: str) -> bool:
     """Whether a text shows the probe call's arguments as JSON: not as Python data, and not quoted twice."""
-    return text is not None and _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
+    return _VALUE in text and f"'{_KEY}'" not in text and f'\\"{_KEY}' not in text
 
 
 def _opened(turns: _Turns) -> str:
@@ -529,8 +535,8 @@ def _opened(turns: _Turns) -> str:
     tag = _TAG.search(prompt, max(place, prompt.rfind(_ASK) + len(_ASK)))
     thought = _OF_REASONING.search(prompt, begin)
     lead = turns.last.removeprefix(prompt) if turns.last.startswith(prompt) else ""
-    if closes := re.match(r"\s*(?:</|\[/)([\w:-]+)[>\]]", lead.partition(REPLY)[0]):
-        thought = re.compile(rf"[<\[]{closes[1]}\b[^<>\[\]]*[>\]]\s*\Z").search(prompt, begin) or thought
+    if closes := re.match(r"\s*[<\[]\W*/([\w:-]+)\W*[>\]]", lead.partition(REPLY)[0]):
+        thought = re.compile(rf"[<\[]\W*{closes[1]}\b[^<>\[\]]*[>\]]\s*\Z").search(prompt, begin) or thought
     if starts := [found.start() for found in (tag, thought) if found]:
         return prompt[min(starts) :]
     # A template may open reasoning with words alone.
