@@ -425,6 +425,11 @@ def test_a_turn_is_trained_only_if_engines_stop_at_its_end_and_nowhere_else(
             "no; it takes no system message",
         ),
         (
+            "{% if 'system' in messages[1:] | map(attribute='role') %}{{ raise_exception('no') }}{% endif %}",
+            [ASK, {"role": "system", "content": "Be kind."}],
+            "no; it takes a system message only as the first message",
+        ),
+        (
             "{% if messages[1:] | map(attribute='role') | select('eq', 'user') | list %}"
             "{{ raise_exception('no') }}{% endif %}",
             [ASK, ASK],

@@ -126,6 +126,9 @@ def _advice(
     if isinstance(error, UndefinedError) and (name := re.match(r"'(\w+)' is undefined", str(error))):
         return f"; give `{name[1]}` in `dataset.template`"
     others = [turn for turn in turns if turn.get("role") != "system"]
+    first_only = [turn for at, turn in enumerate(turns) if not at or turn.get("role") != "system"]
+    if len(first_only) < len(turns) and writes(first_only, schemas):
+        return "; it takes a system message only as the first message"
     if len(others) < len(turns) and writes(others, schemas):
         return "; it takes no system message"
     alternating = [*turns[:1], *(b for a, b in pairwise(turns) if a.get("role") != b.get("role"))]
