@@ -4,8 +4,6 @@ Every mutation leaves a run without a fault as it is, and breaks a promise of th
 They were written without a look at what judges the runs. The last ones are the reverse of real mends.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ class Mutation:
     old: str
     """Source text that is found exactly once in the module's file."""
     new: str
-    also: tuple[Mutation, ...] = ()
+    also: tuple["Mutation", ...] = ()
     """Mutations that are planted with this one. Only the reverse of a real mend needs them."""
 
 

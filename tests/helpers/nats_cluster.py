@@ -1,8 +1,6 @@
 """Real nats-servers of a test's own: a cluster with JetStream on loopback, whose servers a test can kill and
 start again, and single servers with any configuration."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -76,7 +74,7 @@ class Server:
             self._process.wait()
             self._process = None
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         self.start()
         return self
 
@@ -112,7 +110,7 @@ class Cluster:
         scheme = "tls" if tls else "nats"
         self.url = ",".join(f"{scheme}://{server.address}" for server in self.servers)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> "Cluster":
         for server in self.servers:
             server.start()
         return self

@@ -1,7 +1,5 @@
 """Runs in the simulation that a test drives as it drives real ones: wait for a step, kill, resume."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -229,7 +227,7 @@ def _serve(tape: Tape, references: Mapping[str, str], folder: Path, pipe: Connec
 class _Process:
     """A simulated process, with the part of psutil's interface that tests use."""
 
-    def __init__(self, run: SimulatedRun, name: str, pid: int = 0) -> None:
+    def __init__(self, run: "SimulatedRun", name: str, pid: int = 0) -> None:
         self._run, self._name, self.pid = run, name, pid
 
     def send_signal(self, number: int) -> None:
@@ -253,7 +251,7 @@ class SimulatedRun(TestedRun):
         self._printed: list[str] = []
         self.ask("start")
 
-    def resume(self, arguments: Sequence[str]) -> SimulatedRun:
+    def resume(self, arguments: Sequence[str]) -> "SimulatedRun":
         overrides = [each for each in arguments if not each.startswith("--")]
         self.ask(
             "start",

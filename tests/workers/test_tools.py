@@ -1,7 +1,5 @@
 """Tools: schemas of functions, calls in answers, and the process that makes them."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

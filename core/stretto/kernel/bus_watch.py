@@ -1,7 +1,5 @@
 """Ends the run after a long outage of the bus or its store, and this kernel if another one owns the run."""
 
-from __future__ import annotations
-
 import anyio
 import structlog
 

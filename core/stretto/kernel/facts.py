@@ -1,7 +1,5 @@
 """Facts about a run that are in no event: progress, problems, time and tokens used."""
 
-from __future__ import annotations
-
 import msgspec
 import structlog
 

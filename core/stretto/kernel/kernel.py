@@ -1,8 +1,6 @@
 """The kernel owns a run on the bus. It passes events to the scheduler, writes them into the journal, carries
 out the scheduler's commands, and never touches token data. It lives as long as its bus connection."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The requests of the run's user to the kernel: change the numbers of workers, and end the run."""
 
-from __future__ import annotations
-
 import structlog
 
 from stretto.bus.client import Bus

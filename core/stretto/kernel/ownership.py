@@ -1,7 +1,5 @@
 """A kernel takes the lease of a run, and owns the run while its bus connection is open."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import anyio

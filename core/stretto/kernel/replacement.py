@@ -3,8 +3,6 @@ again: the others could wait for the lost trainer for ever, and all models need 
 trainers load the newest checkpoint and train the later batches again. The scheduler's state does not change.
 The newest version is published again with the same digest, for engines that start later."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from heapq import nlargest

@@ -1,7 +1,5 @@
 """The parts of a kernel that exist before its server starts: components, scheduler, fleet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

@@ -1,7 +1,5 @@
 """The figures of a step, which the kernel writes into the journal."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

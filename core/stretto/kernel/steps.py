@@ -1,7 +1,5 @@
 """The train steps of a kernel: train a batch, announce the new weights, write a checkpoint if one is due."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

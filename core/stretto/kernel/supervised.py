@@ -1,7 +1,5 @@
 """The loop that restarts processes of the run: workers and the sample writer."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 from collections.abc import Awaitable, Callable

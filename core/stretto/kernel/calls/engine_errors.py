@@ -1,7 +1,5 @@
 """The numerical error of each engine against the trainer, which is not divergence of the policy."""
 
-from __future__ import annotations
-
 import structlog
 
 from stretto.bus.messages.inference import SwapDone

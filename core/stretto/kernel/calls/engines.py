@@ -6,8 +6,6 @@ other weights than announced or, with `inference.canary.on_drift: stop`, drifts 
 engine has then sent no token of that version.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from itertools import count

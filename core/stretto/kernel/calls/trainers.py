@@ -1,7 +1,5 @@
 """The kernel's side of the worker groups: load models, run the calls of a step, save."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass

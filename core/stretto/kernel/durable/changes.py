@@ -10,8 +10,6 @@ A change takes effect when `config.yaml` is replaced. The run then begins again 
 (`stretto.kernel.durable.recovery`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The checkpoints of a kernel: it writes them together with the trainers, and removes old ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -2,8 +2,6 @@
 of the run's nats-server starts this command when the kernel has been gone for the grace time. A killed
 trainer leaves weights in shared memory; the run's weight transport removes them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 the event, and only if the stream's end is the one that the writer knows. A lease is a message in the same
 stream: after another kernel has taken the lease, the server refuses events of the former kernel."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress

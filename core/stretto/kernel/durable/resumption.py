@@ -1,7 +1,5 @@
 """How a kernel continues a run: from the state of a former kernel to its own first event."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Admits workers to a run, and tells the kernel's parts when a worker is ready, has left, or is lost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Takes over the workers of a former kernel: finds their processes, and lets these join again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 

@@ -10,8 +10,6 @@ candidates: conversations stay at engines that cache their prefixes. A group is 
 training, or the engines that are lent to one evaluation.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Hashable
 from functools import cache

@@ -1,8 +1,6 @@
 """The workers of a run. The fleet starts them, receives their heartbeats, and restarts lost ones. It has no
 handle of a worker that a user started: it does not restart such a worker, whose loss never ends the run."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence

@@ -12,8 +12,6 @@ process's output, and `{"output": true}` with the file for the server's own. The
 `{"id": ID, "pid": ...}` and `{"id": ID, "error": ...}`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

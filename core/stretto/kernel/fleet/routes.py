@@ -2,8 +2,6 @@
 a complete list: every second, and at once when a candidate appears, is lost or is lent. So a lost message
 does no harm, and a change costs the same with any number of workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

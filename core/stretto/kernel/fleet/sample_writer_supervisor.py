@@ -1,7 +1,5 @@
 """Supervises the sample writer, and keeps the log for it. The kernel itself reads and writes no sample."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from functools import partial

@@ -2,8 +2,6 @@
 the highest ids drain. Workers that a user started do not count. Another number of trainers needs new
 processes of the whole group: the kernel writes a checkpoint and ends, and the next kernel starts them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import anyio

@@ -1,7 +1,5 @@
 """The scheduler's settings, and the commands that it gives to the kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

@@ -2,8 +2,6 @@
 an order that follows from the seed. A curriculum's choices depend on rewards, so the journal stores them
 before the tickets are issued, and a resumed run reads them from there."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

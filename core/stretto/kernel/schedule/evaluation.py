@@ -2,8 +2,6 @@
 groups finish: each row costs rollout workers, verifiers and the bus as much as a small group. When training
 rests, all other rows begin. Without an evaluator all rows begin at once, and training waits."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from statistics import pstdev

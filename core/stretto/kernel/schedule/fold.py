@@ -1,7 +1,5 @@
 """The only code by which events change a scheduler: state = fold(initial state, events)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from stretto.bus.messages import events

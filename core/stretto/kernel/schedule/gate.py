@@ -1,8 +1,6 @@
 """The divergence gate limits how far generation runs ahead, by the divergence of trained batches, one figure
 per step. No I/O; docs/staleness.md describes the figure and gives the reasons for the constants."""
 
-from __future__ import annotations
-
 import msgspec
 
 _WINDOW = 3

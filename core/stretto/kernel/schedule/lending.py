@@ -10,8 +10,6 @@ time, then each for twice that time, and so on: an answer that the end of a turn
 sampled again, and must fit into a later turn. A slow load of weights does not shorten a turn.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Accounts of samples: trained, filtered, expired, missing. How failed samples differ from the others."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any, Literal

@@ -1,8 +1,6 @@
 """Open tickets, their attempts and workers, and the order of their deadlines; no I/O. With n tickets, each
 change or query takes O(log n) on average, because the scheduler makes several at every event."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 

@@ -2,8 +2,6 @@
 only its ticket. The check uses only the outcome and the outcome's sequence number in the log, so that a
 resumed run decides as the previous kernel did."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator

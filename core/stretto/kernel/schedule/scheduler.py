@@ -26,8 +26,6 @@ happens once in a kernel's life or once a checkpoint looks at all of them: `rest
 `snapshot`.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping

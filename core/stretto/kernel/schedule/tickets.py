@@ -1,7 +1,5 @@
 """Tickets on the bus: the work queue, the log of outcomes, and the part of the log that is still needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 

@@ -1,7 +1,5 @@
 """The variants of an A/B test: the variant of each ticket, and the accounts of each variant. No I/O."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
