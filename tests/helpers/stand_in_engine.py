@@ -1,11 +1,9 @@
 """An engine whose server is `stand_in_server.py`, which "samples" in stated time and needs no GPU."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -15,9 +13,7 @@ from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
 from stretto.serving.server import Server, ServerCommand, ServerRefused
 from stretto.serving.streams import Ask, StreamChunk
-
-if TYPE_CHECKING:
-    from stretto.weights import WeightUpdate
+from stretto.weights import WeightUpdate
 
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 

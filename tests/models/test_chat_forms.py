@@ -328,6 +328,7 @@ SAID = {"role": "assistant", "content": "it is 4"}
         ("\n<think></think>", "\n<think></think>", "<think></think>"),
         ("<mm:think>", "", "<mm:think>"),
         ("<think:open>", "<think:open></think:open>", "<think:open>"),
+        ("<|think|>", "<|think|><|/think|>", "<|think|>"),
         *(
             (text, history, text)
             for text in ("<|START_THINKING|>", "<|channel>thought\n<channel|>", "<|open|>think<|sep|>")
@@ -346,7 +347,8 @@ def test_what_a_prompt_opens_is_found_whatever_a_history_has(
     head = "{{ '<r>' + m.role + '\n' + ('" + history + "' if m.role == 'assistant' else '') }}"
     written = "{% for m in messages %}" + head + "{{ m.content.split('</think>')[-1] + '<e>\n' }}{% endfor %}"
     written += "{% if add_generation_prompt %}{{ '<r>assistant\n" + prompt + "' }}{% endif %}"
-    assert load_tokenizer(write_model(Form(written), tmp_path)).form.opened == opened
+    form = load_tokenizer(write_model(Form(written), tmp_path)).form
+    assert (form.opened, "/" in form.lead and bool(opened)) == (opened, False)
 
 
 def test_arguments_as_text_are_written_as_they_are_or_read_once(models: Models) -> None:
@@ -590,6 +592,8 @@ def test_reasoning_ends_at_the_models_own_tags(models: Models) -> None:
     assert found == [len(thought), None, 0]
     stored = models("opened thinker").form.stored
     assert [stored.reasoning_end(text, "<think>\n") for text in ("why</think>3", "why")] == [11, None]
+    assert [stored.leading_end(text, "<think>\n") for text in ("why</think>f('</think>')", "f")] == [11, None]
+    assert [stored.leading_end(text, "") for text in ("f('<think>')", "<think>why</think>f")] == [0, 18]
 
 
 _AFTER_DATA = "for m in messages if m.role != 'tool' or messages | selectattr('tool_calls') | list"
@@ -612,8 +616,11 @@ def test_calls_are_probed_with_tools(tmp_path: Path) -> None:
     calling = plain.replace("CALLS", "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}")
     form = Form({"default": plain.replace("CALLS", ""), "tool_use": calling})
     assert load_tokenizer(write_model(form, tmp_path)).form.shows_calls
-    only = load_tokenizer(write_model(Form("{{ tools[0].name }}" + calling), tmp_path)).form
+    only = load_tokenizer(write_model(Form("{{ tools[0].name }}" + calling), tmp_path / "only")).form
     assert (only.shows_calls, only.closing, only.writes_end) == (True, "<e>", True)
+    quoted = '<c>{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson | tojson }}}'
+    form = Form(calling.replace("{{ c.function | tojson }}", quoted))
+    assert load_tokenizer(write_model(form, tmp_path / "quoted")).form.calls is not None
 
 
 def test_a_text_that_the_template_changes_is_no_list(tmp_path: Path) -> None:
