@@ -55,6 +55,7 @@ def rewards(completion: str, row: dict[str, Any], pattern: str = r"(\d+)", **opt
         ("<think>I write <think>8</think>.</think>9", "", 40),
         ("8[/THINK]9", "[THINK]", 9),
         ("8</reasoning>9", "<reasoning>\n", 13),
+        ("9", "</think>", 0),
         ("9", "<answer>", 0),  # not reasoning
         ("[THINK] maybe 9", "", None),
         ("\n<reasoning>9, but", "", None),

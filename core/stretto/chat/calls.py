@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, Literal, cast
 
 import msgspec
@@ -116,7 +116,7 @@ def _mistral(text: str, tools: Tools) -> list[ToolCall]:
     calls: list[ToolCall] = []
     for part in text.split("[TOOL_CALLS]")[1:]:
         part = part.removesuffix("</s>").strip()
-        if call := re.match(r"([\w.-]+)(?:\[CALL_ID\](\w+))?\[ARGS\](.*)", part, re.DOTALL):
+        if call := re.match(r"([\w.-]+)(?:\[CALL_ID\]\s*(\w+))?\[ARGS\](.*)", part, re.DOTALL):
             name, id, arguments = call.groups()
             calls.append(_call_in(f'{{"name": "{name}", "id": "{id or ""}", "arguments": {arguments}}}'))
             continue
@@ -366,7 +366,9 @@ def _with_lead(format: CallFormat, write: Write) -> CallFormat:
 
 def _comes_back(format: CallFormat, calls: Sequence[Call], text: str) -> bool:
     shown = [call for call in calls if call[0] in text]  # some templates write the first call alone
-    return not shown or _plain(format.split(text, tools=_SCHEMAS)[1]) == shown
+    found = format.split(text, tools=_SCHEMAS)[1]
+    has_ids = all(each.id == id for at, each in enumerate(found, 1) if (id := f"{_ID}{at}") in text)
+    return not shown or (_plain(found) == shown and has_ids)
 
 
 def _plain(calls: Sequence[ToolCall]) -> list[Call]:
@@ -391,8 +393,8 @@ class _Derived:
     """Finds what stands behind a value or JSON."""
     closing: str
     """The first text behind a value; empty if JSON ends it."""
-    paths: tuple[Sequence[Any] | None, Sequence[Any]] = (None, ())
-    """Keys that lead to the name and to the arguments in JSON."""
+    paths: tuple[Sequence[Any] | None, Sequence[Any], Sequence[Any]] = (None, (), ())
+    """Keys that lead to the name, to the arguments and to the id in JSON."""
     null: str = "null"
     """A null, as the template writes it beside texts without quotes."""
 
@@ -425,6 +427,7 @@ class _Derived:
             if self.after_name:
                 found = _next(self.after_name, text, at, "name")
                 name, at = text[at : found.start()].strip(), found.end()
+            ids = _ids_in(start)[-1:] if "id0" in self.begin.groupindex else _ids_in(found)[:1]
             if self.after_key:
                 arguments, found = self._arguments(text, name, found, tools)
                 more = [ToolCall(name, arguments)]
@@ -435,7 +438,8 @@ class _Derived:
                 if behind is None:
                     raise ValueError(f"{text[at : at + 20]!r} stands behind the JSON")
                 found = behind
-            id = _id_in(start, text[start.start() : found.end()])
+            own = re.search(r"functions\.[^\s<]+:\d+", text[start.start() : found.end()])
+            id = "".join(ids) or (own[0] if own else "")  # its own id is Kimi's
             calls += (msgspec.structs.replace(call, id=call.id or id) for call in more)
             kind = found.lastgroup
         return found.end()
@@ -461,20 +465,17 @@ class _Derived:
         if self.after_name:
             yield _call_of({"name": name, "arguments": value})
             return
-        of_name, of_arguments = self.paths
+        of_name, of_arguments, of_id = self.paths
         for item in cast("list[Any]", value) if isinstance(value, list) else [value]:
             if of_name is None and isinstance(item, dict):
                 yield from (_call_of({"name": each, "arguments": item[each]}) for each in item)
             else:
-                id = item.get("id") or item.get("tool_call_id") or "" if isinstance(item, dict) else ""
                 found = {"name": _at(item, of_name or ()), "arguments": _at(item, of_arguments)}
-                yield _call_of({**found, "id": id})
+                yield _call_of({**found, "id": (of_id and _at(item, of_id)) or ""})
 
 
-def _id_in(start: re.Match[str], call: str) -> str:
-    """Return the id that the policy gave to a call; empty if it gave none. Kimi's is `functions.name:0`."""
-    own = re.search(r"functions\.[^\s<]+:\d+", call)
-    return start.groupdict().get("id") or (own[0] if own else "")
+def _ids_in(found: re.Match[str]) -> list[str]:
+    return [each for name, each in found.groupdict().items() if name.startswith("id") and each]
 
 
 def _next(pattern: re.Pattern[str], text: str, at: int, what: str) -> re.Match[str]:
@@ -505,16 +506,14 @@ def _derived(write: Write) -> _Derived | None:
     starts = _pattern(begin) if begin else rf"(?:\A\s*|{_pattern(between)})(?=[\w.-]+\s*\{{)"
     only_mark = f"|(?P<mark>{re.escape(mark)})" if begin and mark else ""
     example = one.replace(_TOOL, "name").replace(_VALUE, "value").replace(_KEY, "key").strip()
-    common = (example, mark, re.compile(f"(?P<begin>{starts}){only_mark}"))
+    common = (example, mark, _compiled(f"(?P<begin>{starts}){only_mark}"))
     if document:
         following = f"(?P<next>{_pattern(between.strip()) or '(?=[{[])'})|" if pair else ""
         return _Derived(
             *common,
-            after_name=re.compile(_pattern(first[1].strip()) or r"\s*(?=\{)")
-            if kind == "arguments"
-            else None,
+            after_name=_compiled(_pattern(first[1].strip()) or r"\s*(?=\{)") if kind == "arguments" else None,
             after_key=None,
-            after_value=re.compile(rf"\s*(?:{following}(?P<end>{_ending(last) or '()'}|\Z))"),
+            after_value=_compiled(rf"\s*(?:{following}(?P<end>{_ending(last) or '()'}|\Z))"),
             closing="",
             paths=_paths(document[2]),
         )
@@ -625,9 +624,14 @@ def _ending(literal: str) -> str:
 
 
 def _either(groups: Mapping[str, str], before: str = "") -> re.Pattern[str]:
-    return re.compile(
+    return _compiled(
         before + f"(?:{'|'.join(f'(?P<{name}>{each})' for name, each in groups.items() if each)})"
     )
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    numbers = count()
+    return re.compile(re.sub(r"\(\?P<id>", lambda _: f"(?P<id{next(numbers)}>", pattern))
 
 
 def _before_value(of_text: str, of_data: str) -> dict[str, str]:
@@ -645,12 +649,12 @@ def _before_value(of_text: str, of_data: str) -> dict[str, str]:
     }
 
 
-def _paths(value: Any) -> tuple[Sequence[Any] | None, Sequence[Any]]:
-    """Return the keys that lead to the name and to the arguments of a call in JSON. The first is None if the
-    name is the key of the arguments."""
+def _paths(value: Any) -> tuple[Sequence[Any] | None, Sequence[Any], Sequence[Any]]:
+    """Return the keys that lead to the name, the arguments and the id of a call in JSON. The first is None if
+    the name is the key of the arguments."""
     item = cast("list[Any]", value)[0] if isinstance(value, list) else value
     name, arguments = _path_to(_TOOL, item), _path_to(A_CALL[1], item)
-    return name, arguments or _path_to(json.dumps(A_CALL[1]), item) or ()
+    return name, arguments or _path_to(json.dumps(A_CALL[1]), item) or (), _path_to(f"{_ID}1", item) or ()
 
 
 def _path_to(wanted: Any, value: Any) -> Sequence[Any] | None:

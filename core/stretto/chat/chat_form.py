@@ -471,12 +471,15 @@ def _repeated(probe: _TemplateProbe, turns: _Turns, opened: str) -> tuple[str, s
         lead = ""  # the end of the block that the prompt opens
     if heads and heads[0] != prompt and re.search(REASONING_WORDS, lead, re.IGNORECASE):
         lead = ""  # the end of the block that the prompt opens and closes
-    if lead.strip():
-        doubled = probe.text([_ASKED, _assistant(f"{lead}{REPLY}"), _user(_MORE)])
-        lead = "" if doubled is not None and f"{lead}{lead}{REPLY}" not in doubled else lead
-    if tail.strip():
-        doubled = probe.text([_ASKED, _assistant(f"{REPLY}{tail}")])
-        tail = "" if doubled is not None and f"{REPLY}{tail}{tail}" not in doubled else tail
+
+    def repeats(written: str, *chat: Message) -> bool:  # some strip the content
+        text = probe.text([_ASKED, *chat])
+        return text is None or "".join(written.split()) in "".join(text.split())
+
+    if lead.strip() and not repeats(f"{lead}{lead}{REPLY}", _assistant(f"{lead}{REPLY}"), _user(_MORE)):
+        lead = ""
+    if tail.strip() and not repeats(f"{REPLY}{tail}{tail}", _assistant(f"{REPLY}{tail}")):
+        tail = ""
     return lead, tail
 
 

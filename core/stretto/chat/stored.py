@@ -109,11 +109,18 @@ class StoredForm:
     def reasoning_end(self, text: str, opened: str) -> int | None:
         """Return what `stretto.reward.reasoning_end` does, with the model's own tags: channels, words, and
         special tokens."""
-        return self._own_end(text, opened) if self._has_own_tags else reasoning_end(text, opened)
+        find = self._own_end if self._has_own_tags else reasoning_end
+        return self._content_start(text, find(text, opened))
 
     def leading_end(self, text: str, opened: str) -> int | None:
         """Return what `stretto.reward.leading_end` does, with the model's own tags."""
-        return self._own_end(text, opened) if self._has_own_tags else leading_end(text, opened)
+        find = self._own_end if self._has_own_tags else leading_end
+        return self._content_start(text, find(text, opened))
+
+    def _content_start(self, text: str, end: int | None) -> int | None:
+        """Return the place behind the reasoning's end, and what the template writes before the content."""
+        behind = (len(each) for each in self._behind if end and text.startswith(each, end))
+        return end and end + max(behind, default=0)
 
     def _own_end(self, text: str, opened: str) -> int | None:
         begin, tag, place = self.begin.strip(), self.end, 0
@@ -126,8 +133,7 @@ class StoredForm:
             place = end + len(tag)
             if not self._behind[1]:  # else another block may follow: gpt-oss begins each with a header
                 break
-        behind = (len(each) for each in self._behind if place and text.startswith(each, place))
-        return place + max(behind, default=0)
+        return place
 
     @property
     def _has_own_tags(self) -> bool:
@@ -241,17 +247,13 @@ class _Answered:
     def prompt(self) -> str:
         return self.written([], opens=True)
 
-    @cached_property
-    def header(self) -> str:
-        """What the prompt adds to the question, without `opened`; empty if it changes the question too."""
-        header = self.prompt.removeprefix(self.written([])).removesuffix(self.opened)
-        return header if self.prompt.endswith(header + self.opened) else ""
-
     def _stands_in(self, written: str, thought: str) -> bool:
-        """Return whether a text has the answer as it was sampled, behind the prompt's header, and once."""
+        """Return whether a text has the answer as it was sampled, once, behind what the prompt adds to the
+        question, or behind what follows the question's words."""
         begun = self.opened + thought.partition(THOUGHT)[0]
-        turn = f"{self.header}{self.opened}{thought}{self.text}"
-        return bool(self.header and begun) and written.count(begun) == 1 and turn in written
+        heads = self.prompt.removeprefix(self.written([])), self.prompt.rpartition(A_QUESTION["content"])[2]
+        turns = [f"{head}{thought}{self.text}" for head in heads if head and head.endswith(self.opened)]
+        return bool(begun) and written.count(begun) == 1 and any(turn in written for turn in turns)
 
     def behind_prompt(self, message: Message) -> Iterator[str]:
         """Yield what the template writes for a message behind the prompt, and behind what it opens."""

@@ -55,8 +55,7 @@ def make(config: MathConfig, context: Context) -> Callable[..., dict[str, float]
             row = f" of row {columns['id']!r}" if "id" in columns else ""
             raise ValueError(f"{_fault(config, expected, error)}{row}") from error
         start = config.start_of_result(completion, columns)
-        answer = completion[start:] if start else columns.get("prompt_opened", "") + completion
-        right = float(start is not None and is_right(gold, answer))
+        right = float(start is not None and is_right(gold, completion[start:]))
         return {"reward": right, "accuracy": right}
 
     return math

@@ -131,7 +131,8 @@ def make_format(config: FormatConfig, context: Context) -> Callable[..., float]:
 
 
 def check_tags(config: FormatConfig | RegexConfig, run: RunConfig) -> Iterator[Problem]:
-    """Warn of tags that no text of an answer has: those of the model's reasoning may be special tokens."""
+    """Warn of tags that no text of an answer has: those of the model's reasoning may be special tokens, and
+    some templates write tags of their own around an answer."""
     model, pattern = run.model, re.sub(r"\\(\W)", r"\1", config.pattern)
     named = "".join(f"<{tag}></{tag}>" for tag in getattr(config, "tags", ()))
     if (
@@ -144,15 +145,19 @@ def check_tags(config: FormatConfig | RegexConfig, run: RunConfig) -> Iterator[P
         tokenizer = load_tokenizer(model, run.dataset)
     except ConfigError:  # `stretto check` itself reports it
         return
-    own = [tag for tag in (tokenizer.form.stored.begin.strip(), tokenizer.form.stored.end) if tag]
+    form, text = tokenizer.form, "the text of an answer does not have"
+    own = [tag for tag in (form.stored.begin.strip(), form.stored.end) if tag]
     wants = any(tag in pattern for tag in own) or re.search(f"<[^/>]*({REASONING_WORDS})", named + pattern)
     if wants and (hidden := [tag for tag in own if tokenizer.special_in(tag)]):
         yield Problem(
             "reward",
-            f"the model writes its reasoning between special tokens such as {hidden[-1]!r}, which the text "
-            "of an answer does not have: name other tags, and ask for them in the prompt",
+            f"the model writes its reasoning between special tokens such as {hidden[-1]!r}, which {text}: "
+            "name other tags, and ask for them in the prompt",
             "warning",
         )
+    for tag in re.findall(r"</?[\w:-]+>", form.lead + form.tail):
+        if tag in named + pattern:
+            yield Problem("reward", f"the chat template itself writes {tag!r}, which {text}", "warning")
 
 
 class LengthConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
