@@ -288,11 +288,11 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "marked answer": (
         _turns(
-            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<c>' + m.content + '<k>' }}"
-            "[JSON]{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}",
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' %}{{ '<c>' + m.content | trim + "
+            "'<k>\n' }}[JSON]{% else %}{{ m.content }}{% endif %}{{ '<e>\n' }}",
             _TOOLS,
         ),
-        {"lead": "<c>", "tail": "<k>"},
+        {"lead": "<c>", "tail": "<k>\n", "strips": True},
     ),
     "end of the chat": (
         _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",

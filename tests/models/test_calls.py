@@ -63,6 +63,7 @@ WRITERS: dict[str, tuple[str, Each, str, str]] = {
     "counted": (
         "<calls>", lambda i, n, a: f"<call>functions.{n}:{i - 1}<args>{json.dumps(a)}</call>", "", "</calls>"
     ),
+    "late ids": ("", lambda i, n, a: f"<call><name>{n}<id>call0000{i}<args>{json.dumps(a)}</call>", "", ""),
     "names alone": ("", lambda _, n, a: f"{n}\n{json.dumps(a)}", ">>>", ""),
     "JSON lines": ("<calls>\n", lambda _, n, a: json.dumps({"name": n, "arguments": a}), "\n", "\n</calls>"),
     "other keys": (
@@ -149,7 +150,7 @@ def test_null_is_read_as_the_template_writes_it_beside_texts() -> None:
 def test_ids_that_the_policy_wrote_are_kept() -> None:
     calls = [("f", {}), ("g", {"a": "b"})]
     ids = {name: [call.id for call in FORMATS[name].split(write(name, calls))[1]] for name in WRITERS}
-    assert ids["ids"] == ["call00001", "call00002"]
+    assert ids["ids"] == ids["late ids"] == ["call00001", "call00002"]
     assert ids["counted"] == ["functions.f:0", "functions.g:1"]
     assert ids["other keys"] == ["1", "2"]
     assert ids["lines"] == ["", ""]

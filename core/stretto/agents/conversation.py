@@ -203,8 +203,9 @@ class Conversation:
     async def _covered(self, segment: Segment, text: str) -> int | None:
         """Return the length of the part of a text that a segment's ids already are; None after a split.
 
-        The template may write a turn with other white space or JSON than the policy sampled. If it writes the
-        turn with its reasoning, as it would while it is the last one, the sampled ids stay.
+        The template may write a turn with other white space than the policy sampled, and calls with other
+        JSON. If it writes the turn with its reasoning, as it would while it is the last one, the sampled ids
+        stay.
         """
         if text.startswith(segment.text):
             return len(segment.text)
@@ -216,8 +217,10 @@ class Conversation:
         last = (await work_on_text(render, characters_of(messages))).removesuffix(form.final)
         ends = [end.start() for end in form.ends_of(last) if not last[end.end() :].strip()]
         turn = last[: ends[-1] if ends else None] + self._end
-        thought = form.stored.split(self.said)
-        is_whole = thought is None or thought[0] in turn[len(self._prompted) :]
+        thought, written = form.stored.split(self.said), turn[len(self._prompted) :]
+        is_whole = thought is None or thought[0] in written
+        if "tool_calls" not in messages[-1]:  # a template may drop what no form of reasoning names
+            is_whole = "".join(self.said.split()) in "".join(written.split())
         return len(turn) if is_whole and segment.last and text.startswith(turn) else None
 
     async def _rendered(self, history: str | list[Message]) -> tuple[str, Sequence[str]]:

@@ -471,7 +471,8 @@ class _Derived:
                 yield from (_call_of({"name": each, "arguments": item[each]}) for each in item)
             else:
                 found = {"name": _at(item, of_name or ()), "arguments": _at(item, of_arguments)}
-                yield _call_of({**found, "id": (of_id and _at(item, of_id)) or ""})
+                ids = [_at(item, path) for path in (of_id, ["id"], ["tool_call_id"]) if path]
+                yield _call_of({**found, "id": next(filter(None, ids), "")})
 
 
 def _ids_in(found: re.Match[str]) -> list[str]:

@@ -119,6 +119,8 @@ class StoredForm:
 
     def _content_start(self, text: str, end: int | None) -> int | None:
         """Return the place behind the reasoning's end, and what the template writes before the content."""
+        if end == 0 and self.begin and self.end and text.lstrip().startswith(self.end):
+            end = text.index(self.end) + len(self.end)  # MiniMax-M3 writes an answer without reasoning so
         behind = (len(each) for each in self._behind if end and text.startswith(each, end))
         return end and end + max(behind, default=0)
 
@@ -151,8 +153,8 @@ class StoredForm:
         return found[0] if found else ""
 
 
-_TAGS = r"<[^<>]*>(?:[^\s<>]+<[^<>]*>)?+"
-_TAG = re.compile(rf"\[[^\[\]]*\]|{_TAGS}|\S+")
+_TAGS = r"(?:<[^<>]*>(?:[^\s<>]+<[^<>]*>)?+|\[[^\[\]]+\]|◁[^◁▷]+▷)"
+_TAG = re.compile(rf"{_TAGS}|\S+")
 _EMPTY = re.compile(rf"(\s*{_TAGS}[^\s<>]*\n?)\s*({_TAGS}\s*)")
 """A block of reasoning without reasoning."""
 

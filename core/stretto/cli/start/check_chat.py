@@ -54,7 +54,8 @@ def chat_lines(assembly: Assembly) -> Iterator[str]:
         kept = "kept" if form.stored.keeps else "dropped" if form.stored.taken else "not taken back"
         if not (form.stored.shows_reasoning and form.stored.end):
             kept += (
-                "; the template itself has no known form of it: rewards find it in tags such as <think> alone"
+                "; the template itself has no known form of it: it may cut others; rewards find it in tags "
+                "such as <think> alone"
             )
         yield f"           system messages are {form.system}; reasoning of earlier answers is {kept}"
         yield f"           tools are {tools}, calls {calls}"
