@@ -217,9 +217,11 @@ class Conversation:
         last = (await work_on_text(render, characters_of(messages))).removesuffix(form.final)
         ends = [end.start() for end in form.ends_of(last) if not last[end.end() :].strip()]
         turn = last[: ends[-1] if ends else None] + self._end
-        thought, written = form.stored.split(self.said), turn[len(self._prompted) :]
-        is_whole = thought is None or thought[0] in written
-        if "tool_calls" not in messages[-1]:  # a template may drop what no form of reasoning names
+        written = turn[len(self._prompted) :]
+        if "tool_calls" in messages[-1]:
+            thought = form.stored.split(self.said)
+            is_whole = thought is None or thought[0] in written
+        else:  # all of it: a template may drop what no form of reasoning names
             is_whole = "".join(self.said.split()) in "".join(written.split())
         return len(turn) if is_whole and segment.last and text.startswith(turn) else None
 

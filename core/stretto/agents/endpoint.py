@@ -329,8 +329,8 @@ class Endpoint:
     def _visible_text(self, agent_run: _AgentRun, call: APICall, thread: Thread) -> _VisibleText:
         session = agent_run.recorder.session
         form = session.tokenizer.form
-        closing = form.tail if call.reads_tools else form.plain_tail
-        lead, tail = (form.lead, closing) if isinstance(thread.input, list) else ("", "")
+        tail = form.tail if call.reads_tools else form.plain_tail
+        lead, tail = (form.lead, tail) if isinstance(thread.input, list) else ("", "")
         marks = (*session.sampling.stop, *call.stop, *form.ends)
         if call.reads_tools:
             marks += self._format(agent_run).marks  # some are special tokens, so decode these too

@@ -427,6 +427,7 @@ class _Derived:
             if self.after_name:
                 found = _next(self.after_name, text, at, "name")
                 name, at = text[at : found.start()].strip(), found.end()
+            # The text before a name may also hold the id of the call before it.
             ids = _ids_in(start)[-1:] if "id0" in self.begin.groupindex else _ids_in(found)[:1]
             if self.after_key:
                 arguments, found = self._arguments(text, name, found, tools)
@@ -438,8 +439,8 @@ class _Derived:
                 if behind is None:
                     raise ValueError(f"{text[at : at + 20]!r} stands behind the JSON")
                 found = behind
-            own = re.search(r"functions\.[^\s<]+:\d+", text[start.start() : found.end()])
-            id = "".join(ids) or (own[0] if own else "")  # its own id is Kimi's
+            of_kimi = re.search(r"functions\.[^\s<]+:\d+", text[start.start() : found.end()])
+            id = "".join(ids) or (of_kimi[0] if of_kimi else "")
             calls += (msgspec.structs.replace(call, id=call.id or id) for call in more)
             kind = found.lastgroup
         return found.end()
@@ -476,6 +477,7 @@ class _Derived:
 
 
 def _ids_in(found: re.Match[str]) -> list[str]:
+    """Return the ids that the policy wrote in a text between names and arguments."""
     return [each for name, each in found.groupdict().items() if name.startswith("id") and each]
 
 
@@ -631,6 +633,7 @@ def _either(groups: Mapping[str, str], before: str = "") -> re.Pattern[str]:
 
 
 def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return a compiled pattern, in which each id is a group of its own: `id0`, `id1` …"""
     numbers = count()
     return re.compile(re.sub(r"\(\?P<id>", lambda _: f"(?P<id{next(numbers)}>", pattern))
 

@@ -125,15 +125,16 @@ def _advice(
         return "; transformers forbids templates to do this, so it cannot write such messages"
     if isinstance(error, UndefinedError) and (name := re.match(r"'(\w+)' is undefined", str(error))):
         return f"; give `{name[1]}` in `dataset.template`"
-    others = [turn for turn in turns if turn.get("role") != "system"]
-    first_only = [turn for at, turn in enumerate(turns) if not at or turn.get("role") != "system"]
-    if len(first_only) < len(turns) and writes(first_only, schemas):
-        return "; it takes a system message only as the first message"
-    if len(others) < len(turns) and writes(others, schemas):
-        return "; it takes no system message"
+    others, later = ([each for each in part if each.get("role") != "system"] for part in (turns, turns[1:]))
     alternating = [*turns[:1], *(b for a, b in pairwise(turns) if a.get("role") != b.get("role"))]
-    if len(alternating) < len(turns) and writes(alternating, schemas):
-        return "; it takes no two messages of one role in a row"
+    fewer = {
+        "a system message only as the first message": [*turns[:1], *later],
+        "no system message": others,
+        "no two messages of one role in a row": alternating,
+    }
+    for what, chat in fewer.items():
+        if len(chat) < len(turns) and writes(chat, schemas):
+            return f"; it takes {what}"
     return "; it takes them with tools" if not schemas and writes(turns, [A_TOOL]) else ""
 
 

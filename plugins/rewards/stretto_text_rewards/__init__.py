@@ -145,19 +145,20 @@ def check_tags(config: FormatConfig | RegexConfig, run: RunConfig) -> Iterator[P
         tokenizer = load_tokenizer(model, run.dataset)
     except ConfigError:  # `stretto check` itself reports it
         return
-    form, text = tokenizer.form, "the text of an answer does not have"
+    form = tokenizer.form
     own = [tag for tag in (form.stored.begin.strip(), form.stored.end) if tag]
     wants = any(tag in pattern for tag in own) or re.search(f"<[^/>]*({REASONING_WORDS})", named + pattern)
     if wants and (hidden := [tag for tag in own if tokenizer.special_in(tag)]):
         yield Problem(
             "reward",
-            f"the model writes its reasoning between special tokens such as {hidden[-1]!r}, which {text}: "
-            "name other tags, and ask for them in the prompt",
+            f"the model writes its reasoning between special tokens such as {hidden[-1]!r}, which the text "
+            "of an answer does not have: name other tags, and ask for them in the prompt",
             "warning",
         )
     for tag in re.findall(r"</?[\w:-]+>", form.lead + form.tail):
         if tag in named + pattern:
-            yield Problem("reward", f"the chat template itself writes {tag!r}, which {text}", "warning")
+            fault = f"the chat template itself writes {tag!r}, which the text of an answer does not have"
+            yield Problem("reward", fault, "warning")
 
 
 class LengthConfig(RewardConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
