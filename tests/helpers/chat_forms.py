@@ -294,6 +294,14 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         ),
         {"lead": "<c>", "tail": "<k>\n", "strips": True},
     ),
+    "framed last answer": (
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}{{ '<answer>\n' + "
+            "m.content | trim + '\n</answer>' }}{% else %}{{ m.content }}{% endif %}[JSON]{{ '<e>\n' }}",
+            _TOOLS,
+        ),
+        {"lead": "<answer>\n", "tail": "\n</answer>", "strips": True, "keeps": False, "sft": "changes it"},
+    ),
     "end of the chat": (
         _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",
         {"eos": "<x>", "final": "<x>"},

@@ -384,11 +384,8 @@ def test_parts_are_written_as_the_template_writes_them(models: Models) -> None:
     tokenizer = models("text or parts")
     tokens, mask = map(np.array, prompt_and_answer(row, "completion", tokenizer))
     assert tokenizer.decode(tokens[mask], special=True) == "[hm]; one; two<e>"
-    for role, name in (
-        ("user", "text or parts"),
-        ("assistant", "plain lines"),
-        ("user", "parts of the user"),
-    ):
+    forms = {"text or parts": "user", "plain lines": "assistant", "parts of the user": "user"}
+    for name, role in forms.items():
         with pytest.raises(ConfigError, match="has a part of the type 'thinking', and the model reads only"):
             models(name).render([{"role": role, "content": thinking}])
 
@@ -397,20 +394,15 @@ def test_a_turn_is_trained_only_if_engines_stop_at_its_end_and_nowhere_else(
     models: Models, tmp_path: Path
 ) -> None:
     first, last = {"role": "assistant", "content": "ok", "weight": 0}, {"role": "assistant", "content": "two"}
+    row: dict[str, Any] = {"prompt": [ASK], "completion": [first, ASK, last]}
     for name in ("last turn differs", "channels"):
-        tokens, mask = map(
-            np.array,
-            prompt_and_answer(
-                {"prompt": [ASK], "completion": [first, ASK, last]}, "completion", models(name)
-            ),
-        )
+        tokens, mask = map(np.array, prompt_and_answer(row, "completion", models(name)))
         [(start, end)] = spans(mask)
         assert models(name).decode(tokens[start:end], special=True).endswith("two<x>")
     turns = "{% for m in messages %}{{ '<r>' + m.role + m.content }}{% if m.tool_calls %}{{ '<e><r>call' }}"
     turns += "{{ m.tool_calls[0].function | tojson }}{% endif %}{{ '<e>' }}{% endfor %}"
     turns += "{% if add_generation_prompt %}{{ '<r>assistant' }}{% endif %}"
     tokenizer = load_tokenizer(write_model(Form(turns), tmp_path))
-    row = {"prompt": [ASK], "completion": [CALLING]}
     with pytest.raises(ConfigError, match=r"has '<e>' inside it, at which engines stop; .* two messages"):
         prompt_and_answer({**row, "completion": [{**CALLING, "content": "I look"}]}, "completion", tokenizer)
 
@@ -463,8 +455,7 @@ def test_a_refusal_says_what_the_template_would_take(
     ],
 )
 def test_keys_that_no_template_reads_are_refused(turn: dict[str, Any], fault: str, models: Models) -> None:
-    first = {"role": "assistant", "content": "ok"}
-    answer = [first, ASK, {"role": "assistant", **turn}]
+    answer = [{"role": "assistant", "content": "ok"}, ASK, {"role": "assistant", **turn}]
     with pytest.raises(ConfigError, match=fault):
         prompt_and_answer({"prompt": [ASK], "completion": answer}, "completion", models("plain lines"))
 

@@ -42,7 +42,7 @@ _TAG = re.compile(r"<[A-Za-z_][\w:-]*>|\[[A-Z_]+\]")
 _OF_REASONING = re.compile(rf"[<\[◁][^\s<\[◁/]*(?:{REASONING_WORDS})", re.IGNORECASE)
 """The start of reasoning in other tags too: `<|START_THINKING|>`, `<|channel>thought`, `<|open|>think`."""
 
-_DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking)""", re.IGNORECASE)
+_DATA = re.compile(r"""type(\\?['"]|&[#\w]+;): *\1t(ext|hinking|houghts)""", re.IGNORECASE)
 """Finds content parts that a template wrote as Python or JSON data, not as text."""
 
 _MORE, _RULE = "probemore", "proberule"
@@ -252,11 +252,11 @@ def form_of(
             text = probe.text(form.prepared(messages, None), tools, opens=opens) or ""
         except ConfigError:  # parts that the template does not write
             return ""
-        return text if opens else text.removesuffix(turns.final)
+        return "" if _DATA.search(text) else text if opens else text.removesuffix(turns.final)
 
     calling, result = _calling({_KEY: _VALUE}, ""), {**_RESULT, "name": _TOOL, "content": _MORE}
     pattern, turns_of_call = any_of(ends), [calling, result]
-    stored = stored_form(written, opened, lead, pattern, form.calls, form.call, turns_of_call)
+    stored = stored_form(written, opened, lead, tail, pattern, form.calls, form.call, turns_of_call)
     return replace(form, stored=stored)
 
 
@@ -383,7 +383,7 @@ def _turns(probe: _TemplateProbe) -> _Turns:
     else:
         final = ""
     last_rest = last.partition(REPLY)[2]
-    tail, last_end = probe.end_in(last_rest, shared)
+    tail, last_end = probe.end_in(last_rest, len(last_rest))
     if not last_end and last_rest.strip() and inner_rest.startswith(last_rest):
         tail = last_rest.rstrip()  # the template closes a turn with visible text alone
     begins_users = inner_end and inner_end == probe.last_token(asked.partition(_ASK)[0])
@@ -476,7 +476,7 @@ def _repeated(probe: _TemplateProbe, turns: _Turns, opened: str) -> tuple[str, s
         text = probe.text([_ASKED, *chat])
         return text is None or "".join(written.split()) in "".join(text.split())
 
-    if lead.strip() and not repeats(f"{lead}{lead}{REPLY}", _assistant(f"{lead}{REPLY}"), _user(_MORE)):
+    if lead.strip() and not repeats(f"{lead}{lead}{REPLY}", _assistant(f"{lead}{REPLY}")):
         lead = ""
     if tail.strip() and not repeats(f"{REPLY}{tail}{tail}", _assistant(f"{REPLY}{tail}")):
         tail = ""

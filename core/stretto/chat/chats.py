@@ -150,7 +150,10 @@ class _Chat:
                 return turn if ends_here else self._without_space_of_template(number, turn)
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
-            return self._text[begin : begin + first.end()]
+            turn = self._text[begin : begin + first.end()]
+            frame = [text for text in (form.lead.strip(), form.tail.strip()) if text in rendered[begin:]]
+            if all(text in turn for text in frame) or not self._is_trained(number):
+                return turn
         raise ConfigError(
             f"{self._name(number)}: the chat template changes it once other messages follow; "
             "write one row for each turn of the assistant (docs/algorithms.md)"

@@ -171,6 +171,7 @@ def stored_form(
     render: Render,
     opened: str,
     lead: str,
+    tail: str,
     ends: re.Pattern[str],
     calls: CallFormat | None,
     sampled: str,
@@ -179,14 +180,14 @@ def stored_form(
     """Find the form by rendering answers.
 
     Args:
-        opened, lead, calls: those of `ChatForm`.
+        opened, lead, tail, calls: those of `ChatForm`.
         ends: finds the tokens that end an answer.
         sampled: `ChatForm.call`.
         turns: the message with this call and no text, and the tool's result.
     """
     call = ends.split(sampled[calls.read(sampled, ())[0] :])[0].rstrip() if calls else ""
     end = "".join(ends.findall(sampled)[:1])
-    plain = _Answered(render, (), _PLAIN, REPLY, opened)
+    plain = _Answered(render, (), _PLAIN, REPLY, opened, tail.strip())
     calling = _Answered(render, (A_TOOL,), turns[0], call, opened, end)
     of_call = calling.shown() if call else None
     shown = plain.shown() or of_call
@@ -236,7 +237,7 @@ class _Answered:
     opened: str
     """The start of the answer that its prompt contains."""
     end: str = ""
-    """The token that ends it. Empty: earlier turns may end in another way."""
+    """The text or token that ends it. Empty: earlier turns may end in another way."""
     before: str = ""
     """The text before the call."""
     earlier: Sequence[Message] = ()
@@ -270,12 +271,14 @@ class _Answered:
     def shown(self) -> tuple[str, str, str] | None:
         """Return the key of the reasoning, and what the policy samples before it and between it and the text.
         None if the template writes no reasoning in a last answer."""
-        content = self.message["content"]
-        parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": content}]
-        thoughts = dict.fromkeys(KEYS, THOUGHT) | {"content": parts} | dict.fromkeys(RARE_KEYS, THOUGHT)
-        for key, thought in thoughts.items():
-            for text in self.behind_prompt({**self.message, key: thought}):
-                begin, _, rest = text.partition(THOUGHT)
+        text = self.message["content"]
+        parts = [{"type": "thinking", "thinking": THOUGHT}, {"type": "text", "text": text}]
+        blocks = [{"type": "thoughts", "text": THOUGHT}, {"type": "response", "text": text}]  # Apertus
+        contents = [("content", parts), ("content", {"blocks": blocks})]
+        places = [*((key, THOUGHT) for key in KEYS), *contents, *((key, THOUGHT) for key in RARE_KEYS)]
+        for key, value in places:
+            for written in self.behind_prompt({**self.message, key: value}):
+                begin, _, rest = written.partition(THOUGHT)
                 between, found, _ = rest.partition(self.text)
                 if found:
                     return key, begin, between

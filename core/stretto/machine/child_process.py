@@ -1,7 +1,5 @@
 """Run a child process that reads its input, writes its output, and ends; or start one that lives on."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Mapping, Sequence

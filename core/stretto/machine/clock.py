@@ -1,7 +1,5 @@
 """The clocks of kernel, bus, workers and serving: one module, so that a simulation can replace them."""
 
-from __future__ import annotations
-
 import time
 
 

@@ -1,7 +1,5 @@
 """The processor cores and the memory that this process and its children may use."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

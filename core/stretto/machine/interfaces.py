@@ -1,7 +1,5 @@
 """The addresses and network interfaces of this machine."""
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from collections.abc import Collection

@@ -1,8 +1,6 @@
 """Files that survive a power cut and that only the user can read, and the folder for files that stretto can
 create again."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

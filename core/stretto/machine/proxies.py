@@ -1,7 +1,5 @@
 """HTTP proxies: stretto uses them for other machines only, not for servers on this machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 from urllib.parse import urlsplit

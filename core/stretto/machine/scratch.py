@@ -1,7 +1,5 @@
 """A folder that is removed when the process that made it ends, even if that process is killed."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

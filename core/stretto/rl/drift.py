@@ -1,7 +1,5 @@
 """How far an engine's logprobs are from the trainer's, by depth of context. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

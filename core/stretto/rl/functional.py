@@ -13,8 +13,6 @@ DPO, Rafailov et al. 2023 (2305.18290); IPO, Azar et al. 2023 (2310.12036); hing
 2023 (RSO, 2309.06657).
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """Build sequences from dataset rows, for algorithms that sample nothing: see `stretto.algorithm.read`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, cast
 

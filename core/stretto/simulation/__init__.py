@@ -14,8 +14,6 @@ for tape, outcome in search(tapes_of(Path("run.yaml"), range(1000)), jobs=2):
 `stretto simulate` does this. Read `universe.py`, `faults.py` and `loop.py` first.
 """
 
-from __future__ import annotations
-
 from stretto.simulation.faults import KINDS, POINTS, Fault, Tape
 from stretto.simulation.forecast import Forecast, ServiceTimes, composed, forecast
 from stretto.simulation.search import CalmRunFails, describe, run_tape, search, shrink, steps_within, tapes_of

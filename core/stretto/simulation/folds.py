@@ -1,8 +1,6 @@
 """An oracle: each scheduler, also a recovered one, equals the fold of its run's stored events (a scheduler to
 which they are applied again), and the journal's decisions are those of the fold."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections import Counter

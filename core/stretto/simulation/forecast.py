@@ -3,8 +3,6 @@
 Engines are `mock`, as slow as measured; processes share the cores of a host.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -4,8 +4,6 @@ With a host, callbacks, messages and computations take processor time, and all a
 want to run than there are cores. Without a host, they take no time.
 """
 
-from __future__ import annotations
-
 import contextvars
 from collections import defaultdict
 from collections.abc import Callable, Mapping

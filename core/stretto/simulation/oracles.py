@@ -1,7 +1,5 @@
 """Oracles: properties that every universe must have, whatever faults occur."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Replace time, threads, randomness and network by simulated ones, library by library."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars

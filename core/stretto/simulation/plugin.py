@@ -1,7 +1,5 @@
 """The plugin file of every simulated run: its launcher, and an environment for runs of several turns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Make the run file of a universe: a user's run file, with simulated parts for those of a machine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

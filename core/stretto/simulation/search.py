@@ -1,7 +1,5 @@
 """Run many universes, each in a process of its own, and remove needless faults from failing ones."""
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

@@ -1,7 +1,5 @@
 """One universe: a run, its faults, and its outcome. The same tape always gives the same outcome."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import time

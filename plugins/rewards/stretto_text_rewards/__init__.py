@@ -45,7 +45,8 @@ class RegexConfig(ResultRewardConfig, frozen=True, kw_only=True, forbid_unknown_
     """CPU seconds for scoring one answer; some patterns would never end on some answers."""
     pattern: str
     """Regular expression (Python's `re`) with one group, such as `<answer>(.*?)</answer>`. `.` also matches a
-    new line. The last match whose group begins behind the reasoning counts; without one, the score is 0."""
+    new line. The last match whose group begins behind the reasoning counts; without one, the score is 0. `^`
+    stands for the start of the whole answer, else for that of the part behind the reasoning."""
     column: str = "answer"
     """Column with the expected text or number of the group. White space around both texts is ignored."""
     ignore_case: bool = False
@@ -67,16 +68,18 @@ def make_regex(config: RegexConfig, context: Context) -> Callable[..., dict[str,
     def plain(text: str) -> str:
         return text.strip().casefold() if config.ignore_case else text.strip()
 
-    def last_group(text: str, start: int) -> str | None:
+    def last_group(text: str, start: int, result: str) -> str | None:
         # A match from the reasoning may hide one behind it, so search from both places.
         matches = [match for place in sorted({0, start}) for match in pattern.finditer(text, place)]
-        groups = [match[1] or "" for match in matches if max(match.start(), match.start(1)) >= start]
-        return groups[-1] if groups else None
+        found = [match for match in matches if max(match.start(), match.start(1)) >= start]
+        found = found or [*pattern.finditer(result)]  # `^` stands for the start of the result too
+        return found[-1][1] or "" if found else None
 
     def finds(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         expected = [*map(plain, expected_texts(columns, config.column))]
         opened, start = columns.get("prompt_opened", ""), config.start_of_result(completion, columns)
-        found = None if start is None else last_group(opened + completion, start and len(opened) + start)
+        text, behind = opened + completion, start and len(opened) + start
+        found = None if start is None else last_group(text, behind or 0, completion[start:].strip())
         right = float(found is not None and plain(found) in expected)
         return {"reward": right, "accuracy": right}
 
