@@ -7,7 +7,6 @@ the name of its role, and a user can also start a worker by hand.
 from __future__ import annotations
 
 import os
-import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import msgspec
 
 from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
 from stretto.machine.former_process import UNKNOWN_STATUS
+from stretto.machine.gpus import gpu_variables, visible_gpus
 
 __all__ = [
     "ROLES",
@@ -52,7 +52,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of compute threads of each process. More threads than cores make a run many times slower."""
     gpus: NonNegativeInt = 0
     """Number of GPUs of each process. The launcher passes them in CUDA_VISIBLE_DEVICES, so a process sees no
-    other GPUs; with 0 it sees none."""
+    other GPUs; with 0 it sees none. A process that computes with torch itself uses one."""
     share: Share = 1.0
     """Share of the memory of each GPU that a process may use. Roles whose shares add up to at most 1 can
     share one GPU."""
@@ -267,7 +267,7 @@ def worker_group(worker: str) -> str:
 
 def process_environment(resources: Resources, gpus: Sequence[str]) -> dict[str, str]:
     """Return the environment of a worker on this machine: that of this process, with the worker's limits."""
-    return {**os.environ, **thread_variables(resources), "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
+    return {**os.environ, **thread_variables(resources), **gpu_variables(gpus, os.environ)}
 
 
 def thread_variables(resources: Resources) -> dict[str, str]:
@@ -277,11 +277,3 @@ def thread_variables(resources: Resources) -> dict[str, str]:
     threads = {f"{library}_NUM_THREADS": str(resources.threads) for library in libraries}
     # Idle OpenMP threads that spin would slow other processes down by a factor of about ten.
     return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
-
-
-def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
-    return sorted((match[1] for match in devices if match), key=int)

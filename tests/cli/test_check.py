@@ -634,6 +634,9 @@ def test_an_engine_that_leaves_a_gpu_idle_is_named(run_file: Path, monkeypatch: 
     assert idle() == set()  # mock engines compute nothing
     shared = ("training.gpus=1", "training.share=0.5", "inference.gpus=1", "inference.share=0.4")
     assert idle(*torch, *shared) == set()
+    unused = found(run_file, *torch, "training.gpus=2", "inference.gpus=2")
+    assert "write `gpus: 1` and `processes: 2`" in unused["training.gpus"]
+    assert "write `gpus: 1` and `replicas: 2`" in unused["inference.gpus"]
     assert idle(*torch, "training.device=cpu", "inference.device=cpu") == set()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert idle(*torch) == set()

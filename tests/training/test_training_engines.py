@@ -19,6 +19,7 @@ from fixture_types import Models
 from stretto.algorithm import Loss, Reduction
 from stretto.component import Head
 from stretto.errors import EngineError
+from stretto.launcher import Resources
 from stretto.rl.batch import Batch
 from stretto.training.checkpoint import Copies, write_tensors
 from stretto.training.config import LoraConfig
@@ -414,7 +415,7 @@ def test_on_a_gpu_cudnn_does_not_plan_attention_for_each_new_shape(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", shares.append)
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enabled.append)
-    assert compute_device("cpu", 0.5).type == "cpu"
+    assert compute_device("cpu", Resources(share=0.5)).type == "cpu"
     assert (shares, enabled) == ([], [])
-    assert compute_device("auto", 0.5).type == "cuda"
+    assert compute_device("auto", Resources(share=0.5)).type == "cuda"
     assert (shares, enabled) == ([0.5], [False])

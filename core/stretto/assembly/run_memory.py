@@ -1,6 +1,7 @@
 """What the engines of a run need of the memory of their devices."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from stretto.assembly.placement import Placement, WorkerGroup
 from stretto.config import RunConfig
 from stretto.engine import HeldModel, Memory, TrainingConfig
 from stretto.launcher import Resources
-from stretto.machine.cores import available_memory, gpu_memory
+from stretto.machine.cores import available_memory
+from stretto.machine.gpus import gpu_memory, visible_gpus
 from stretto.models.files import SHARED_MEMORY, folder_of_model, parameters_in
 
 __all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share", "version_bytes"]
@@ -148,4 +150,4 @@ def _limit(config: RunConfig, section: Resources, gpu_bytes: int | None) -> floa
         return math.inf
     if not section.gpus:
         return available_memory()
-    return math.inf if (size := gpu_memory()) is None else section.share * size
+    return math.inf if (size := gpu_memory(visible_gpus(os.environ))) is None else section.share * size

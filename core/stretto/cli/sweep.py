@@ -170,7 +170,7 @@ def _check(file: Path, runs: dict[str, list[str]], folder: Path) -> dict[str, in
 def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
     """Run at most `jobs` commands at once, and print a line when one ends. Return whether a signal came: the
     first interrupt lets the runs finish their step, the second ends them at once."""
-    from stretto.launcher import visible_gpus
+    from stretto.machine.gpus import gpu_variables, visible_gpus
 
     interrupts: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -183,7 +183,7 @@ def _run(commands: dict[str, list[str]], folder: Path, jobs: int) -> bool:
         for slot, share in enumerate(shares):
             if slot in running or interrupts or not (name := next(waiting, "")):
                 continue
-            environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(share)} if gpus else {})}
+            environment = {**os.environ, **(gpu_variables(share, os.environ) if gpus else {})}
             command = [sys.executable, "-m", "stretto", *commands[name]]
             # A signal reaches the runs through this process, once.
             running[slot] = name, start_apart(command, folder / f"{name}.txt", environment)

@@ -2,18 +2,15 @@
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Iterator
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
-__all__ = ["CoreMeter", "CoreUse", "MemoryKills", "available_cores", "available_memory", "gpu_memory"]
+__all__ = ["CoreMeter", "CoreUse", "MemoryKills", "available_cores", "available_memory"]
 
-_GPU_S = 20.0  # a driver that has not been used for long takes seconds to answer
 _WORKER = re.compile(r".*/([a-z]+)-[^/]*\.json")  # the last argument of a worker: its file
 _LIST_S = 5.0
 """Time between two searches for child processes: each search reads all processes of the machine."""
@@ -74,17 +71,6 @@ class MemoryKills:
             return int(self._counters.read_text().partition("\noom_kill ")[2].split()[0])
         except (OSError, IndexError):  # a system that does not count them
             return 0
-
-
-@lru_cache(maxsize=1)
-def gpu_memory() -> int | None:
-    """Return the bytes of this machine's smallest NVIDIA GPU; None if there is none."""
-    command = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-    try:
-        output = subprocess.run(command, capture_output=True, check=True, timeout=_GPU_S).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return min((int(line) * 2**20 for line in output.split() if line.isdigit()), default=None)
 
 
 class CoreUse(NamedTuple):

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.errors import ConfigError
+from stretto.machine.gpus import listed_gpus
 from stretto.machine.private_file import write_private
 from stretto.records.files import read_record
 
@@ -21,8 +22,6 @@ _INHERITING = ("evaluation.sampling", "variants")
 """Sections whose keys default to the values of other sections."""
 _GIT_S = 2.0
 """Seconds to wait for git, whose folder may be on a slow disk."""
-_GPUS = Path("/proc/driver/nvidia/gpus")
-"""NVIDIA's driver has a folder for each GPU here."""
 
 
 class RunOrigin(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +48,7 @@ def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -
         host=socket.gethostname(),
         python=platform.python_version(),
         packages=_versions(),
-        gpus=_gpu_models(),
+        gpus=[gpu.model for gpu in listed_gpus()],
         commit=_commit(),
     )
     _write(folder, origin)
@@ -96,15 +95,6 @@ def _versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
-
-
-def _gpu_models() -> list[str]:
-    models: list[str] = []
-    for file in sorted(_GPUS.glob("*/information")):
-        with suppress(OSError):
-            facts = (line.partition(":") for line in file.read_text(errors="replace").splitlines())
-            models += [value.strip() for name, _, value in facts if name == "Model"]
-    return models
 
 
 def _commit() -> str:

@@ -42,7 +42,7 @@ class Layout:
         self._low = config.dtype == "bfloat16"
         self._on_host = config.state == "host"
         torch.set_num_threads(config.threads)
-        self.device = compute_device(config.device, config.share)
+        self.device = compute_device(config.device, config)
 
     @property
     def staging(self) -> torch.device:

@@ -22,8 +22,8 @@ from stretto.bus.server import binary, free_port
 from stretto.cli.make.schema import fields_of
 from stretto.component import Component, ComponentParts
 from stretto.errors import BusError, PluginError, nearest
-from stretto.launcher import visible_gpus
 from stretto.machine.cores import available_cores, available_memory
+from stretto.machine.gpus import visible_gpus
 from stretto.models.version_files import SHARED_MEMORY
 from stretto.user_code.sandbox import sandbox_problem
 

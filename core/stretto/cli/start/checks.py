@@ -15,6 +15,7 @@ import msgspec
 from stretto.algorithm import Stateful
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import marks_of
+from stretto.assembly.placement import DEFAULT_GROUP, sections
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
@@ -28,8 +29,9 @@ from stretto.cli.start.row_check import faults_of_rows, row_checks
 from stretto.component import Problem
 from stretto.config import RunConfig
 from stretto.errors import ConfigError, StrettoError
-from stretto.launcher import Launcher, visible_gpus
+from stretto.launcher import Launcher
 from stretto.machine.cores import available_cores
+from stretto.machine.gpus import visible_gpus
 from stretto.machine.interfaces import is_loopback
 from stretto.models.files import known_config
 from stretto.models.images import IMAGE_COLUMNS
@@ -673,8 +675,21 @@ def _thread_problems(assembly: Assembly) -> Iterator[Problem]:
 
 
 def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
-    """Warn of an engine that leaves this machine's GPU idle: its section must ask for a GPU to get one."""
+    """Refuse GPUs that a process would not use. Warn of an engine that leaves this machine's GPU idle: its
+    section must ask for a GPU to get one."""
     config, composed = assembly.config, assembly.composed
+    groups = {
+        name if name == DEFAULT_GROUP else f"groups.{name}": section
+        for name, section in sections(config).items()
+    }
+    for path, section in {**groups, "inference": config.inference}.items():
+        if section.gpus > 1 and hasattr(section, "device"):
+            count = "replicas" if path == "inference" else "processes"
+            yield Problem(
+                f"{path}.gpus",
+                f"is {section.gpus}, and each process of this engine computes on one; write "
+                f"`gpus: 1` and `{count}: {section.gpus}`",
+            )
     if config.launcher.use != "local" or not visible_gpus(os.environ):
         return
     roles = {worker.role for worker in assembly.workers}

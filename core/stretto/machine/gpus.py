@@ -1,0 +1,108 @@
+"""The GPUs of this machine: how processes name them, and how much of their memory is free."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Gpu", "gpu_memory", "gpu_variables", "listed_gpus", "visible_gpus"]
+
+_ANSWER_S = 20.0  # a driver that has not been used for long takes seconds to answer
+_PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")  # WSL2 has it outside of PATH
+_LINE = re.compile(r"(?:GPU \d+: (?P<model>.*)|\s+MIG (?P<slice>\S+) .*:) \(UUID: (?P<uuid>[^)]+)\)")
+_NAME = re.compile(r"\d+|(GPU|MIG)-\S+")
+_OF_USERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_DEV, _KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
+_SLICE_SHARE = 0.95
+"""Usable part of what the name of a slice says, at least: `1g.5gb` has 4.75 GiB (NVIDIA's MIG user guide)."""
+
+
+class Gpu(NamedTuple):
+    """A GPU, or a slice of one (MIG)."""
+
+    name: str
+    """As in CUDA_VISIBLE_DEVICES: its position in the order of the PCI bus, among those that this machine or
+    container has; its UUID where any GPU is sliced."""
+    uuid: str = ""
+    """Empty for other GPUs than NVIDIA's, and where its tools are missing."""
+    model: str = ""
+    free: int | None = None
+    """Free bytes of its memory when it was first asked for; None if unknown."""
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the GPUs that processes on this machine may use, named as in CUDA_VISIBLE_DEVICES: the entries
+    that the user gave there, up to the first that names no GPU, such as -1; else all."""
+    for given in filter(environment.__contains__, _OF_USERS):
+        return [*takewhile(_NAME.fullmatch, map(str.strip, environment[given].split(",")))]
+    return [gpu.name for gpu in listed_gpus()]
+
+
+def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables with which a process sees these GPUs alone.
+
+    Args:
+        gpus: some of `visible_gpus(environment)`.
+    """
+    given = [name for name in _OF_USERS if name in environment]
+    # CUDA counts the fastest GPU first, unless told otherwise; a user's entries keep the user's order.
+    order = {} if given else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    return dict.fromkeys(["CUDA_VISIBLE_DEVICES", *given], ",".join(gpus)) | order
+
+
+def gpu_memory(gpus: Sequence[str]) -> int | None:
+    """Return the bytes that are free on each of these GPUs; None if it is not known of any."""
+    listed = listed_gpus()
+    chosen = [
+        gpu
+        for name in gpus
+        for place, gpu in enumerate(listed)
+        if (name == str(place) if name.isdigit() else gpu.uuid.startswith(name))
+    ]
+    return min((gpu.free for gpu in chosen if gpu.free is not None), default=None)
+
+
+@lru_cache(maxsize=1)
+def listed_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine, or those of them that its container has."""
+    found = [*filter(None, map(_LINE.fullmatch, _answer("-L")))]
+    answer = _answer("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits") if found else []
+    free = {uuid: int(size) * 2**20 for uuid, size in (line.split(", ") for line in answer) if size.isdigit()}
+    groups: list[list[Gpu]] = []  # each GPU, and its slices
+    for uuid, model, part in (line.group("uuid", "model", "slice") for line in found):
+        if part and groups:
+            size = re.search(r"(\d+)gb", part)
+            usable = int(int(size[1]) * _SLICE_SHARE * 2**30) if size else None
+            groups[-1].append(Gpu(uuid, uuid, f"{groups[-1][0].model} {part}", usable))
+        else:
+            groups.append([Gpu(uuid, uuid, model, free.get(uuid))])
+    gpus = [gpu for whole, *slices in groups for gpu in slices or [whole]]
+    if any(slices for _, *slices in groups):
+        return tuple(gpus)
+    return tuple(gpu._replace(name=str(place)) for place, gpu in enumerate(gpus or map(Gpu, _devices())))
+
+
+def _answer(*question: str) -> list[str]:
+    """Return the lines that NVIDIA's program says; none if there is no such program, or no driver."""
+    options: Any = {"capture_output": True, "check": True, "timeout": _ANSWER_S, "text": True}
+    for program in _PROGRAMS:
+        with suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run((program, *question), **options).stdout.splitlines()
+    return []
+
+
+def _devices() -> list[str]:
+    """Return the names of files of GPUs where no program lists them: NVIDIA's, else AMD's. A container with
+    one GPU of several may have `nvidia3` alone: the number in the name is not its position."""
+    nvidia = [path.name for path in _DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    if nvidia or not (_DEV / "kfd").exists():
+        return nvidia
+    chosen = [*filter(None, os.environ.get("ROCR_VISIBLE_DEVICES", "").split(","))]  # ROCm counts these alone
+    facts = "".join(file.read_text() for file in _KFD.glob("*/properties"))
+    names = ("render" + f"D{minor}" for minor in re.findall(r"^drm_render_minor (\d+)", facts, re.MULTILINE))
+    return [name for name in names if (_DEV / "dri" / name).exists()][: len(chosen) or None]
