@@ -20,6 +20,7 @@ from stretto.chat.prompts import name_of_tool
 from stretto.chat.stored import KEYS, RARE_KEYS
 from stretto.dataset import Message
 from stretto.errors import ConfigError
+from stretto.reward import REASONING_WORDS
 from stretto.tokenizer import Tokenizer
 
 __all__ = ["ChatPiece", "encode_chat", "hidden_tools", "is_data", "is_shown"]
@@ -152,7 +153,10 @@ class _Chat:
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             turn = self._text[begin : begin + first.end()]
             frame = [text for text in (form.lead.strip(), form.tail.strip()) if text in rendered[begin:]]
-            if all(text in turn for text in frame) or not self._is_trained(number):
+            # A block of reasoning that earlier turns lack is no frame.
+            if all(
+                text in turn or re.search(REASONING_WORDS, text, re.IGNORECASE) for text in frame
+            ) or not self._is_trained(number):
                 return turn
         raise ConfigError(
             f"{self._name(number)}: the chat template changes it once other messages follow; "
