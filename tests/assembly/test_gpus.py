@@ -70,7 +70,7 @@ def test_amd_gpus_are_those_whose_files_the_container_has(machine: Machine) -> N
 
 
 def test_memory_is_what_these_gpus_have_free(machine: Machine) -> None:
-    machine(TWO, "GPU-aa, 1000\nGPU-bb, 9000\n")
+    machine(TWO, "GPU-aa, 1000\nGPU-bb, 9000\nWARNING: infoROM is corrupted\n")
     free = [gpus.gpu_memory(each) for each in (["1"], ["0", "1"], ["GPU-bb"])]
     assert free == [9000 << 20, 1000 << 20, 9000 << 20]
     machine(SLICED, "GPU-aa, [N/A]\nGPU-bb, 9000\n")

@@ -12,6 +12,7 @@ from stretto.assembly.compose import compose
 from stretto.engine import Sampling
 from stretto.errors import ConfigError
 from stretto.kernel.durable.changes import put_into_force, write_values
+from stretto.machine import gpus
 from stretto.records.origin import read_origin, write_origin
 from stretto.records.run_folder import RunFolder
 
@@ -39,11 +40,11 @@ def test_the_keys_of_the_file_and_of_overrides_are_kept_also_those_of_a_resume(t
 
 
 def test_the_gpus_are_those_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("0000:01:00.0", "0000:02:00.0"):
-        file = tmp_path / "gpus" / place / "information"
-        file.parent.mkdir(parents=True)
-        file.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 7\n")
-    monkeypatch.setattr(stretto.records.origin, "_GPUS", tmp_path / "gpus")
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\nfor at in 0 1; do echo "GPU $at: NVIDIA H100 80GB HBM3 (UUID: $at)"; done')
+    program.chmod(0o755)
+    monkeypatch.setattr(gpus, "_PROGRAMS", (str(program),))
+    monkeypatch.setattr(stretto.records.origin, "listed_gpus", gpus.listed_gpus.__wrapped__)
     write_origin(tmp_path, Sampling(), [])
     assert (origin := read_origin(tmp_path)) is not None
     assert origin.gpus == ["NVIDIA H100 80GB HBM3"] * 2

@@ -508,9 +508,8 @@ def _derived(write: Write) -> _Derived | None:
     mark = _mark(re.split(r"probe[a-z]+", begin or between)[-1], plain)
     starts = _pattern(begin) if begin else rf"(?:\A\s*|{_pattern(between)})(?=[\w.-]+\s*\{{)"
     only_mark = f"|(?P<mark>{re.escape(mark)})" if begin and mark else ""
-    example = (
-        one[one.find(begin) :].replace(_TOOL, "name").replace(_VALUE, "value").replace(_KEY, "key").strip()
-    )
+    call = one[one.find(begin) :].strip()
+    example = call.replace(_TOOL, "name").replace(_VALUE, "value").replace(_KEY, "key")
     common = (example, mark, _compiled(f"(?P<begin>{starts}){only_mark}"))
     if document:
         following = f"(?P<next>{_pattern(between.strip()) or '(?=[{[])'})|" if pair else ""

@@ -252,7 +252,9 @@ def form_of(
             text = probe.text(form.prepared(messages, None), tools, opens=opens) or ""
         except ConfigError:  # parts that the template does not write
             return ""
-        return "" if _DATA.search(text) else text if opens else text.removesuffix(turns.final)
+        if _DATA.search(text):  # a content as data, which no model reads
+            return ""
+        return text if opens else text.removesuffix(turns.final)
 
     calling, result = _calling({_KEY: _VALUE}, ""), {**_RESULT, "name": _TOOL, "content": _MORE}
     pattern, turns_of_call = any_of(ends), [calling, result]
@@ -383,7 +385,7 @@ def _turns(probe: _TemplateProbe) -> _Turns:
     else:
         final = ""
     last_rest = last.partition(REPLY)[2]
-    tail, last_end = probe.end_in(last_rest, len(last_rest))
+    tail, last_end = probe.end_in(last_rest, len(last_rest))  # all of it belongs to the answer
     if not last_end and last_rest.strip() and inner_rest.startswith(last_rest):
         tail = last_rest.rstrip()  # the template closes a turn with visible text alone
     begins_users = inner_end and inner_end == probe.last_token(asked.partition(_ASK)[0])

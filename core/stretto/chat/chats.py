@@ -152,11 +152,11 @@ class _Chat:
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             turn = self._text[begin : begin + first.end()]
-            frame = [text for text in (form.lead.strip(), form.tail.strip()) if text in rendered[begin:]]
             # A block of reasoning that earlier turns lack is no frame.
-            if all(
-                text in turn or re.search(REASONING_WORDS, text, re.IGNORECASE) for text in frame
-            ) or not self._is_trained(number):
+            sides = (form.lead.strip(), form.tail.strip())
+            frame = [side for side in sides if not re.search(REASONING_WORDS, side, re.IGNORECASE)]
+            lacks_frame = any(side in rendered[begin:] and side not in turn for side in frame)
+            if not lacks_frame or not self._is_trained(number):
                 return turn
         raise ConfigError(
             f"{self._name(number)}: the chat template changes it once other messages follow; "

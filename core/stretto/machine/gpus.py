@@ -14,7 +14,9 @@ __all__ = ["Gpu", "gpu_memory", "gpu_variables", "listed_gpus", "visible_gpus"]
 
 _ANSWER_S = 20.0  # a driver that has not been used for long takes seconds to answer
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")  # WSL2 has it outside of PATH
-_LINE = re.compile(r"(?:GPU \d+: (?P<model>.*)|\s+MIG (?P<slice>\S+) .*:) \(UUID: (?P<uuid>[^)]+)\)")
+_LINE = re.compile(
+    r"^(?:GPU \d+: (?P<model>.*)| +MIG (?P<slice>\S+) .*:) \(UUID: (?P<uuid>[^)]+)\)$", re.MULTILINE
+)
 _NAME = re.compile(r"\d+|(GPU|MIG)-\S+")
 _OF_USERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV, _KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
@@ -50,7 +52,7 @@ def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[s
         gpus: some of `visible_gpus(environment)`.
     """
     given = [name for name in _OF_USERS if name in environment]
-    # CUDA counts the fastest GPU first, unless told otherwise; a user's entries keep the user's order.
+    # CUDA's own order is FASTEST_FIRST. A user's entries keep the user's order.
     order = {} if given else {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     return dict.fromkeys(["CUDA_VISIBLE_DEVICES", *given], ",".join(gpus)) | order
 
@@ -70,11 +72,12 @@ def gpu_memory(gpus: Sequence[str]) -> int | None:
 @lru_cache(maxsize=1)
 def listed_gpus() -> tuple[Gpu, ...]:
     """Return the GPUs of this machine, or those of them that its container has."""
-    found = [*filter(None, map(_LINE.fullmatch, _answer("-L")))]
-    answer = _answer("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits") if found else []
-    free = {uuid: int(size) * 2**20 for uuid, size in (line.split(", ") for line in answer) if size.isdigit()}
+    found = [line.group("uuid", "model", "slice") for line in _LINE.finditer(_answer("-L"))]
+    sizes = _answer("--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits") if found else ""
+    # Other lines may stand between these: warnings of the driver, and sizes that it does not know.
+    free = {uuid: int(size) * 2**20 for uuid, size in re.findall(r"^(\S+), (\d+)$", sizes, re.MULTILINE)}
     groups: list[list[Gpu]] = []  # each GPU, and its slices
-    for uuid, model, part in (line.group("uuid", "model", "slice") for line in found):
+    for uuid, model, part in found:
         if part and groups:
             size = re.search(r"(\d+)gb", part)
             usable = int(int(size[1]) * _SLICE_SHARE * 2**30) if size else None
@@ -84,25 +87,27 @@ def listed_gpus() -> tuple[Gpu, ...]:
     gpus = [gpu for whole, *slices in groups for gpu in slices or [whole]]
     if any(slices for _, *slices in groups):
         return tuple(gpus)
-    return tuple(gpu._replace(name=str(place)) for place, gpu in enumerate(gpus or map(Gpu, _devices())))
+    gpus = gpus or [Gpu("")] * _count_devices()
+    return tuple(gpu._replace(name=str(place)) for place, gpu in enumerate(gpus))
 
 
-def _answer(*question: str) -> list[str]:
-    """Return the lines that NVIDIA's program says; none if there is no such program, or no driver."""
+def _answer(*question: str) -> str:
+    """Return what NVIDIA's program says; nothing if there is no such program, or no driver."""
     options: Any = {"capture_output": True, "check": True, "timeout": _ANSWER_S, "text": True}
     for program in _PROGRAMS:
         with suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run((program, *question), **options).stdout.splitlines()
-    return []
+            return subprocess.run((program, *question), **options).stdout
+    return ""
 
 
-def _devices() -> list[str]:
-    """Return the names of files of GPUs where no program lists them: NVIDIA's, else AMD's. A container with
-    one GPU of several may have `nvidia3` alone: the number in the name is not its position."""
-    nvidia = [path.name for path in _DEV.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+def _count_devices() -> int:
+    """Count the files of GPUs where no program lists them: NVIDIA's, else AMD's. A container with one GPU of
+    several may have `nvidia3` alone: the number in the name is not its position."""
+    nvidia = sum(bool(re.fullmatch(r"nvidia\d+", file.name)) for file in _DEV.glob("nvidia*"))
     if nvidia or not (_DEV / "kfd").exists():
         return nvidia
-    chosen = [*filter(None, os.environ.get("ROCR_VISIBLE_DEVICES", "").split(","))]  # ROCm counts these alone
     facts = "".join(file.read_text() for file in _KFD.glob("*/properties"))
-    names = ("render" + f"D{minor}" for minor in re.findall(r"^drm_render_minor (\d+)", facts, re.MULTILINE))
-    return [name for name in names if (_DEV / "dri" / name).exists()][: len(chosen) or None]
+    minors = re.findall(r"^drm_render_minor (\d+)", facts, re.MULTILINE)
+    count = sum(re.sub(r"\D", "", file.name) in minors for file in (_DEV / "dri").glob("render*"))
+    chosen = [*filter(None, os.environ.get("ROCR_VISIBLE_DEVICES", "").split(","))]  # ROCm counts these alone
+    return min(count, len(chosen) or count)

@@ -48,7 +48,7 @@ def write_origin(folder: Path, config: msgspec.Struct, written: Iterable[str]) -
         host=socket.gethostname(),
         python=platform.python_version(),
         packages=_versions(),
-        gpus=[gpu.model for gpu in listed_gpus()],
+        gpus=[gpu.model for gpu in listed_gpus() if gpu.model],
         commit=_commit(),
     )
     _write(folder, origin)

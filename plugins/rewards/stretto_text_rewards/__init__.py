@@ -78,8 +78,10 @@ def make_regex(config: RegexConfig, context: Context) -> Callable[..., dict[str,
     def finds(prompt: Any, completion: str, **columns: Any) -> dict[str, float]:
         expected = [*map(plain, expected_texts(columns, config.column))]
         opened, start = columns.get("prompt_opened", ""), config.start_of_result(completion, columns)
-        text, behind = opened + completion, start and len(opened) + start
-        found = None if start is None else last_group(text, behind or 0, completion[start:].strip())
+        found = None
+        if start is not None:
+            place = len(opened) + start if start else 0
+            found = last_group(opened + completion, place, completion[start:].strip())
         right = float(found is not None and plain(found) in expected)
         return {"reward": right, "accuracy": right}
 

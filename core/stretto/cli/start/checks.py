@@ -15,7 +15,6 @@ import msgspec
 from stretto.algorithm import Stateful
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import marks_of
-from stretto.assembly.placement import DEFAULT_GROUP, sections
 from stretto.assembly.plugins import missing_extra
 from stretto.assembly.sections import kind_of
 from stretto.assembly.variants import own_sections, variants_of
@@ -678,10 +677,7 @@ def _gpu_problems(assembly: Assembly) -> Iterator[Problem]:
     """Refuse GPUs that a process would not use. Warn of an engine that leaves this machine's GPU idle: its
     section must ask for a GPU to get one."""
     config, composed = assembly.config, assembly.composed
-    groups = {
-        name if name == DEFAULT_GROUP else f"groups.{name}": section
-        for name, section in sections(config).items()
-    }
+    groups = {group.path: group.section for group in assembly.placement.groups.values()}
     for path, section in {**groups, "inference": config.inference}.items():
         if section.gpus > 1 and hasattr(section, "device"):
             count = "replicas" if path == "inference" else "processes"
