@@ -302,6 +302,14 @@ _WRITTEN_FORMS: dict[str, tuple[Any, dict[str, Any]]] = {
         ),
         {"lead": "<answer>\n", "tail": "\n</answer>", "strips": True, "keeps": False, "sft": "changes it"},
     ),
+    "placeholder for reasoning": (
+        _turns(
+            "{{ '<r>' + m.role + '\n' }}{% if m.role == 'assistant' and not loop.last %}<think>none</think>"
+            "{% endif %}{{ m.content }}[JSON]{{ '<e>\n' }}",
+            _TOOLS,
+        ),
+        {"keeps": False, "sft": "changes it"},
+    ),
     "end of the chat": (
         _LINES.removesuffix("{% endif %}") + "{% else %}<x>{% endif %}",
         {"eos": "<x>", "final": "<x>"},

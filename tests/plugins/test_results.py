@@ -76,6 +76,8 @@ def test_a_group_behind_the_reasoning_counts() -> None:
     assert rewards("<think>8</think> 9", {"answer": "9"}, pattern=r"</think>\s*(\d)")[2] == 1
     assert rewards("<think> It is 9, but", {"answer": "9"}, reasoning="counts") == [0, 1, 1]
     assert rewards("\n9", {"answer": "9", "prompt_opened": "<think></think>"}, pattern=r"^(\d)$")[2] == 1
+    assert rewards("9", {"answer": "9", "prompt_opened": "<think></think>"}, pattern=r"^(.*)$")[2] == 1
+    assert rewards("\n9</a>", {"answer": "9", "prompt_opened": "<a>\n"}, pattern="<a>(.*)</a>")[2] == 1
 
 
 def test_a_program_in_the_reasoning_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

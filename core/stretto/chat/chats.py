@@ -152,11 +152,10 @@ class _Chat:
         # Some templates write a turn in another way while it is the last one.
         if ends and (first := next(iter(form.ends_of(self._text[begin:limit])), None)):
             turn = self._text[begin : begin + first.end()]
-            # A block of reasoning that earlier turns lack is no frame.
-            sides = (form.lead.strip(), form.tail.strip())
-            frame = [side for side in sides if not re.search(REASONING_WORDS, side, re.IGNORECASE)]
-            lacks_frame = any(side in rendered[begin:] and side not in turn for side in frame)
-            if not lacks_frame or not self._is_trained(number):
+            # All that an earlier turn may lack is its reasoning (`_check` says whether the row has some).
+            front, whole, _ = rendered[begin : ends[-1].end()].rpartition(turn)
+            frame = form.lead.strip() if not re.search(REASONING_WORDS, form.lead, re.IGNORECASE) else ""
+            if (whole and not (frame and frame in front)) or not self._is_trained(number):
                 return turn
         raise ConfigError(
             f"{self._name(number)}: the chat template changes it once other messages follow; "

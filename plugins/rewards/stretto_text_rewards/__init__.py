@@ -80,7 +80,8 @@ def make_regex(config: RegexConfig, context: Context) -> Callable[..., dict[str,
         opened, start = columns.get("prompt_opened", ""), config.start_of_result(completion, columns)
         found = None
         if start is not None:
-            place = len(opened) + start if start else 0
+            # A group may begin right behind the tag that the prompt opened, whatever blanks follow it there.
+            place = len(opened) + start if start else len(opened.rstrip())
             found = last_group(opened + completion, place, completion[start:].strip())
         right = float(found is not None and plain(found) in expected)
         return {"reward": right, "accuracy": right}
