@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -20,6 +20,7 @@ __all__ = [
     "Head",
     "Importable",
     "Kind",
+    "Known",
     "LocalPath",
     "ModelSource",
     "NonNegativeFloat",
@@ -116,6 +117,24 @@ class Context(msgspec.Struct, frozen=True, kw_only=True):
     def path(self, *parts: str) -> Path:
         """Return a path inside the run's folder."""
         return Path(self.folder, *parts)
+
+
+class Known(NamedTuple):
+    """What is known of a run when the null keys of a section become numbers (`default_values`)."""
+
+    run: RunConfig
+    memory: float
+    """Bytes of its device that a process of the section may use; infinite if not known."""
+    samples_in_flight: int
+    """Maximum number of samples that one inference engine has at the same time; 0 if not known."""
+    dtype: str
+    """dtype of the run's trainers and engines."""
+    why: str
+    """The reason for `dtype`."""
+
+
+Defaults = Mapping[str, tuple[object, str]]
+"""Key -> (value, the reason)."""
 
 
 @dataclass(frozen=True)

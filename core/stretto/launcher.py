@@ -15,7 +15,7 @@ from typing import Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
-from stretto.component import NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
+from stretto.component import Defaults, Known, NonNegativeInt, PositiveFloat, PositiveInt, Problem, Share
 from stretto.machine.former_process import UNKNOWN_STATUS
 from stretto.machine.gpus import gpu_variables, visible_gpus
 
@@ -59,6 +59,12 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     memory_gb: PositiveFloat | None = None
     """Host memory of each process, in GiB. Cluster launchers request it; the local launcher only adds it
     up."""
+
+    def default_values(self, known: Known) -> Defaults:
+        """Return values for keys that are null, where they follow from the device or from other sections.
+        The run writes them to its `config.yaml`."""
+        del known
+        return {}
 
 
 class LauncherConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

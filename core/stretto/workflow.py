@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from stretto.array import KeptTokens
-from stretto.component import NonNegativeInt, PositiveFloat
+from stretto.component import Defaults, Known, NonNegativeInt, PositiveFloat
 from stretto.reward import reasoning_end
 
 if TYPE_CHECKING:
@@ -52,6 +52,11 @@ FailureReward = float | Literal["missing"] | None
 OnTokens = Callable[[int, "NDArray[np.int32]"], None]
 
 
+_LEAST_LIMIT_S = 600.0
+_SLOW_RATE = 10
+"""Tokens per second of one sample while all slots are full. A lower limit would lose the longest answers."""
+
+
 class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every workflow's section."""
 
@@ -60,9 +65,10 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     use: str = "single_turn"
     """Name of the workflow."""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: PositiveFloat | None = None
     """Time limit of one ticket, in seconds, including scoring. A ticket that takes longer fails. Time during
-    which all engines are lent to others, to an evaluation or to training, does not count."""
+    which all engines are lent to others, to an evaluation or to training, does not count. null: time for
+    `max_tokens` at 10 tokens per second, at least 600 s; `config.yaml` has the number."""
     member_retries: NonNegativeInt = 2
     """How often a sample that fails is tried again, with the same seeds. Only the failed part is repeated:
     if the reward failed, the same answer is scored. A failure that all samples have in common is not
@@ -72,6 +78,21 @@ class WorkflowConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     at each try from the same place with the same answer, while other samples of the group got through. null:
     the lowest reward of the others, and at most 0. `missing`: such a sample is missing in its group,
     like other failed samples."""
+
+    @property
+    def limit_s(self) -> float:
+        """`timeout_s`, or its least default."""
+        return self.timeout_s or _LEAST_LIMIT_S
+
+    def default_values(self, known: Known) -> Defaults:
+        """See `Resources.default_values`."""
+        if self.timeout_s is not None:
+            return {}
+        longest = max(sampling.max_tokens for _, sampling in known.run.samplings())
+        if longest / _SLOW_RATE <= _LEAST_LIMIT_S:
+            return {"timeout_s": (_LEAST_LIMIT_S, "")}
+        why = f"an answer of {longest:,} tokens at {_SLOW_RATE} tokens per second"
+        return {"timeout_s": (longest / _SLOW_RATE, why)}
 
 
 @dataclass(frozen=True)

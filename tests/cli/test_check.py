@@ -450,7 +450,7 @@ REWARD = "reward={{use: function, function: user.py:{}}}".format
         ((*TORCH, HELD, SAME_ROWS, "evaluation.rows=99"),
          ["4 of 4 held-out rows are also rows of `dataset`", "is 99, but the dataset has 4 rows"]),
         ((*TORCH, "training.lora={targets: [q_prj]}"), ["'q_prj' is no linear module of"]),
-        ((*TORCH, "training={varlen_attention: true, packing: padded, gpus: 1, device: cpu}"),
+        ((*TORCH, "training={varlen_attention: true, packing: padded, dtype: float32, gpus: 1, device: cpu}"),
          ["needs `dtype: bfloat16` and a GPU (`gpus: 1`) and packed rows; or leave it out"]),
         ((*TORCH, "inference={cuda_graphs: true, gpus: 1, deterministic: true}"),
          ["and needs a GPU (`gpus: 1`) and `deterministic: false`; or leave it out"]),

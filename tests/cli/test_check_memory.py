@@ -64,7 +64,8 @@ def test_check_says_what_each_process_takes(monkeypatch: pytest.MonkeyPatch) -> 
         (("inference.dtype=bfloat16", "training.publish_dtype=bfloat16"), {"weights": 2, "version": 2}),
         (("training.lora={}",), {"weights": 4, "packed": 4}),
         (("training.lora.send=merged",), {"weights": 4, "packed": 4, "version": 4}),
-        (("inference.gpus=1",), {"weights": 4}),
+        (("inference.gpus=1",), {"weights": 2}),
+        (("inference.gpus=1", "training.dtype=float32"), {"weights": 4}),
     ],
 )
 def test_copies_of_the_weights_are_counted(
@@ -106,7 +107,7 @@ def test_a_micro_batch_is_no_larger_than_a_batch_of_the_longest_rows(
 )
 def test_a_model_without_weights_counts_for_other_gpus(overrides: tuple[str, ...], tmp_path: Path) -> None:
     shutil.copy(QUICKSTART / "model" / "config.json", tmp_path)
-    of_gpus = ("training.gpus=1", "inference.gpus=1", "evaluation=null")
+    of_gpus = ("training.gpus=1", "training.dtype=float32", "inference.gpus=1", "evaluation=null")
     composed = compose(
         QUICKSTART / "run.yaml", (*of_gpus, f"model={tmp_path}", f"out={tmp_path}/out", *overrides)
     )
@@ -147,7 +148,10 @@ def test_a_cache_without_a_size_keeps_within_its_share(monkeypatch: pytest.Monke
 
 
 def on_gpu(*overrides: str, gib: float) -> Assembly:
-    gpu = ("training.gpus=1", "training.share=0.5", "inference.gpus=1", "inference.share=0.5")
+    gpu = (
+        *("training.gpus=1", "training.share=0.5", "training.dtype=float32"),
+        *("inference.gpus=1", "inference.share=0.5"),
+    )
     composed = compose(QUICKSTART / "run.yaml", (*gpu, *overrides))
     return Assembly(composed, gpu_bytes=int(gib * GIB))
 

@@ -7,13 +7,16 @@ makes its `Assembly` from the configuration that the kernel sends.
 from __future__ import annotations
 
 import math
+import os
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import date, datetime
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +26,20 @@ from stretto.algorithm import Algorithm
 from stretto.assembly.compose import Composed, is_utf8
 from stretto.assembly.dataflow import Graph, graph_of
 from stretto.assembly.placement import DEFAULT_GROUP, Placement, group_of_worker, sections
-from stretto.assembly.run_memory import SMALLEST_PASS, Need, longest_sample, needs, on_host
+from stretto.assembly.run_memory import SMALLEST_PASS, Need, device_memory, longest_sample, needs, on_host
 from stretto.assembly.variants import run_of_variant
 from stretto.assembly.worker_numbers import EVALUATOR, NUMBER_KEYS, WorkerNumbers
-from stretto.component import Context
+from stretto.component import Context, Known
 from stretto.config import RunConfig
 from stretto.engine import HeldModel
-from stretto.errors import ConfigError, offer
+from stretto.errors import ConfigError, StrettoError, offer
 from stretto.launcher import Job, Resources, Role, thread_variables
 from stretto.machine.cores import available_memory
+from stretto.machine.gpus import computes_bfloat16, visible_gpus
 from stretto.models.files import folder_of_model, parameters_in, writes_date
 from stretto.models.tokenizer import CLOCK, load_tokenizer
 from stretto.tokenizer import Tokenizer
+from stretto.workflow import WorkflowConfig
 
 _KERNEL = "kernel"
 _ROWS_PER_GROUP = 0.4
@@ -45,6 +50,8 @@ _IN_TIME = 0.8
 _TOKENS = "micro_batch_tokens"
 _LARGEST_PASS, _STEP = 65536, 256
 """Tokens of a micro-batch. A larger pass than the largest is no faster on any device."""
+_ENOUGH, _PASS_UNKNOWN = 16384, 8192
+"""Tokens of a micro-batch on GPUs by default: at most, and where the memory is not known."""
 _TRIED_PASSES = (1024, 4096)
 """Tokens of the micro-batches from which `auto` follows."""
 _ROOM = 0.9
@@ -94,6 +101,7 @@ class Assembly:
     ) -> None:
         path = self.folder = _new_folder(composed.config) if folder is None else Path(folder)
         self.gpu_bytes = gpu_bytes
+        composed = with_defaults(composed, gpu_bytes)
         composed = decided(composed, gpu_bytes) if folder is None else composed
         self.numbers = WorkerNumbers(composed, path if worker == _KERNEL else None)
         self.composed = composed.with_numbers(self.numbers.in_force())
@@ -131,10 +139,7 @@ class Assembly:
     @property
     def samples_in_flight(self) -> int:
         """The maximum number of training samples that one inference engine has at the same time."""
-        source, queue = self.graph.source, self.config.queue
-        batches = queue.max_staleness + 1
-        groups = batches * queue.batch_size if source.op == "generate" else 0
-        return -(-groups * source.samples // max(1, self.composed.section(NUMBER_KEYS["inference"])))
+        return _samples_in_flight(self.config, self.graph)
 
     @cached_property
     def algorithm(self) -> Algorithm:
@@ -246,6 +251,49 @@ class Assembly:
         return variant
 
 
+def _samples_in_flight(config: RunConfig, graph: Graph) -> int:
+    source, queue = graph.source, config.queue
+    groups = (queue.max_staleness + 1) * queue.batch_size if source.op == "generate" else 0
+    return -(-groups * source.samples // max(1, config.inference.replicas))
+
+
+def with_defaults(composed: Composed, gpu_bytes: int | None = None) -> Composed:
+    """Return a run in which keys that are null have the values that follow from the device or from other
+    keys. A run that began has none of these keys left."""
+    config, in_flight = composed.config, 0
+    if config.inference.gpus and getattr(config.inference, "slots", 0) is None:
+        with suppress(StrettoError):  # the check shows why the algorithm cannot be made
+            context = Context(run=config.name, name=config.name, seed=config.seed, model=config.model)
+            algorithm: Algorithm = composed.make("algorithm", context)
+            in_flight = _samples_in_flight(config, graph_of(algorithm.calls(), algorithm.models))
+    dtype, why = _dtype_of_run(config)
+    for path in composed.components:
+        section = composed.section(path)
+        if not isinstance(section, Resources | WorkflowConfig):
+            continue
+        variant = path.split(".")[1] if path.startswith("variants.") else ""
+        run = run_of_variant(composed, variant).config if variant else composed.config
+        memory = device_memory(run, section, gpu_bytes) if isinstance(section, Resources) else math.inf
+        values = section.default_values(Known(run, memory, in_flight, dtype, why))
+        for key, (value, reason) in values.items():
+            composed = composed.with_value(f"{path}.{key}", value, reason)
+    return composed
+
+
+def _dtype_of_run(config: RunConfig) -> tuple[str, str]:
+    """Return the dtype of trainers and engines that set none, and the reason."""
+    paths = [DEFAULT_GROUP, *(f"groups.{name}" for name in config.groups.__struct_fields__), "inference"]
+    computing = {path: attrgetter(path)(config) for path in paths}
+    if not any(section.gpus for section in computing.values()):
+        return "float32", ""
+    for path, section in computing.items():
+        if (dtype := getattr(section, "dtype", None)) in ("float32", "bfloat16"):
+            return dtype, f"as {path}.dtype"
+    if config.launcher.use == "local" and not computes_bfloat16(visible_gpus(os.environ)):
+        return "float32", "these GPUs do not compute in bfloat16"
+    return "bfloat16", "with GPUs; the weights that are trained stay float32"
+
+
 def decided(composed: Composed, gpu_bytes: int | None = None) -> Composed:
     """Return a run with the unset values filled in that depend on the machine and on today's date."""
     config = composed.config
@@ -306,11 +354,18 @@ def new_run_id(folder: Path) -> str:
 
 
 def _with_pass_sizes(composed: Composed, gpu_bytes: int | None) -> Composed:
-    """Return the run with a number for each `micro_batch_tokens: auto`: as many as the memory has room for.
-    Raise ConfigError if that is not known."""
+    """Return the run with a number for each `micro_batch_tokens` that is 'auto' or null: as many as the
+    memory has room for. Raise ConfigError for 'auto' if that is not known."""
     for path in [DEFAULT_GROUP, *(f"groups.{name}" for name in composed.config.groups.__struct_fields__)]:
-        if getattr(composed.section(path), _TOKENS, None) == "auto":
+        if (given := getattr(composed.section(path), _TOKENS, 0)) == "auto":
             composed = composed.with_value(f"{path}.{_TOKENS}", _pass_size(composed, path, gpu_bytes))
+        elif given is None:
+            try:
+                tokens = min(_ENOUGH, _pass_size(composed, path, gpu_bytes))
+                why = f"its GPUs have room for {'them' if tokens < _ENOUGH else 'more'}"
+            except ConfigError:
+                tokens, why = _PASS_UNKNOWN, "what its GPUs have, or the model needs, is not known here"
+            composed = composed.with_value(f"{path}.{_TOKENS}", tokens, why)
     return composed
 
 

@@ -42,6 +42,8 @@ class Composed:
     """Dotted keys that the run file or an override sets."""
     notices: tuple[str, ...] = ()
     """Decisions made for the user, as text to show."""
+    reasons: tuple[tuple[str, str], ...] = ()
+    """(dotted key that was null, why it has its value)."""
     place: Callable[[str], str] = str
     """Returns where a key was written: `run.yaml:14: training.lr`, or `override training.lr`."""
     references: tuple[tuple[str, str], ...] = ()
@@ -67,14 +69,16 @@ class Composed:
 
         return replace(self, config=config, place=place)
 
-    def with_value(self, path: str, value: object) -> Composed:
+    def with_value(self, path: str, value: object, reason: str = "") -> Composed:
         """Return the run with another value at a dotted key of its config and its document."""
         *parents, key = path.split(".")
         document = node = dict(self.document)
         for parent in parents:
             node[parent] = node = dict(node[parent])
         node[key] = value
-        return replace(self, config=_replaced(self.config, [*parents, key], value), document=document)
+        reasons = (*self.reasons, (path, reason)) if reason else self.reasons
+        config = _replaced(self.config, [*parents, key], value)
+        return replace(self, config=config, document=document, reasons=reasons)
 
     def make(self, path: str, context: Context, section: Any = None) -> Any:
         """Make the component of a section. Raise ContractError if the component breaks its contract."""

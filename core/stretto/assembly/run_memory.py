@@ -16,7 +16,16 @@ from stretto.machine.cores import available_memory
 from stretto.machine.gpus import gpu_memory, visible_gpus
 from stretto.models.files import SHARED_MEMORY, folder_of_model, parameters_in
 
-__all__ = ["SMALLEST_PASS", "Need", "longest_sample", "needs", "on_host", "training_share", "version_bytes"]
+__all__ = [
+    "SMALLEST_PASS",
+    "Need",
+    "device_memory",
+    "longest_sample",
+    "needs",
+    "on_host",
+    "training_share",
+    "version_bytes",
+]
 
 SMALLEST_PASS = 512  # tokens of a micro-batch
 
@@ -61,7 +70,7 @@ def needs(
         held = _held(config, placement, group)
         section = _within_batch(config, placement, group.section, longest)
         if (memory := section.memory(held, longest)) is not None:
-            limit = _limit(config, group.section, gpu_bytes)
+            limit = device_memory(config, group.section, gpu_bytes)
             if (share := training_share(config, placement, group.section)) > group.section.share:
                 limit = _limit_in_turns(memory, limit, share / group.section.share)
             result.append(Need(group.path, len(group.workers), bool(group.section.gpus), memory, limit))
@@ -70,8 +79,10 @@ def needs(
     if folder := folder_of_model(config.model):
         parameters = parameters_in(folder) or parameters  # without files, as counted from the config
     if config.model is not None and engines and parameters:
-        limit = _limit(config, section, gpu_bytes)
-        memory = section.memory(config.model, parameters, samples_in_flight, limit)
+        limit = device_memory(config, section, gpu_bytes)
+        # A server takes all that it may use, and `Need` adds the libraries.
+        available = limit - (_LIBRARIES[True] if section.gpus else 0)
+        memory = section.memory(config.model, parameters, samples_in_flight, available)
         if memory is not None:
             if not section.gpus and (version := version_bytes(config, placement.graph)):
                 memory = memory._replace(parts={**memory.parts, "version": version})
@@ -143,7 +154,12 @@ def _held(config: RunConfig, placement: Placement, group: WorkerGroup) -> list[H
     return held
 
 
-def _limit(config: RunConfig, section: Resources, gpu_bytes: int | None) -> float:
+def device_memory(config: RunConfig, section: Resources, gpu_bytes: int | None) -> float:
+    """Return the bytes that a process may use of its GPU, or of the host; infinite if not known.
+
+    Args:
+        gpu_bytes: memory of each GPU; None: of this machine's.
+    """
     if section.gpus and gpu_bytes is not None:
         return section.share * gpu_bytes
     if config.launcher.use != "local":

@@ -68,7 +68,7 @@ class Kernel:
         journal.on_stored = setup.on_stored
         trainers = self._trainers = Trainers(bus, names, setup.placement, journal)
         engines = self._engines = Engines(setup, bus, journal)
-        self._routes = RouteSender(bus, names, fleet, epoch, finish_s=setup.config.workflow.timeout_s)
+        self._routes = RouteSender(bus, names, fleet, epoch, finish_s=setup.config.workflow.limit_s)
         tickets = self._tickets = TicketQueue(bus, names, epoch, samples=setup.graph.samples)
         samples = self._samples = SampleWriterSupervisor(setup, bus, epoch)
         checkpointer = Checkpointer(setup, bus, journal, tasks, trainers, engines, tickets, samples)

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Gpu", "gpu_memory", "gpu_variables", "listed_gpus", "visible_gpus"]
+__all__ = ["Gpu", "computes_bfloat16", "gpu_memory", "gpu_variables", "listed_gpus", "visible_gpus"]
 
 _ANSWER_S = 20.0  # a driver that has not been used for long takes seconds to answer
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")  # WSL2 has it outside of PATH
@@ -59,14 +59,24 @@ def gpu_variables(gpus: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 def gpu_memory(gpus: Sequence[str]) -> int | None:
     """Return the bytes that are free on each of these GPUs; None if it is not known of any."""
-    listed = listed_gpus()
-    chosen = [
+    return min((gpu.free for gpu in _chosen(gpus) if gpu.free is not None), default=None)
+
+
+def _chosen(gpus: Sequence[str]) -> list[Gpu]:
+    return [
         gpu
         for name in gpus
-        for place, gpu in enumerate(listed)
+        for place, gpu in enumerate(listed_gpus())
         if (name == str(place) if name.isdigit() else gpu.uuid.startswith(name))
     ]
-    return min((gpu.free for gpu in chosen if gpu.free is not None), default=None)
+
+
+def computes_bfloat16(gpus: Sequence[str]) -> bool:
+    """Return whether each of these GPUs computes in bfloat16, as far as NVIDIA's program says it: from
+    compute capability 8.0 on (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    answer = _answer("--query-gpu=uuid,compute_cap", "--format=csv,noheader")
+    old = re.findall(r"^(\S+), [1-7]\.\d$", answer, re.MULTILINE)
+    return not any(gpu.uuid in old for gpu in _chosen(gpus))
 
 
 @lru_cache(maxsize=1)

@@ -9,11 +9,11 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from stretto.component import LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
+from stretto.component import Defaults, Known, LocalPath, NonNegativeInt, PositiveFloat, PositiveInt, Problem
 from stretto.config import RunConfig
 from stretto.engine import InferenceConfig, Memory, Sampling
 from stretto.errors import EngineError
-from stretto.models.files import cache_bytes, text_config
+from stretto.models.files import cache_bytes, folder_of_model, parameters_in, text_config
 from stretto.serving.environment import environment_of
 
 __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags", "interpreter_of"]
@@ -21,6 +21,10 @@ __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_mode
 Flag = bool | int | float | str | tuple[str, ...]
 
 _MOST_CONTEXT = 4096  # tokens of a sample, unless `context_length` is set
+_SLOTS_OF_CPUS, _SLOTS_UNKNOWN = 64, 256
+_FEWEST_SLOTS, _MOST_SLOTS = 16, 512
+_CACHE_SHARE = 0.8
+"""Share of a server's memory for weights and cache; the rest is for activations, logits and graphs."""
 _TRY_S = 30.0  # an interpreter that waits for input would hold `stretto check`
 
 
@@ -44,14 +48,18 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     """API key of the servers in `urls`. Write `${oc.env:NAME}`, so that no file stores the key itself."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs (without GPUs: processes) over which each server splits the model."""
-    slots: PositiveInt = 64
-    """Maximum number of samples that a server decodes at the same time. Other samples wait in the worker."""
+    slots: PositiveInt | None = None
+    """Maximum number of samples that a server decodes at the same time. Other samples wait in the worker.
+    null: 64 without GPUs and for `urls`; with GPUs as many as the memory has room for, at most 512, or 256 if
+    the memory is not known; never more than the run may have in flight."""
     context_length: PositiveInt | None = None
     """Maximum length of a sample in tokens, prompt and answer together. null: the model's
-    `max_position_embeddings`, at most 4096."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    `max_position_embeddings`, at most 4096; with GPUs, for `single_turn` and with
+    `dataset.max_prompt_tokens`, the longest prompt and answer."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the weights and the KV cache. In float32, the logprobs agree with those of a float32
-    trainer to about 1e-5."""
+    trainer to about 1e-5. null: that of the trainer if it is set, else bfloat16 with GPUs and float32
+    without; float32 for `urls`."""
     args: dict[str, Flag] = {}  # noqa: RUF012 - a Struct copies it
     """Flags for the server's command line, by name: `{block-size: 32, enable-metrics: true}`. `true` is a
     flag without a value, `false` removes a flag that the worker sets, a list repeats the flag."""
@@ -68,12 +76,50 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     """Folder with what `stretto engine install` installs: `gpu.txt` pins the server alone, `name==version`,
     and pip resolves the rest; `cpu.txt` pins all packages. None: there is no such command for this engine."""
 
+    def default_values(self, known: Known) -> Defaults:
+        """See `Resources.default_values`."""
+        values: dict[str, tuple[object, str]] = {}
+        is_here = bool(self.gpus) and not self.urls
+        if self.dtype is None:
+            values["dtype"] = ("float32", "") if self.urls else (known.dtype, known.why)
+        if self.context_length is None and is_here:
+            values |= default_context(known.run)
+        if self.slots is None:
+            values["slots"] = self._default_slots(known, values) if is_here else (_SLOTS_OF_CPUS, "")
+        return values
+
+    def _default_slots(self, known: Known, others: Defaults) -> tuple[int, str]:
+        run, settings = known.run, {key: value for key, (value, _) in others.items()}
+        section = msgspec.structs.replace(self, **settings)
+        context, item = context_of_model(section, run.model), 4 if section.dtype == "float32" else 2
+        folder, sample = folder_of_model(run.model), context * cache_bytes(run.model, item)
+        weights = parameters_in(folder) * item // self.tensor_parallel if folder else 0
+        slots, why = _SLOTS_UNKNOWN, "what its GPUs have, or the model needs, is not known here"
+        if known.memory < math.inf and sample and weights:
+            room = _CACHE_SHARE * known.memory - weights
+            # An answer has on average half of its length while it is decoded.
+            slots = min(_MOST_SLOTS, max(_FEWEST_SLOTS, int(2 * room / sample * self.tensor_parallel)))
+            why = f"{max(room, 0) / 2**30:.2g} GiB of cache for samples of {context:,} tokens"
+        if run.steps and 0 < known.samples_in_flight < slots:
+            slots, why = known.samples_in_flight, "the samples that the run may have in flight"
+        return slots, why
+
+    @property
+    def compute_dtype(self) -> str:
+        """`dtype`; its default without GPUs where no run has decided it."""
+        return self.dtype or "float32"
+
+    @property
+    def most_running(self) -> int:
+        """`slots`; its default without GPUs where no run has decided it."""
+        return self.slots or _SLOTS_OF_CPUS
+
     def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`. A server takes the rest of its share of a GPU for the cache."""
         del samples_in_flight
         if not self.gpus or self.urls:
             return None
-        item = 4 if self.dtype == "float32" else 2
+        item = 4 if self.compute_dtype == "float32" else 2
         context = context_of_model(self, model)
         weights, least = parameters * item // self.tensor_parallel, context * cache_bytes(model, item)
         rest = available - weights if available < math.inf else 0
@@ -224,6 +270,16 @@ def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> It
             f"is {length or f'at most {_MOST_CONTEXT} by default'}; a prompt and sampling.max_tokens "
             f"({longest}) need more",
         )
+
+
+def default_context(run: RunConfig) -> Defaults:
+    """Return `context_length` where the longest prompt and answer are known; else nothing."""
+    held_out = run.evaluation.dataset if run.evaluation else None
+    prompts = [each.max_prompt_tokens for each in (run.dataset, held_out) if each is not None]
+    if run.workflow.use != "single_turn" or run.dataset.max_prompt_tokens is None:
+        return {}
+    answer = max(each.max_tokens for _, each in run.samplings())
+    return {"context_length": (max(filter(None, prompts)) + answer, "the longest prompt and answer")}
 
 
 def context_of_model(config: ServerEngineConfig, model: str | None) -> int:

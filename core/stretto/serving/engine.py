@@ -72,7 +72,7 @@ class ServerEngine(Streams, ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
         """Shapes of the model's own tensors; empty while its files are not on this machine."""
         self._room = context_of_model(config, context.model)
-        self._samples = StreamQueue(self, slots=config.slots, room=self._room, model=self._model)
+        self._samples = StreamQueue(self, slots=config.most_running, room=self._room, model=self._model)
         self._server: Server | None = None
         self._replaced = anyio.Event()
         self._restart_times: deque[float] = deque()
@@ -226,7 +226,7 @@ class ServerEngine(Streams, ABC):
             version=self._version,
             running=samples.running,
             waiting=samples.waiting,
-            slots=self._config.slots,
+            slots=self._config.most_running,
             generated_tokens=samples.generated,
             busy_s=samples.busy_s,
             swaps=len(self._pauses),

@@ -9,6 +9,8 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from stretto.component import (
+    Defaults,
+    Known,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -34,6 +36,7 @@ Beta = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 _WARMUP = 10
 """Default of `warmup_steps`. A run with fewer steps is a trial run: the default causes no warning."""
 _FINAL_LR_RATIO = 0.1
+_TOKENS_OF_CPUS = 4096
 _LEAST = 1024  # tokens that a pass needs with `auto`, which takes what all others leave
 _FRAGMENTS = {False: 0.45, True: 1.5}
 """Memory that malloc loses between activations, as a share of them, without and with adapters, whose layers
@@ -92,9 +95,10 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     only if `steps` is 0, for example when both come from `${steps}`."""
     final_lr_ratio: Share = _FINAL_LR_RATIO
     """Final learning rate of the schedule, as a fraction of `lr`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
     """Data type of the forward and backward passes, and of frozen weights of linear modules that it can hold.
-    Trained parameters and optimizer state are always float32: small updates of RL are lost in bfloat16."""
+    Trained parameters and optimizer state are always float32: small updates of RL are lost in bfloat16. null:
+    that of the run's other engines if one is set, else bfloat16 with GPUs and float32 without."""
     state: Literal["device", "host"] = "device"
     """Where the float32 weights, the sum of gradients and the optimizer of trained parameters are. `host`: in
     the host's memory, and its processors compute the optimizer step. A GPU then has copies of the parameters
@@ -108,10 +112,11 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     sample from rounded weights; the canary shows the difference."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on. `auto` uses a GPU if the process can see one."""
-    micro_batch_tokens: PositiveInt | Literal["auto"] = 4096
+    micro_batch_tokens: PositiveInt | Literal["auto"] | None = None
     """Maximum number of tokens in one forward and backward pass. A longer sequence gets a pass of its own.
     This changes memory and speed, never the gradient. With `shared_prefixes`, tokens of a shared prefix count
-    once. `auto`: as many as the memory has room for when the run starts; `config.yaml` has the number."""
+    once. `auto`: as many as the memory has room for when the run starts. null: 4,096 without GPUs; with GPUs
+    as `auto`, at most 16,384, or 8,192 if the memory is not known. `config.yaml` has the number."""
     packing: Literal["auto", "packed", "padded"] = "auto"
     """Layout of a batch. `packed`: no padding, attention within each sequence. `padded`: one padded row for
     each sequence. `auto`: test at the start whether the model supports `packed`, else use `padded` (models
@@ -147,12 +152,26 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         if self.state == "host" and not self.may_be_on_host:
             raise ValueError("state: host needs the engine torch, or fsdp2 with shard: true")
 
+    def default_values(self, known: Known) -> Defaults:
+        """See `Resources.default_values`. The assembly counts `micro_batch_tokens` for GPUs."""
+        values: dict[str, tuple[object, str]] = {}
+        if self.dtype is None:
+            values["dtype"] = known.dtype, known.why
+        if self.micro_batch_tokens is None and not self.gpus:
+            values["micro_batch_tokens"] = _TOKENS_OF_CPUS, ""
+        return values
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`; its default without GPUs where no run has decided it."""
+        return self.dtype or "float32"
+
     @property
     def tokens_per_pass(self) -> int:
         """`micro_batch_tokens` of a composed run, where 'auto' has become a number."""
         if self.micro_batch_tokens == "auto":
             raise ValueError("micro_batch_tokens is 'auto', which only a run file can have")
-        return self.micro_batch_tokens
+        return self.micro_batch_tokens or _TOKENS_OF_CPUS
 
     @property
     def shards(self) -> int:
@@ -173,7 +192,7 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
         """See `TrainingConfig`. The layers that FSDP2 gathers are not counted."""
         if not models or not all(known_config(model.source) for model in models):
             return None
-        tokens = max(_LEAST if self.micro_batch_tokens == "auto" else self.micro_batch_tokens, longest)
+        tokens = max(_LEAST if self.micro_batch_tokens == "auto" else self.tokens_per_pass, longest)
         length = min(tokens, longest or _TYPICAL_LENGTH)
         counts = counted([self._micro_batch(model, tokens, length) for model in models])
         fault = next((f"; activations are not known: {count.fault}" for count in counts if count.fault), "")

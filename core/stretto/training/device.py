@@ -26,6 +26,11 @@ def compute_device(device: Literal["auto", "cpu", "cuda"], resources: Resources)
             f"{[gpu.model or gpu.name for gpu in listed_gpus()]}; set `gpus: 1` and install a torch for this "
             "machine's driver, or set `gpus: 0` and `device: cpu`"
         )
+    if getattr(resources, "dtype", None) == "bfloat16" and not torch.cuda.is_bf16_supported(False):
+        raise EngineError(
+            f"dtype is 'bfloat16', in which {torch.cuda.get_device_name()} does not compute; set "
+            "`dtype: float32` for trainer and engine"
+        )
     torch.cuda.set_per_process_memory_fraction(resources.share)
     # cuDNN builds a plan for every new shape, which takes up to a second; here most shapes are new.
     torch.backends.cuda.enable_cudnn_sdp(False)

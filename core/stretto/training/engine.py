@@ -173,7 +173,7 @@ class HFTraining:
         return self._as_published(() if self._adapter_only is not None else self._full_weights(frozen=True))
 
     def _as_published(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        dtype = getattr(torch, self._config.publish_dtype or self._config.dtype)
+        dtype = getattr(torch, self._config.publish_dtype or self._config.compute_dtype)
         for name, tensor in tensors:
             yield name, (tensor.to(dtype) if tensor.is_floating_point() else tensor).cpu()
 
@@ -215,7 +215,7 @@ class HFTraining:
         if config.dtype == "bfloat16" and self._layout.autocast:
             cast_frozen(model, torch.bfloat16)  # after the trials, which compute without autocast
         if config.state == "host" and self._trainable and not self._layout.offloads:
-            self._host = HostState(model, getattr(torch, config.dtype))
+            self._host = HostState(model, getattr(torch, config.compute_dtype))
         self._layout.distribute(model)
         if config.compile:
             compile_layers(model)

@@ -98,7 +98,9 @@ def _rows_of(
             rows = packed
     if not config.varlen_attention:
         return rows
-    _, reason = attempt(lambda: packing.compare_varlen(rows, model, trains_on, getattr(torch, config.dtype)))
+    _, reason = attempt(
+        lambda: packing.compare_varlen(rows, model, trains_on, getattr(torch, config.compute_dtype))
+    )
     if reason:
         log.warning("training.varlen_attention is not used", reason=reason)
         return rows

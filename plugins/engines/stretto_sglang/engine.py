@@ -71,7 +71,7 @@ class SglangEngine(ServerEngine):
         super().__init__(config, context)
         self._sglang = config
         exact = not config.gpus and not config.urls and config.tensor_parallel == 1
-        self._checksums = Checksums(config.dtype, exact=exact)
+        self._checksums = Checksums(config.compute_dtype, exact=exact)
 
     def command(self, port: int, key: str) -> ServerCommand:
         """Return the command of SGLang's own launcher, behind `in_server/serve.py`."""
@@ -81,9 +81,9 @@ class SglangEngine(ServerEngine):
             "--host": "127.0.0.1",
             "--port": port,
             "--tp-size": config.tensor_parallel,
-            "--max-running-requests": config.slots,
+            "--max-running-requests": config.most_running,
             "--context-length": self._room + _SPARE,
-            "--dtype": config.dtype,
+            "--dtype": config.compute_dtype,
             "--skip-tokenizer-init": True,
             "--incremental-streaming-output": True,
             "--sampling-mask-max-tokens": LIKELIEST,
@@ -103,7 +103,7 @@ class SglangEngine(ServerEngine):
         else:
             # The default attention of SGLang's CPU engine needs AMX.
             opts |= {"--device": "cpu", "--attention-backend": "torch_native"}
-            opts["--max-total-tokens"] = config.slots * (self._room + _SPARE)
+            opts["--max-total-tokens"] = config.most_running * (self._room + _SPARE)
             env["SGLANG_USE_CPU_ENGINE"] = "1"
         if Path(self._model).is_dir():
             env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -130,8 +130,10 @@ class SglangEngine(ServerEngine):
                 f"{server.url} has a context length of {room}; it needs inference.context_length,"
                 f" {self._room}, and {_SPARE} tokens that SGLang reserves"
             )
-        if dtype != self._sglang.dtype:
-            raise EngineError(f"{server.url} computes in {dtype}; inference.dtype is {self._sglang.dtype}")
+        if dtype != self._sglang.compute_dtype:
+            raise EngineError(
+                f"{server.url} computes in {dtype}; inference.dtype is {self._sglang.compute_dtype}"
+            )
         self._checksums.begin(await self._read_checksums(server))
 
     async def stream(self, server: Server, ask: Ask) -> AsyncGenerator[StreamChunk]:

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from stretto.component import Component, PositiveFloat, PositiveInt, Problem
+from stretto.component import Component, Defaults, Known, PositiveFloat, PositiveInt, Problem
 from stretto.config import RunConfig
 from stretto.engine import FEW_SLOTS, InferenceConfig, Memory, slots_for
 from stretto.hooks import hookimpl
 from stretto.models.files import cache_bytes, modelling_imports, positions_of, text_config
-from stretto.serving.config import context_problems
+from stretto.serving.config import context_problems, default_context
 from stretto.training.config import ModelTrainingConfig, check_training
 
 __all__ = ["LONGEST", "TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
@@ -44,7 +44,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     eighth of the memory. With `deterministic`, null means 32."""
     context_length: PositiveInt | None = None
     """Tokens a sample may have, prompt and answer together. Null uses the model's own context length, at most
-    4096."""
+    4096; with GPUs, for `single_turn` and with `dataset.max_prompt_tokens`, the longest prompt and answer."""
     cache_gb: PositiveFloat | None = None
     """Memory for keys and values, in GiB; on a CPU, memory once used is not freed. It must hold at least
     one sample of `context_length`, or eight if transformers runs the model. Null: enough for all slots to be
@@ -56,10 +56,10 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     across versions."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to compute on; `auto` uses a GPU if the process can see one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of weights and cache. In float32 the logprobs agree with a float32 trainer's to about 1e-5.
     bfloat16 halves the memory and changes the logprobs by some hundredths, which the trainer must correct
-    for."""
+    for. null: that of the trainer if it is set, else bfloat16 with GPUs and float32 without."""
     linear: Literal["auto", "torch", "onednn"] = "auto"
     """Kernels for large float32 products on a CPU. torch calls MKL, which on AMD is slower than oneDNN: half
     the speed on Zen 5, three quarters on Zen 3 with few samples at once. oneDNN is called through private
@@ -72,9 +72,23 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
     room for that, the step runs uncaptured. Prompts, `on_swap: recompute` and the sampling from logits always
     do. An engine that sleeps captures all graphs again."""
 
+    def default_values(self, known: Known) -> Defaults:
+        """See `Resources.default_values`. Without GPUs, the engine counts its slots when it starts."""
+        values: dict[str, tuple[object, str]] = {}
+        if self.dtype is None:
+            values["dtype"] = known.dtype, known.why
+        if self.context_length is None and self.gpus:
+            values |= default_context(known.run)
+        return values
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """`dtype`; its default without GPUs where no run has decided it."""
+        return self.dtype or "float32"
+
     def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`."""
-        token = cache_bytes(model, _ITEM[self.dtype])
+        token = cache_bytes(model, _ITEM[self.compute_dtype])
         if not token:
             return None
         context = self.context_length or min(positions_of(model) or LONGEST, LONGEST)
@@ -84,7 +98,7 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
         else:
             cache = int(self.cache_gb * 2**30)
         settings = f"{slots} slots x {context} tokens, cache at most {cache / 2**30:.2g} GiB"
-        item, text = _ITEM[self.dtype], text_config(model)
+        item, text = _ITEM[self.compute_dtype], text_config(model)
         is_packed = item == 4 and not self.gpus and text.get("model_type") in FAMILIES
         is_packed &= self.linear == "onednn" or (self.linear == "auto" and is_amd())
         states = 5 * text["hidden_size"] + 3 * text.get("intermediate_size", 4 * text["hidden_size"])
@@ -146,7 +160,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
     yield from context_problems(config.context_length, run, extends=False)
-    needed = cache_bytes(run.model, _ITEM[config.dtype]) * (config.context_length or 0)
+    needed = cache_bytes(run.model, _ITEM[config.compute_dtype]) * (config.context_length or 0)
     if config.cache_gb is not None and needed > config.cache_gb * 2**30:
         yield Problem(
             "inference.cache_gb",

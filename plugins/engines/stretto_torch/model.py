@@ -47,7 +47,7 @@ class LoadedModel:
 
 
 def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int = 0) -> LoadedModel:
-    device, dtype = compute_device(config.device, config), getattr(torch, config.dtype)
+    device, dtype = compute_device(config.device, config), getattr(torch, config.compute_dtype)
     transformers_logging.disable_progress_bar()  # logs are files
     try:
         has_vision = reads_images(AutoConfig.from_pretrained(folder))

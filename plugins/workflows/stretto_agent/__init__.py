@@ -68,9 +68,9 @@ class AgentConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_fi
     def __post_init__(self) -> None:
         if (self.command is None) == (self.function is None):
             raise ValueError("expected either `command` or `function`")
-        if self.agent_timeout_s >= self.timeout_s:
+        if self.agent_timeout_s >= self.limit_s:
             raise ValueError(
-                f"agent_timeout_s={self.agent_timeout_s:g} must be less than timeout_s={self.timeout_s:g}, "
+                f"agent_timeout_s={self.agent_timeout_s:g} must be less than timeout_s={self.limit_s:g}, "
                 "which includes waiting and scoring"
             )
 

@@ -33,10 +33,10 @@ class OnlineConfig(AgentCallsConfig, frozen=True, kw_only=True, forbid_unknown_f
     have only one rollout worker."""
 
     def __post_init__(self) -> None:
-        if self.session_timeout_s >= self.timeout_s:
+        if self.session_timeout_s >= self.limit_s:
             raise ValueError(
                 f"session_timeout_s={self.session_timeout_s:g} must be less than "
-                f"timeout_s={self.timeout_s:g}, which includes the wait for a program"
+                f"timeout_s={self.limit_s:g}, which includes the wait for a program"
             )
 
 

@@ -122,10 +122,10 @@ class VerifiersWorkflowConfig(stretto.WorkflowConfig, frozen=True, kw_only=True,
         for folder in map(Path, self.private):
             if not folder.is_absolute() or ".." in folder.parts or folder == Path("/"):
                 raise ValueError(f"private: {str(folder)!r} is no absolute path of a folder below /")
-        if self.episode_timeout_s >= self.timeout_s:
+        if self.episode_timeout_s >= self.limit_s:
             raise ValueError(
                 f"episode_timeout_s={self.episode_timeout_s:g} must be less than "
-                f"timeout_s={self.timeout_s:g}, which includes waiting and scoring"
+                f"timeout_s={self.limit_s:g}, which includes waiting and scoring"
             )
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 from stretto.assembly.assembly import Assembly
@@ -23,7 +24,9 @@ def accepted(
     `options`: those of `problems`."""
     from stretto.cli.start.checks import faults_and_warnings  # slow; a fork server imports meanwhile
 
-    for notice in assembly.composed.notices:
+    composed = assembly.composed
+    chosen = (f"{key} is {attrgetter(key)(composed.config)}: {why}" for key, why in composed.reasons)
+    for notice in (*composed.notices, *chosen):
         show("note", notice)
     faults, warnings = faults_and_warnings(assembly, starting=starting, **options)
     for warning in warnings:

@@ -54,7 +54,7 @@ class Engines:
         self._swaps: dict[str, anyio.CancelScope] = {}
         self._lending_news = anyio.Event()
         self._numbers = count()
-        self._lending = Lending(min(_TURN_S, setup.config.workflow.timeout_s / _TURNS_PER_WORKFLOW))
+        self._lending = Lending(min(_TURN_S, setup.config.workflow.limit_s / _TURNS_PER_WORKFLOW))
         self._has_evaluator = setup.assembly.has_evaluator
         self._demand = Demand()
         self._busy: dict[str, float] = {}

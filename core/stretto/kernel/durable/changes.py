@@ -57,8 +57,9 @@ def write_values(folder: Path, composed: Composed) -> None:
     references = folder / "references.yaml"
     if composed.references or references.exists():
         write_private(references, yaml.safe_dump(dict(composed.references)).encode())
+    decisions = "".join(f"# {key}: {reason}\n" for key, reason in composed.reasons)
     document = yaml.safe_dump(dict(composed.document), sort_keys=False)
-    write_private(folder / "config.yaml", document.encode())
+    write_private(folder / "config.yaml", f"{decisions}{document}".encode())
 
 
 def assemble_existing(composed: Composed, folder: Path) -> Assembly:

@@ -170,7 +170,7 @@ class RolloutSession:
             seeds=tuple(sample_seed(self._seed_scope, turn, sample) for sample in range(n)),
             sampling=sampling.in_training() if wants_kept else sampling,
             min_version=self._floor.version,
-            deadline_s=services.config.workflow.timeout_s,
+            deadline_s=services.config.workflow.limit_s,
             images=self._images_of_row_in(prompt_ids) if images is None else tuple(images),
             wants_kept=wants_kept,
         )

@@ -273,7 +273,7 @@ class _TicketLimits:
 def _timeout_s(ticket: tickets.Ticket, config: RunConfig) -> float:
     """Return a ticket's time limit: the config's, and longer for an engine of low priority."""
     has_own_engine = config.evaluation is not None and config.evaluation.own_engine
-    return config.workflow.timeout_s * (_SLOW if ticket.purpose == "eval" and has_own_engine else 1)
+    return config.workflow.limit_s * (_SLOW if ticket.purpose == "eval" and has_own_engine else 1)
 
 
 class _Unfit(Exception):

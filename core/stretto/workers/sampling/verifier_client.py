@@ -74,7 +74,7 @@ class VerifierClient:
 
     async def _ask(self, verb: str, message: Message, kind: type[M]) -> M:
         """Send a request to a verifier, after its loss to another. The ticket's limit ends this earlier."""
-        bus, names, deadline_s = self._context.bus, self._context.names, self._config.workflow.timeout_s
+        bus, names, deadline_s = self._context.bus, self._context.names, self._config.workflow.limit_s
         while True:
             async with self._router.member() as verifier:
                 subject = names.worker("verifier", verifier.worker, verifier.nonce, verb)
