@@ -77,7 +77,7 @@ def test_stretto_itself_is_well() -> None:
 
 
 def test_the_machine_has_what_a_run_needs() -> None:
-    subjects = {finding.subject: finding for finding in examine_machine()}
+    subjects = {finding.subject: finding for finding in examine_machine(Plugins())}
     needed = "python stretto cores bfloat16 memory nats-server sandbox libraries"
     assert {*needed.split()} <= subjects.keys()
     assert subjects["nats-server"].text.startswith("v2.")

@@ -10,13 +10,24 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Gpu", "computes_bfloat16", "gpu_memory", "gpu_variables", "listed_gpus", "visible_gpus"]
+__all__ = [
+    "Driver",
+    "Gpu",
+    "computes_bfloat16",
+    "gpu_memory",
+    "gpu_variables",
+    "listed_gpus",
+    "nvidia_driver",
+    "visible_gpus",
+]
 
 _ANSWER_S = 20.0  # a driver that has not been used for long takes seconds to answer
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi")  # WSL2 has it outside of PATH
 _LINE = re.compile(
     r"^(?:GPU \d+: (?P<model>.*)| +MIG (?P<slice>\S+) .*:) \(UUID: (?P<uuid>[^)]+)\)$", re.MULTILINE
 )
+# From driver 610 on, it writes KMD for Driver, and CUDA UMD for CUDA.
+_HEADER = re.compile(r"(?:Driver|KMD) Version: *([\d.]+) +CUDA (?:UMD )?Version: *(\d+\.\d+)")
 _NAME = re.compile(r"\d+|(GPU|MIG)-\S+")
 _OF_USERS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 _DEV, _KFD = Path("/dev"), Path("/sys/class/kfd/kfd/topology/nodes")
@@ -35,6 +46,19 @@ class Gpu(NamedTuple):
     model: str = ""
     free: int | None = None
     """Free bytes of its memory when it was first asked for; None if unknown."""
+
+
+class Driver(NamedTuple):
+    """NVIDIA's driver, and the newest CUDA that it knows. If that is 12.2, it runs builds for all of 12.x."""
+
+    version: str
+    cuda: float
+
+
+def nvidia_driver() -> Driver | None:
+    """Return this machine's NVIDIA driver; None if there is none."""
+    found = _HEADER.search(_answer())
+    return Driver(found[1], float(found[2])) if found else None
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:

@@ -74,7 +74,8 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
     may_sleep: ClassVar[bool] = True
     requirements: ClassVar[Path | None] = None
     """Folder with what `stretto engine install` installs: `gpu.txt` pins the server alone, `name==version`,
-    and pip resolves the rest; `cpu.txt` pins all packages. None: there is no such command for this engine."""
+    and pip resolves the rest; `cu129.txt` and the like are for older drivers. `# CUDA 13.0` in one names the
+    CUDA of its build. `cpu.txt` pins all packages. None: there is no such command for this engine."""
 
     def default_values(self, known: Known) -> Defaults:
         """See `Resources.default_values`."""

@@ -250,7 +250,7 @@ def doctor(
         installed.add_path(file.resolve())
     chosen = distributions or [None]
     shown = [line for distribution in chosen for line in examine_plugins(distribution, installed)]
-    shown += [] if distributions else examine_machine()
+    shown += [] if distributions else examine_machine(installed)
     _list_observations(shown)
     raise typer.Exit(int(any(line.level == "fault" for line in shown)))
 
@@ -259,12 +259,18 @@ def doctor(
 def engine_install(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The inference engine: vllm or sglang.")],
     cpu: Annotated[bool, typer.Option("--cpu", help="The build for CPUs.")] = False,
+    cuda: Annotated[float | None, typer.Option(help="CUDA of the driver, if not of this one.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
 ) -> None:
-    """Install the tested version of an engine's server below the cache folder, where runs find it. Print its
-    interpreter."""
-    from stretto.cli.make.engine import install
+    """Install the tested version of an engine's server below the cache folder, where runs find it, built for
+    this machine's driver. Print its interpreter."""
+    from stretto.cli.make.engine import commands_of, environment_for, install
 
-    typer.echo(install(name, cpu=cpu))
+    if dry_run:
+        environment = environment_for(name, cpu=cpu, cuda=cuda)
+        typer.echo("\n".join(map(shlex.join, commands_of(environment, cpu=cpu))))
+    else:
+        typer.echo(install(name, cpu=cpu, cuda=cuda))
 
 
 @app.command()

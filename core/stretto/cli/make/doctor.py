@@ -3,6 +3,7 @@
 import inspect
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,10 +22,12 @@ from stretto.assembly.plugins import Listing, Plugins, missing_extra
 from stretto.bus.server import binary, free_port
 from stretto.cli.make.schema import fields_of
 from stretto.component import Component, ComponentParts
-from stretto.errors import BusError, PluginError, nearest
+from stretto.errors import BusError, EngineError, PluginError, nearest
 from stretto.machine.cores import available_cores, available_memory
-from stretto.machine.gpus import visible_gpus
+from stretto.machine.gpus import Driver, nvidia_driver, visible_gpus
 from stretto.models.version_files import SHARED_MEMORY
+from stretto.serving.config import ServerEngineConfig
+from stretto.serving.environment import environment_of
 from stretto.user_code.sandbox import sandbox_problem
 
 Level = Literal["ok", "note", "warning", "fault"]
@@ -58,7 +61,7 @@ def examine_plugins(name: str | None, plugins: Plugins) -> list[Observation]:
     return [observation for line in chosen for observation in _examine(line, listing, plugins)]
 
 
-def examine_machine() -> list[Observation]:
+def examine_machine(plugins: Plugins) -> list[Observation]:
     """Return the facts about this machine that runs depend on."""
     return [
         Observation(
@@ -69,6 +72,7 @@ def examine_machine() -> list[Observation]:
         Observation("ok", "bfloat16", _bfloat16()),
         *_memory(),
         Observation("ok", "gpus", ", ".join(visible_gpus(os.environ)) or "none visible"),
+        *_cuda(plugins),
         _server(),
         _loopback(),
         _sandbox(),
@@ -166,6 +170,63 @@ def _memory() -> Iterator[Observation]:
         is_low = free < _SHARED_MEMORY_GB
         advice = "; a container gets more with `--shm-size`, or use `weights: file`" if is_low else ""
         yield Observation("warning" if is_low else "ok", "shared memory", f"{free:.1f} GiB free{advice}")
+
+
+def _cuda(plugins: Plugins) -> Iterator[Observation]:
+    """Compare with NVIDIA's driver: torch, the servers' environments, and what servers build kernels with."""
+    if (driver := nvidia_driver()) is None:
+        return
+    newest = int(driver.cuda)
+    yield Observation("ok", "driver", f"NVIDIA {driver.version}, CUDA {driver.cuda}")
+    if (torch := find_spec("torch")) and torch.origin:
+        index = f"https://download.pytorch.org/whl/{'cu130' if newest >= 13 else 'cu129'}"  # both have 2.13
+        remedy = f"`pip install --force-reinstall 'torch==2.13.*' --index-url {index}`"
+        yield _fit("torch", Path(torch.origin).parent, driver, remedy)
+    for line in plugins.listing():
+        if line.kind == "inference" and not line.error:
+            config = plugins.get("inference", f"{line.distribution}:{line.name}").config
+            if issubclass(config, ServerEngineConfig) and config.requirements is not None:
+                yield _fit_of_server(line.name, config.requirements, driver)
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    path = f"{home}/bin" if home else f"{os.environ.get('PATH', os.defpath)}:/usr/local/cuda/bin"
+    tools = {"nvcc": shutil.which("nvcc", path=path), "ninja": shutil.which("ninja")}
+    for tool in (tool for tool, found in tools.items() if found is None):
+        yield Observation(
+            "note", tool, "missing; SGLang's server and FlashInfer in vLLM's build kernels with it"
+        )
+    if nvcc := tools["nvcc"]:
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+        cuda = (re.findall(r"release ([\d.]+)", said) or ["0"])[0]
+        fits = int(float(cuda)) <= newest
+        advice = (
+            "" if fits else f": set CUDA_HOME to a toolkit of CUDA {newest} for kernels that servers build"
+        )
+        yield Observation("ok" if fits else "warning", "nvcc", f"{nvcc}, CUDA {cuda}{advice}")
+
+
+def _fit_of_server(name: str, requirements: Path, driver: Driver) -> Observation:
+    try:
+        build = environment_of(requirements, cpu=False, cuda=driver.cuda)
+        remedy = ", of ".join([f"the build for CUDA {build.cuda}", *build.indexes[:1]])
+        remedy = f"`stretto engine install {name}` takes {remedy}"
+    except EngineError as error:
+        remedy = str(error)
+    environment = environment_of(requirements, cpu=False)
+    if not environment.is_ready():
+        return Observation("note", f"server {name}", f"not installed for GPUs: {remedy}")
+    torch = next(environment.folder.glob("lib/python*/site-packages/torch"), environment.folder)
+    return _fit(f"server {name}", torch, driver, remedy)
+
+
+def _fit(subject: str, torch: Path, driver: Driver, remedy: str) -> Observation:
+    """Say whether the driver runs this torch. It is not imported: that takes seconds."""
+    file = torch / "version.py"
+    cuda = re.search(r"(?m)^cuda\b.*= '([\d.]+)'", file.read_text() if file.is_file() else "")
+    text = f"built for CUDA {cuda[1]}" if cuda else "built without CUDA"
+    if cuda and int(float(cuda[1])) <= int(driver.cuda):
+        return Observation("ok", subject, text)
+    text = f"{torch}: {text}, so it cannot use GPUs with driver {driver.version}: {remedy}"
+    return Observation("fault" if cuda else "warning", subject, text)
 
 
 def _server() -> Observation:

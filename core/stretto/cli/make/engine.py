@@ -14,6 +14,7 @@ from rich.text import Text
 
 from stretto.assembly.plugins import Plugins
 from stretto.errors import ConfigError, EngineError
+from stretto.machine.gpus import nvidia_driver
 from stretto.serving.config import ServerEngineConfig
 from stretto.serving.environment import ServerEnvironment, environment_of, is_private
 
@@ -28,13 +29,10 @@ _HINTS = {
 """Text of an error, or in what a program printed -> what is wrong, and what to do."""
 
 
-def install(engine: str, *, cpu: bool) -> Path:
+def install(engine: str, *, cpu: bool, cuda: float | None = None) -> Path:
     """Install the server of an inference engine if it is not, and return its interpreter. A failed or
     interrupted installation leaves only its log. Raise EngineError with the reason of a failure."""
-    config = Plugins().get("inference", engine).config
-    if not issubclass(config, ServerEngineConfig) or config.requirements is None:
-        raise ConfigError(f"the inference engine {engine!r} needs no environment of its own", value=engine)
-    environment = environment_of(config.requirements, cpu=cpu)
+    environment = environment_for(engine, cpu=cpu, cuda=cuda)
     folder = environment.folder
     log_file = folder.with_name(f"{folder.name}.log")
     try:
@@ -48,7 +46,7 @@ def install(engine: str, *, cpu: bool) -> Path:
             log.truncate(0)
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                _install_all(_commands(environment, cpu=cpu), folder.name, log)
+                _install_all(commands_of(environment, cpu=cpu), folder.name, log)
                 shutil.copyfile(environment.requirements, environment.mark)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -59,6 +57,15 @@ def install(engine: str, *, cpu: bool) -> Path:
         text = str(error) if isinstance(error, OSError) else error.output
         raise EngineError(f"{folder.name} is not installed: {_reason(text)}; log: {log_file}") from error
     return environment.python
+
+
+def environment_for(engine: str, *, cpu: bool, cuda: float | None) -> ServerEnvironment:
+    """Return the environment of an engine's server; `cuda`: by default that of this machine's driver."""
+    config = Plugins().get("inference", engine).config
+    if not issubclass(config, ServerEngineConfig) or config.requirements is None:
+        raise ConfigError(f"the inference engine {engine!r} needs no environment of its own", value=engine)
+    driver = None if cpu or cuda else nvidia_driver()
+    return environment_of(config.requirements, cpu=cpu, cuda=driver.cuda if driver else cuda)
 
 
 def _install_all(commands: Iterator[list[str]], title: str, log: TextIO) -> None:
@@ -89,14 +96,16 @@ def _install_all(commands: Iterator[list[str]], title: str, log: TextIO) -> None
                 raise subprocess.CalledProcessError(process.returncode, command, "".join(lines))
 
 
-def _commands(environment: ServerEnvironment, *, cpu: bool) -> Iterator[list[str]]:
+def commands_of(environment: ServerEnvironment, *, cpu: bool) -> Iterator[list[str]]:
+    """Yield the commands that make an environment."""
     # With -I, Python ignores the caller's PYTHONPATH and working directory.
     yield [_base_python(cpu=cpu), "-I", "-m", "venv", str(environment.folder)]
     python, requirements = [str(environment.python), "-I"], str(environment.requirements)
     # Compiling all that is installed takes half of the time, and most of it is never imported.
     pip = [*python, "-m", "pip", "install", "--progress-bar=off", "--no-compile"]
     if not cpu:
-        yield [*pip, "-r", requirements]
+        # The file names its indexes too; here they are for readers of the command.
+        yield [*pip, *(f"--extra-index-url={index}" for index in environment.indexes), "-r", requirements]
         return
     torch = re.findall(r"^torch\S*", environment.requirements.read_text(), re.MULTILINE)
     yield [*pip, "--no-deps", "--extra-index-url", _CPU_BUILDS, *torch]
