@@ -1,7 +1,10 @@
 """The dataset `jsonl`, and prompts made of columns."""
 
 import gzip
+import hashlib
 import json
+import os
+import tracemalloc
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -135,3 +138,76 @@ def test_lines_end_at_line_feeds_only(tmp_path: Path, dataset: Any) -> None:
     make, config = dataset
     found = make(config(use="x", path=str(tmp_path / "rows.jsonl")), CONTEXT)
     assert [found[index] for index in range(len(found))] == rows
+
+
+def many_rows(tmp_path: Path, worker: str, column: str = "prompt") -> JsonLines:
+    """Open a file of 10,000 rows and as many blank lines in a process of a run."""
+    file, folder = tmp_path / "rows.jsonl", tmp_path / "run"
+    if not file.exists():
+        file.write_text("".join(f'{{"prompt": "a", "n": {n + 10000}}}\r\n \n' for n in range(10000)))
+    folder.mkdir(exist_ok=True)
+    context = Context(run="r", name="n", seed=1, folder=str(folder), worker=worker)
+    return JsonLines(JsonLinesConfig(use="jsonl", path=str(file), prompt_column=column), context)
+
+
+def check_rows(rows: JsonLines, tmp_path: Path) -> None:
+    content = (tmp_path / "rows.jsonl").read_bytes()
+    assert [rows[n] for n in range(len(rows))] == [
+        json.loads(line) for line in content.splitlines() if line.strip()
+    ]
+    assert rows.fingerprint == hashlib.sha256(content).hexdigest()
+    with pytest.raises(IndexError):
+        rows[len(rows)]
+
+
+def test_workers_share_the_positions_of_rows_that_the_kernel_has_found(tmp_path: Path) -> None:
+    tracemalloc.start()
+    try:
+        processes = [many_rows(tmp_path, worker) for worker in ("kernel", "r-0", "r-1", "r-2", "r-3")]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 60 * 10000  # 60 MB for 10^6 rows
+    for rows in processes:
+        check_rows(rows, tmp_path)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:19999: no column 'q'"):
+        many_rows(tmp_path, "r-4", column="q")[9999]
+    [index] = (tmp_path / "run" / "rows").iterdir()
+    inode = index.stat().st_ino
+    check_rows(many_rows(tmp_path, "kernel"), tmp_path)
+    assert index.stat().st_ino == inode, "workers on other machines lose the file that they read"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "other positions", "pipe"])
+def test_a_damaged_index_is_not_used(damage: str, tmp_path: Path) -> None:
+    many_rows(tmp_path, "kernel")
+    [index] = (tmp_path / "run" / "rows").iterdir()
+    assert index.stat().st_mode & 0o777 == 0o600
+    content = index.read_bytes()
+    if damage == "pipe":
+        index.unlink()
+        os.mkfifo(index)
+    else:
+        cut = {"cut": content[:-32], "empty": b"", "other positions": content[:-32] + content[-64:-32]}
+        index.write_bytes(cut[damage])
+    check_rows(many_rows(tmp_path, "r-0"), tmp_path)
+    many_rows(tmp_path, "kernel")
+    assert index.read_bytes() == content
+
+
+def test_a_worker_sees_that_the_file_changed_to_one_of_the_same_size_and_time(tmp_path: Path) -> None:
+    kernel, file = many_rows(tmp_path, "kernel"), tmp_path / "rows.jsonl"
+    before = file.stat()
+    file.write_bytes(b" " + file.read_bytes().replace(b"\r", b"", 1))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    worker = many_rows(tmp_path, "r-0")
+    assert worker.fingerprint != kernel.fingerprint
+    check_rows(worker, tmp_path)
+
+
+def test_positions_are_in_memory_if_the_folder_cannot_have_them(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "rows").touch()
+    check_rows(many_rows(tmp_path, "kernel"), tmp_path)

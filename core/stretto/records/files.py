@@ -3,14 +3,14 @@
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 REPLAY = "replay.json"
 """File in the folder of a replay: the replayed run, and how the replay compares with it."""
 
 
-def open_record(file: Path, *, links: bool = True) -> BinaryIO:
+def open_record(file: Path, *, links: bool = True) -> BufferedReader:
     """Open a regular file, or with `links` a link to one. OSError for other files: a pipe would block."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if links else os.O_NOFOLLOW)
     descriptor = os.open(file, flags)

@@ -6,8 +6,10 @@ import json
 import math
 import os
 import re
+import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -17,7 +19,9 @@ from stretto import Component, Context, LocalPath, hookimpl
 from stretto.chat.prompts import ColumnsConfig
 from stretto.dataset import Row, object_of
 from stretto.errors import ConfigError
+from stretto.machine.private_file import write_private
 from stretto.models.images import with_places
+from stretto.records.files import open_record
 from stretto.records.samples.traces import TraceFormat, read_trace
 
 __all__ = ["JsonLines", "JsonLinesConfig"]
@@ -26,6 +30,13 @@ __all__ = ["JsonLines", "JsonLinesConfig"]
 _decode = msgspec.json.Decoder(Row).decode
 _STRICT_LINES = 1000
 """Lines in which keys that stand twice are found at once; in others when the row is used: it takes longer."""
+_SHARED_ROWS = 10_000
+"""Minimum rows of a shared index. Fewer need little memory, and the file's times may miss a change of a file
+that is read so fast."""
+_ROW = struct.Struct("<4q")
+"""A row in an index: line number from 1, start, length, place among the rows of its line."""
+_HEAD = 64
+"""Bytes of an index before the rows: SHA-256 of the key and of what follows, and SHA-256 of the file."""
 _HALF = re.compile(rb"(?i)\\ud[89ab]..(?!\\ud[c-f])|(?<!\\ud[89ab]..)\\ud[c-f]..")
 
 
@@ -50,41 +61,36 @@ class JsonLinesConfig(ColumnsConfig, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class JsonLines:
-    """Rows of a file, read one at a time; only the positions of the lines are in memory. The file is not
-    memory-mapped: a change during the run causes errors instead of killing the process."""
+    """Rows of a file, read one at a time. The kernel checks all lines and shares the rows' positions with the
+    workers. The file is not memory-mapped: a change during the run causes errors instead of killing the
+    process."""
 
     def __init__(self, config: JsonLinesConfig, context: Context) -> None:
-        del context
         self._config = config
         self._path = Path(config.path)
         try:
             self._file = self._path.open("rb")
         except OSError as error:
             raise ConfigError(f"cannot read {str(self._path)!r}: {error.strerror}") from error
-        hasher = hashlib.sha256()
-        self._lines: list[tuple[int, int, int, int]] = []
-        """(line number from 1, start, length, place among the rows of its line) of every row."""
-        start = 0
-        for line_number, line in enumerate(self._file, 1):
-            hasher.update(line)
-            if line.strip():
-                count = len(self._parse(line, line_number, strict=line_number <= _STRICT_LINES))
-                self._lines += [(line_number, start, len(line), place) for place in range(count)]
-            start += len(line)
-        self.fingerprint = hasher.hexdigest()
+        index = self._index = self._find_index(context)
+        size = len(index) if isinstance(index, bytearray) else os.fstat(index.fileno()).st_size
+        self._rows = range(_HEAD, size, _ROW.size)
+        self.fingerprint = self._read_index(32, 32).hex()
         """SHA-256 of the file when it was opened, without the images that it names."""
-        self.sources = [(str(self._path.resolve()), range(len(self._lines)))]
+        self.sources = [(str(self._path.resolve()), range(len(self)))]
         """See `stretto.dataset.SourcedDataset`."""
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # the file could not be opened
             self._file.close()
+            if not isinstance(self._index, bytearray):
+                self._index.close()
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
-        line_number, start, length, place = self._lines[index]
+        line_number, start, length, place = _ROW.unpack(self._read_index(self._rows[index], _ROW.size))
         row = self._parse(os.pread(self._file.fileno(), length, start), line_number, strict=True)[place]
         if self._config.format != "rows":
             return {"id": f"{self._path}:{line_number}", **row}
@@ -93,6 +99,41 @@ class JsonLines:
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{line_number}: {error}", path=error.path) from error
         return with_places(row, self._path.parent)
+
+    def _read_index(self, start: int, size: int) -> bytes:
+        if isinstance(self._index, bytearray):
+            return bytes(self._index[start : start + size])
+        return os.pread(self._index.fileno(), size, start)
+
+    def _find_index(self, context: Context) -> bytearray | BufferedReader:
+        """Return the index that the kernel has shared, or check all lines and make one."""
+        key = _key_of(self._file, self._config.format)
+        name = hashlib.sha256(repr((str(self._path), self._config.format)).encode()).hexdigest()[:16]
+        shared = context.path("rows", name) if context.folder else None
+        is_kernel = context.worker == "kernel"
+        if shared and not is_kernel and (found := _open_index(shared, key)):
+            return found
+        index, hasher, start = bytearray(_HEAD), hashlib.sha256(), 0
+        for line_number, line in enumerate(self._file, 1):
+            hasher.update(line)
+            if line.strip():
+                count = len(self._parse(line, line_number, strict=line_number <= _STRICT_LINES))
+                for place in range(count):
+                    index += _ROW.pack(line_number, start, len(line), place)
+            start += len(line)
+        index[32:_HEAD] = hasher.digest()
+        is_unchanged = key == _key_of(self._file, self._config.format)
+        if shared and is_kernel and is_unchanged and len(index) >= _HEAD + _SHARED_ROWS * _ROW.size:
+            checksum = hashlib.sha256(key)
+            checksum.update(memoryview(index)[32:])
+            index[:32] = checksum.digest()
+            if (found := _open_index(shared, key)) and os.pread(found.fileno(), 32, 0) == checksum.digest():
+                return found  # workers may read it already
+            with suppress(OSError):  # the index stays in memory if it cannot be written
+                shared.parent.mkdir(exist_ok=True)
+                write_private(shared, bytes(index))
+            return _open_index(shared, key) or index
+        return index
 
     def _parse(self, line: bytes, number: int, *, strict: bool) -> list[Row]:
         """Return the rows of a line. `strict`: refuse a key that stands twice in an object."""
@@ -107,6 +148,24 @@ class JsonLines:
             return [row] if self._config.format == "rows" else read_trace(row, self._config.format)
         except ConfigError as error:
             raise ConfigError(f"{self._path}:{number}: {error}") from error
+
+
+def _key_of(file: BufferedReader, kind: str) -> bytes:
+    """Return a text that changes when the file does. It has no device, because machines number a shared disk
+    differently; instead it has the time of the last change of the inode, which no program can set."""
+    now = os.fstat(file.fileno())
+    return repr((kind, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)).encode()
+
+
+def _open_index(file: Path, key: bytes) -> BufferedReader | None:
+    """Open a shared index; return None if it is damaged, another user's, or has another key."""
+    with suppress(OSError):
+        index = open_record(file, links=False)
+        is_own = os.fstat(index.fileno()).st_uid == os.geteuid()
+        if is_own and index.read(32) == hashlib.file_digest(index, lambda: hashlib.sha256(key)).digest():
+            return index
+        index.close()
+    return None
 
 
 def _cause(line: bytes) -> str:
