@@ -53,7 +53,7 @@ def model_of(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(params=["kept", "recomputed"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of seven tokens, kept for the backward pass or computed again."""
-    monkeypatch.setitem(token_head.CHUNK_BYTES, "cpu", 7 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(token_head.CHUNK_BYTES, False, 7 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
     if request.param == "recomputed":
         monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
@@ -167,7 +167,7 @@ def test_a_head_of_an_unknown_form_is_computed_whole(model_of: Callable[..., Pat
 
 
 def test_no_tensor_holds_all_logits(model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(token_head.CHUNK_BYTES, "cpu", 4 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(token_head.CHUNK_BYTES, False, 4 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
     def most(chunked: bool) -> int:

@@ -24,10 +24,10 @@ from transformers import PreTrainedModel
 from stretto.rl.batch import Batch
 from stretto.training.config import LoraConfig
 from stretto.training.lora import add_adapters, linear_parameters
-from stretto.training.memory import Counted, MicroBatchShape
+from stretto.training.memory import CHUNK_BYTES, Counted, MicroBatchShape
 from stretto.training.model import checkpoint_activations, empty_model
 from stretto.training.packing import InputRows
-from stretto.training.token_head import CHUNK_BYTES, ModelInputs, Wanted, return_figures
+from stretto.training.token_head import ModelInputs, Wanted, return_figures
 from stretto.training.trial import attempt
 
 __all__ = ["count"]
@@ -51,7 +51,7 @@ def _count(micro_batch: MicroBatchShape) -> Counted:
             model.requires_grad_(False)
         if micro_batch.gradient_checkpointing:
             checkpoint_activations(model)
-    chunk = CHUNK_BYTES["cuda" if micro_batch.on_gpu else "cpu"]
+    chunk = CHUNK_BYTES[micro_batch.on_gpu]
     chunk_bytes = chunk if micro_batch.chunked_logits else None
     return_figures(model, micro_batch.head, None, chunk_bytes=chunk_bytes)
     fake = FakeTensorMode(allow_non_fake_inputs=True)

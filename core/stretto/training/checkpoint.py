@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from stretto.errors import EngineError
 from stretto.models.safetensors import save_tensors
+from stretto.training.device import is_gpu
 from stretto.training.layout import Layout
 
 __all__ = [
@@ -228,13 +229,13 @@ def restore_optimizer(
 def random_tensors(device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Yield the states of the random number generators."""
     yield "cpu", torch.get_rng_state()
-    if device.type == "cuda":
-        yield "cuda", torch.cuda.get_rng_state()
+    if is_gpu(device):
+        yield "cuda", torch.get_device_module(device).get_rng_state()
 
 
 def read_random(folder: Path, device: torch.device) -> None:
     """Set the random number generators to the saved states."""
     states = load_file(folder / "random.safetensors")
     torch.set_rng_state(states["cpu"])
-    if device.type == "cuda" and "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"])
+    if is_gpu(device) and "cuda" in states:
+        torch.get_device_module(device).set_rng_state(states["cuda"])

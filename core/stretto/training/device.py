@@ -9,7 +9,12 @@ from stretto.errors import EngineError
 from stretto.launcher import Resources
 from stretto.machine.gpus import listed_gpus
 
-__all__ = ["compute_device"]
+__all__ = ["compute_device", "is_gpu"]
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether this is a GPU of any kind. Its work runs beside the host's, until the host reads a result."""
+    return device.type not in ("cpu", "meta")
 
 
 def compute_device(device: Literal["auto", "cpu", "cuda"], resources: Resources) -> torch.device:

@@ -448,7 +448,7 @@ class HFTraining:
         weights = loss_weights(mask, index, len(batch), loss.reduction, count=count)
         # Mask with `where`, not by the weight 0 alone: 0 x inf of a masked token would be NaN.
         total = (torch.where(mask, losses, 0.0) * weights).sum()
-        statistics.add(mask, total.detach(), {**policy_figures, **figures})
+        statistics.add(work.places, total.detach(), {**policy_figures, **figures})
         return total
 
     def _figure_mask(self, batch: Batch) -> Tensor:
@@ -534,31 +534,36 @@ class _Statistics:
 
     def __init__(self, tokens: int) -> None:
         self._tokens = max(1, tokens)
-        self._sums: dict[str, float] = {}
-        self._maxima: dict[str, float] = {}
+        self._names: list[list[str]] = []
+        """Of the figures of each micro-batch."""
+        self._values: list[Tensor] = []
+        """Of each micro-batch: the loss, the sum of each figure, the maximum of each."""
 
-    def add(self, mask: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
-        """Add a micro-batch's (T,) figures and loss. One transfer moves all from the device, for speed."""
-        if not figures:
-            self._add_sum("loss", loss.item())
-            return
-        values = torch.stack([values.detach().float() for values in figures.values()])[:, mask]  # (K, N)
-        reduced = torch.cat([loss.float()[None], values.sum(1), values.amax(1)]).tolist()
-        sums, maxima = reduced[1 : len(figures) + 1], reduced[len(figures) + 1 :]
-        self._add_sum("loss", reduced[0])
-        for name, total, highest in zip(figures, sums, maxima, strict=True):
-            if name.endswith("_max"):
-                self._maxima[name] = max(highest, self._maxima.get(name, -math.inf))
-            else:
-                self._add_sum(name, total / self._tokens)
+    def add(self, places: Tensor, loss: Tensor, figures: Mapping[str, Tensor]) -> None:
+        """Add a micro-batch's loss, and (T,) figures at these tokens. Nothing is read from the device: the
+        host would wait for all work there."""
+        self._names.append([*figures])
+        values = [values.detach().float() for values in figures.values()]
+        picked = torch.stack(values)[:, places] if values else loss.new_empty(0, 1)  # (K, N)
+        self._values.append(torch.cat([loss.float()[None], picked.sum(1), picked.amax(1)]))
 
-    def _add_sum(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
+    def _read(self) -> tuple[dict[str, float], dict[str, float]]:
+        sums, maxima = dict[str, float](), dict[str, float]()
+        numbers = iter(torch.cat(self._values).tolist() if self._values else ())
+        for names in self._names:
+            loss, *figures = itertools.islice(numbers, 1 + 2 * len(names))
+            sums["loss"] = sums.get("loss", 0.0) + loss
+            for name, total, highest in zip(names, figures[: len(names)], figures[len(names) :], strict=True):
+                if name.endswith("_max"):
+                    maxima[name] = max(highest, maxima.get(name, -math.inf))
+                else:
+                    sums[name] = sums.get(name, 0.0) + total / self._tokens
+        return sums, maxima
 
     def together(self, layout: Layout) -> dict[str, float]:
         """Return the statistics over all parts, the same in all ranks."""
         result: dict[str, float] = {}
-        for sums, maxima in layout.gather((self._sums, self._maxima)):
+        for sums, maxima in layout.gather(self._read()):
             for name, value in sums.items():
                 result[name] = result.get(name, 0.0) + value
             for name, value in maxima.items():

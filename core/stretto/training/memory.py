@@ -28,7 +28,7 @@ from stretto.machine.child_process import last_line
 from stretto.machine.private_file import cache_folder, write_private
 from stretto.models.files import cache_bytes, known_config, tensors_of_model, text_config
 
-__all__ = ["Counted", "MicroBatchShape", "counted", "is_lossless"]
+__all__ = ["CHUNK_BYTES", "Counted", "MicroBatchShape", "counted", "is_lossless"]
 
 _SMALL = 2**29
 """Bytes of activations up to which they are bounded from shapes, not counted in a child process."""
@@ -37,7 +37,9 @@ _BYTES_OF_A_CHANNEL = 12
 for the Llama, Qwen2 and GPT-2 types in float32, without checkpointing."""
 _CHUNKS = 5
 """Tensors of a chunk's logits that live at once, at most."""
-_CHUNK_BYTES = 2**26
+CHUNK_BYTES = {False: 2**26, True: 2**29}
+"""Whether a GPU computes -> bytes of a chunk's float32 logits. Smaller chunks spend most time on adding up
+the head's gradient."""
 _OUTER = re.compile("embed|wte|wpe|lm_head")  # in names of tensors of the embeddings and the head
 _COUNT_S = 180.0
 _NOTICE_S = 2.0  # a longer count is announced
@@ -224,5 +226,5 @@ def _from_shapes(micro_batch: MicroBatchShape) -> Counted | None:
         trained=trained,
         casts=2 * (parameters - kept_low) if micro_batch.low else 0,
         activations=micro_batch.tokens * _BYTES_OF_A_CHANNEL * channels
-        + _CHUNKS * min(_CHUNK_BYTES, 4 * micro_batch.tokens * vocabulary),
+        + _CHUNKS * min(CHUNK_BYTES[micro_batch.on_gpu], 4 * micro_batch.tokens * vocabulary),
     )

@@ -22,16 +22,16 @@ from transformers import PreTrainedModel
 from stretto.component import Head
 from stretto.rl.batch import Drawn
 from stretto.rl.functional import entropy_of, logprobs_of
+from stretto.training.device import is_gpu
+from stretto.training.memory import CHUNK_BYTES
 from stretto.training.trial import Unsuitable, attempt
 
-__all__ = ["CHUNK_BYTES", "ModelInputs", "Support", "Wanted", "return_figures"]
+__all__ = ["ModelInputs", "Support", "Wanted", "return_figures"]
 
 log = structlog.get_logger()
 
 # N wanted tokens, H size of a hidden state, V size of the vocabulary, C tokens of a chunk.
 
-CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 29}
-"""Bytes of a chunk's float32 logits. Smaller chunks spend most time on adding up the head's gradient."""
 _KEPT_BYTES = 1 << 25
 """Logits of up to this many bytes are kept for the backward pass: with a small vocabulary, all of them."""
 
@@ -207,7 +207,7 @@ class _ChunkedLogits:
         states: Tensor = self._model.base_model(**arguments).last_hidden_state
         hidden = states.flatten(0, 1).index_select(0, wanted.at)  # (N, H)
         head = self._model.get_output_embeddings()
-        size = self._chunk_size(hidden.device.type, self._vocabulary)
+        size = self._chunk_size(hidden.device, self._vocabulary)
         is_plain = type(head) is nn.Linear and not isinstance(head.weight, DTensor)
         if is_plain and wanted.support is not None and wanted.support.is_sparse and not wanted.whole:
             return self._of_kept_ids(head, hidden, wanted)
@@ -220,15 +220,15 @@ class _ChunkedLogits:
             return self._by_module(head, hidden, wanted)
         return _in_chunks(self._by_module, head, hidden, wanted, size)
 
-    def _chunk_size(self, device: str, floats: int) -> int:
-        budget = self._chunk_bytes or CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"])
+    def _chunk_size(self, device: torch.device, floats: int) -> int:
+        budget = self._chunk_bytes or CHUNK_BYTES[is_gpu(device)]
         return self._chunk or max(1, budget // (4 * floats))
 
     def _of_kept_ids(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:
         """Compute only the logits of the kept ids, which are far fewer than the vocabulary."""
         assert wanted.support is not None
         mean = max(1, int(wanted.support.ends[-1]) // len(hidden))
-        size = self._chunk_size(hidden.device.type, mean * hidden.shape[-1])
+        size = self._chunk_size(hidden.device, mean * hidden.shape[-1])
         return _in_chunks(self._kept_figures, head, hidden, wanted, size)
 
     def _kept_figures(self, head: nn.Linear, hidden: Tensor, wanted: Wanted) -> Tensor:

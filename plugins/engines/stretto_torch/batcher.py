@@ -17,6 +17,7 @@ from stretto.engine import Chunk, Finish, GenerateRequest
 from stretto.errors import RequestError
 from stretto.serving.intake import Intake, final_chunks
 from stretto.serving.stop_strings import StopStrings
+from stretto.training.device import is_gpu
 from stretto_torch.decoder_graphs import GraphDecoder
 from stretto_torch.images import PromptImages
 from stretto_torch.model import LoadedModel
@@ -121,8 +122,8 @@ class Batcher:
         self._end_all(ahead, "error", f"the weights went back to version {version}")
         self._take_out(self.slots.weights_changed(version, recompute=self._recompute_on_swap))
         self.intake.serve(version)
-        if self.model.decoder.cache.device.type == "cuda":
-            torch.cuda.synchronize()
+        if is_gpu(device := self.model.decoder.cache.device):
+            torch.get_device_module(device).synchronize()
         pause_s = monotonic() - start
         self.figures.swaps += 1
         self.figures.pause_s += pause_s

@@ -22,6 +22,7 @@ from torch import Tensor
 from stretto.errors import EngineError
 from stretto.machine import clock
 from stretto.machine.private_file import cache_folder
+from stretto.training.device import is_gpu
 from stretto_torch.decoder import Decoder
 from stretto_torch.shapes import Shapes, padded_prompt
 from stretto_torch.size_classes import SizeClasses
@@ -76,8 +77,8 @@ def _former(stack: ExitStack, file: Path, say: Say) -> _Found | None:
 
 def _machine(decoder: Decoder) -> tuple[str, ...]:
     device = decoder.cache.device
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
+    if is_gpu(device):
+        processor = torch.get_device_module(device).get_device_name(device)
     else:
         text = Path("/proc/cpuinfo").read_text()
         processor = next((line for line in text.splitlines() if line.startswith("model name")), "")

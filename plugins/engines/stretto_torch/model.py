@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from stretto.errors import ConfigError, EngineError
 from stretto.machine.cores import available_memory
 from stretto.models.finite import not_finite
-from stretto.training.device import compute_device
+from stretto.training.device import compute_device, is_gpu
 from stretto.training.model import load_whole, names_in_files, reads_images
 from stretto.training.trial import Unsuitable, attempt
 from stretto_torch import LONGEST, TorchInferenceConfig, slots_within, tokens_within
@@ -112,8 +112,8 @@ def _refuse_unless_same(decoder: Decoder, model: Any, deviation: float) -> None:
 
 
 def _memory(device: torch.device, share: float) -> float:
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory * share
+    if is_gpu(device):
+        return torch.get_device_module(device).get_device_properties(device).total_memory * share
     return available_memory()
 
 
