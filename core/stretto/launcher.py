@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import Literal, Protocol, get_args, runtime_checkable
+from typing import ClassVar, Literal, Protocol, get_args, runtime_checkable
 
 import msgspec
 
@@ -20,6 +20,7 @@ from stretto.machine.former_process import UNKNOWN_STATUS
 from stretto.machine.gpus import gpu_variables, visible_gpus
 
 __all__ = [
+    "ALLOCATOR_VARIABLES",
     "ROLES",
     "UNKNOWN_STATUS",
     "AdoptingLauncher",
@@ -43,6 +44,8 @@ __all__ = [
 
 Role = Literal["trainer", "inference", "rollout", "verifier"]
 ROLES: tuple[Role, ...] = get_args(Role)
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Set torch's allocator of GPU memory. Versions before 2.9 know the second alone."""
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,6 +59,9 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     share: Share = 1.0
     """Share of the memory of each GPU that a process may use. Roles whose shares add up to at most 1 can
     share one GPU."""
+    segments_expand: ClassVar[bool] = False
+    """Whether torch's segments of GPU memory grow where they are. Passes of many sizes otherwise leave pieces
+    that none fits into. An engine that sleeps cannot have it."""
     memory_gb: PositiveFloat | None = None
     """Host memory of each process, in GiB. Cluster launchers request it; the local launcher only adds it
     up."""
@@ -278,8 +284,12 @@ def process_environment(resources: Resources, gpus: Sequence[str]) -> dict[str, 
 
 def thread_variables(resources: Resources) -> dict[str, str]:
     """Return the environment variables that limit the compute threads of a process, for every library that
-    would otherwise use all cores. Launchers set them before the process loads those libraries."""
+    would otherwise use all cores, and, unless this process has them, `ALLOCATOR_VARIABLES` for
+    `segments_expand`. Launchers set them before the process loads those libraries."""
     libraries = ("OMP", "MKL", "OPENBLAS")
     threads = {f"{library}_NUM_THREADS": str(resources.threads) for library in libraries}
+    grows = resources.gpus and resources.segments_expand and not os.environ.keys() & {*ALLOCATOR_VARIABLES}
+    allocator = dict.fromkeys(ALLOCATOR_VARIABLES if grows else (), "expandable_segments:True")
     # Idle OpenMP threads that spin would slow other processes down by a factor of about ten.
-    return threads | {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+    idle = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "TOKENIZERS_PARALLELISM": "false"}
+    return threads | allocator | idle

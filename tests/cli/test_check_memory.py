@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -140,6 +141,19 @@ def test_what_does_not_fit_is_refused_unless_a_user_knows_better(monkeypatch: py
     assert problems("inference.cache_gb=60", "launcher=slurm") == {}  # other machines
 
 
+def test_checkpoints_that_the_disk_cannot_hold_are_named_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and AdamW's two states are 12 bytes a parameter; two are kept beside the one being written."""
+    run = assembled(f"out={tmp_path}/out", "checkpoint.every=1")
+    for room, count in ((3 * 12 * PARAMETERS, 0), (3 * 12 * PARAMETERS - 1, 1)):
+        usage = shutil.disk_usage(tmp_path)._replace(free=room)
+        monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage))
+        found = [each for each in memory_problems(run, limited=True) if each.path == "checkpoint"]
+        assert [each.severity for each in found] == ["environment"] * count
+        assert all("3 checkpoints take" in each.message for each in found)
+
+
 def test_a_cache_without_a_size_keeps_within_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """32 slots of 96 tokens of 1.5 kB would take 4.5 MiB."""
     machine(monkeypatch, 0.02)
@@ -210,7 +224,8 @@ def test_auto_fills_the_memory_with_a_micro_batch() -> None:
 
 def test_weights_that_do_not_fit_into_shared_memory_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def disk_usage(folder: Path) -> SimpleNamespace:
-        assert folder == Path("/dev/shm")
+        if folder != Path("/dev/shm"):
+            return SimpleNamespace(free=GIB)
         return SimpleNamespace(free=2 * 4 * PARAMETERS - 1)
 
     monkeypatch.setattr(check_memory, "shutil", SimpleNamespace(disk_usage=disk_usage))

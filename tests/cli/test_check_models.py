@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.compose import compose, compose_mapping
+from stretto.cli.start import checks
 from stretto.cli.start.check_models import model_problems, source_problems
 from stretto.models.files import positions_of
 from stretto.training.config import LoraConfig
@@ -145,6 +146,26 @@ def test_longrope_is_read_up_to_its_original_positions(key: str, tmp_path: Path)
         sections = {"dataset": dataset, "inference": inference, "sampling": {"max_tokens": 9}}
         found = model_problems(Assembly(compose_mapping(run | sections)))
         assert [each.path for each in found].count("inference.context_length") == count
+
+
+def test_a_context_above_the_positions_needs_yarn_on_both_sides(tmp_path: Path) -> None:
+    """An engine that extended them alone would sample what the trainer does not compute."""
+    yarn = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 32}
+    for rope, errors in (({}, 1), ({"rope_scaling": yarn}, 0)):
+        written = QWEN | {"max_position_embeddings": 32} | rope
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        assert positions_of(str(tmp_path)) == (96 if rope else 32)
+        run = {"name": "r", "model": str(tmp_path), "algorithm": "grpo", "training": "torch", "steps": 1}
+        dataset = {"use": "jsonl", "path": str(tmp_path / "config.json")}
+        for engine in ("torch", "vllm", "sglang"):
+            sections = {
+                "inference": {"use": engine, "context_length": 96, "canary": None},
+                "dataset": dataset,
+            }
+            assembly = Assembly(compose_mapping({**run, "reward": "exact", **sections}))
+            found = [each for each in checks.problems(assembly, starting=False) if "YaRN" in each.message]
+            assert [each.severity for each in found] == ["error"] * errors
+            assert all('"factor": 3.0' in each.message for each in found)
 
 
 def test_two_folders_are_one_model_if_their_tensors_are_the_same(tmp_path: Path) -> None:

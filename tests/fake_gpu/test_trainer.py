@@ -68,6 +68,15 @@ def test_logprobs_are_read_once_for_each_micro_batch(steps: Steps) -> None:
 
 
 @pytest.mark.slow
+def test_masks_of_long_answers_with_a_common_prompt_do_not_live_on_the_card(steps: Steps) -> None:
+    """All pairs of query and key of these eight sequences take 7.5 GiB."""
+    section = {"dtype": "bfloat16", "micro_batch_tokens": 131072}
+    done = steps(size="tiny", lengths=[16384] * 8, shared=512, training=section)
+    assert done["form"] == "packed, with shared prefixes"
+    assert done["highest"] < 2 * GIB
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "tokens", "case", "training"),
     [

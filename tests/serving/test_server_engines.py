@@ -32,6 +32,7 @@ from stretto.cli.start.checks import problems
 from stretto.component import Context
 from stretto.engine import Chunk, GenerateRequest, Sampling
 from stretto.errors import ConfigError, EngineError, WeightsError, leaves
+from stretto.launcher import ALLOCATOR_VARIABLES, thread_variables
 from stretto.models.version_files import FolderPublisher, open_version
 from stretto.serving.config import ServerEngineConfig, flags
 from stretto.serving.engine import ServerEngine
@@ -40,6 +41,7 @@ from stretto.serving.streams import Ask, StreamChunk
 from stretto_sglang import SglangConfig
 from stretto_sglang.checksums import Checksums
 from stretto_sglang.engine import SglangEngine
+from stretto_torch import TorchTrainingConfig
 from stretto_vllm import VllmConfig
 from stretto_vllm.engine import VllmEngine
 
@@ -118,6 +120,26 @@ async def test_the_key_stands_in_no_command_line(
     assert "the-key" not in " ".join(command.arguments)
     assert "the-key" in command.env.values()
     assert "127.0.0.1" in command.arguments
+
+
+@pytest.mark.parametrize(("engine", "config"), [(VllmEngine, VllmConfig), (SglangEngine, SglangConfig)])
+def test_segments_of_a_trainer_grow_and_those_of_a_server_that_sleeps_do_not(
+    engine: Callable[[Any, Context], ServerEngine],
+    config: type[ServerEngineConfig],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Passes of many sizes leave pieces that none fits into. The pool of a sleeping server refuses it."""
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    asleep = config(use="any", python=sys.executable, gpus=1, sleep=True)
+    grown = dict.fromkeys(ALLOCATOR_VARIABLES, "expandable_segments:True")
+    assert thread_variables(TorchTrainingConfig(gpus=1)).items() >= grown.items()
+    for section in (TorchTrainingConfig(), asleep):
+        assert not thread_variables(section).keys() & grown.keys()
+    context = Context(run="r", name="n", seed=1, model="m")
+    assert {engine(asleep, context).command(1, "key").env[name] for name in grown} == {""}
+    monkeypatch.setenv(ALLOCATOR_VARIABLES[1], "max_split_size_mb:512")
+    assert not thread_variables(TorchTrainingConfig(gpus=1)).keys() & grown.keys(), "a user's own"
 
 
 # -------------------------------------------------------------------------------------- the server

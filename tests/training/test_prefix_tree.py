@@ -16,6 +16,7 @@ from fixture_types import Models
 from stretto.component import Head
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch
+from stretto.training import packing, prefix_tree
 from stretto.training.config import LoraConfig
 from stretto.training.engine import HFTraining
 from stretto.training.packing import PackedRows, PaddedRows, PrefixRows
@@ -160,6 +161,22 @@ def test_other_options_share_prefixes_too(tiny_models: Models, head: Head, optio
     one, other = (engine_of(model, head=head, shared_prefixes=shared, **options) for shared in (True, False))
     assert _count_nodes(one, batch_from(GROUPS)) < 0.5 * _count_nodes(other, batch_from(GROUPS))
     assert_equal_steps(one, other, batch_from(GROUPS), 0.1 if head == "policy" else 0.0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("limit", [0, 1000])
+def test_masks_above_a_limit_are_made_for_some_queries_at_a_time(
+    limit: int, checkpointing: bool, tiny_models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_tree, "BIAS_BYTES", 0)
+    monkeypatch.setattr(packing, "BIAS_BYTES", limit)
+    blocks = PrefixTree([np.array(group) for group in GROUPS]).plan(8, torch.device("cpu")).blocks
+    assert any(block.tree is not None for block in blocks)
+    options: dict[str, Any] = {"gradient_checkpointing": checkpointing}
+    one, other = (
+        engine_of(tiny_models("qwen2"), shared_prefixes=shared, **options) for shared in (True, False)
+    )
+    assert_equal_steps(one, other, batch_from(GROUPS), 0.1)
 
 
 def _count_nodes(engine: HFTraining, batch: Batch) -> int:

@@ -81,13 +81,18 @@ def text_config(model: str | None) -> Mapping[str, Any]:
 
 def positions_of(model: str | None) -> int | None:
     """Return the number of a model's positions; None if its config has no such key. With longrope, a text is
-    rotated by the longest of its batch, and only up to the original positions always in the same way."""
+    rotated by the longest of its batch, and only up to the original positions always in the same way. YaRN
+    multiplies the original ones, also where the config still has their number."""
     config = text_config(model)
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if {"longrope", "su"} & {rope.get("rope_type"), rope.get("type")}:
         key = "original_max_position_embeddings"
         return rope.get(key) or config.get(key) or config.get("max_position_embeddings")
-    return config.get("max_position_embeddings", config.get("n_positions"))
+    positions = config.get("max_position_embeddings", config.get("n_positions"))
+    if positions and "yarn" in (rope.get("rope_type"), rope.get("type")):
+        original = rope.get("original_max_position_embeddings") or positions
+        return max(positions, int(original * rope.get("factor", 1)))
+    return positions
 
 
 def vocabulary_of(model: str | None) -> int | None:

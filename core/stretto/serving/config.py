@@ -1,5 +1,6 @@
 """Config and checks of server engines: inference engines that are HTTP servers, started or attached to."""
 
+import json
 import math
 import os
 import subprocess
@@ -13,7 +14,7 @@ from stretto.component import Defaults, Known, LocalPath, NonNegativeInt, Positi
 from stretto.config import RunConfig
 from stretto.engine import InferenceConfig, Memory, Sampling
 from stretto.errors import EngineError
-from stretto.models.files import cache_bytes, folder_of_model, parameters_in, text_config
+from stretto.models.files import cache_bytes, folder_of_model, parameters_in, positions_of, text_config
 from stretto.serving.environment import environment_of
 
 __all__ = ["Flag", "ServerEngineConfig", "check_server_engine", "context_of_model", "flags", "interpreter_of"]
@@ -147,7 +148,7 @@ def check_server_engine(
         )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1: answers are sampled one after another", "warning")
-    yield from context_problems(config.context_length, run, extends=True)
+    yield from context_problems(config.context_length, run)
     for path, sampling in run.samplings():
         if fault := config.unfit(sampling):
             yield Problem(path, fault)
@@ -257,13 +258,22 @@ def _flag(name: str) -> str:
     return "--" + name.lstrip("-").replace("_", "-")
 
 
-def context_problems(length: int | None, run: RunConfig, *, extends: bool) -> Iterator[Problem]:
-    """Yield the problems of `context_length`: an answer needs more tokens, or the model has fewer positions.
-    The latter is only a warning if the engine `extends` the model's positions."""
-    positions = text_config(run.model).get("max_position_embeddings")
-    if length is not None and positions is not None and length > positions:
-        text = f"is {length}, but {run.model!r} has {positions} positions"
-        yield Problem("inference.context_length", text, "warning" if extends else "error")
+def context_problems(length: int | None, run: RunConfig) -> Iterator[Problem]:
+    """Yield the problems of `context_length`: an answer needs more tokens, or the model has fewer positions:
+    an engine that extends them would sample what the trainer does not compute."""
+    written = text_config(run.model).get("max_position_embeddings", 0)
+    positions = max(written, positions_of(run.model) or 0)  # `check` has its own words for longrope
+    if length and positions and length > positions:
+        yarn = {
+            "rope_type": "yarn",
+            "factor": float(-(-length // positions)),
+            "original_max_position_embeddings": positions,
+        }
+        yield Problem(
+            "inference.context_length",
+            f"is {length}, but {run.model!r} has {positions} positions; set at most that, or give trainer "
+            f'and engine more with YaRN, in config.json of the model: "rope_scaling": {json.dumps(yarn)}',
+        )
     longest = run.sampling.max_tokens
     if longest >= (length or _MOST_CONTEXT):
         yield Problem(

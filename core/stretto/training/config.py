@@ -146,6 +146,8 @@ class ModelTrainingConfig(TrainingConfig, frozen=True, kw_only=True, forbid_unkn
     """Apply torch.compile to the feed-forward part of every layer, because its shapes vary in only one
     dimension. It needs a C++ compiler on a CPU and Triton on a GPU. The first steps are slow."""
 
+    segments_expand: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.decay_steps is None:
             raise ValueError(f"schedule {self.schedule!r} needs decay_steps")

@@ -8,17 +8,26 @@ Every other model gets rows padded on the right, with a mask.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
 from stretto.errors import EngineError
 from stretto.rl.batch import Batch
-from stretto.training.prefix_tree import AttentionBlock, AttentionPlan, PrefixTree, VarlenBounds, split_batch
+from stretto.training.prefix_tree import (
+    BIAS_BYTES,
+    AttentionBlock,
+    AttentionPlan,
+    PrefixTree,
+    VarlenBounds,
+    split_batch,
+)
 from stretto.training.token_head import ModelInputs, Wanted
 from stretto.training.trial import Unsuitable
 
@@ -91,22 +100,46 @@ def _attend_in_blocks(
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     key_counts = [block.keys for block in blocks]
     parts = zip(
+        blocks,
         query.split([block.queries for block in blocks], 2),
         key.split(key_counts, 2),
         value.split(key_counts, 2),
-        (block.bias for block in blocks),
         strict=True,
     )
-    attended = [
-        F.scaled_dot_product_attention(
-            *part,
-            attn_mask=None if bias is None else bias.to(query.dtype),
-            is_causal=bias is None,
-            scale=scaling,
-        )
-        for *part, bias in parts
-    ]
+    attended = [_attend_in_block(*part, scaling) for part in parts]
     return torch.cat(attended, 2).transpose(1, 2)
+
+
+def _attend_in_block(
+    block: AttentionBlock, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+) -> Tensor:
+    if block.tree is not None:
+        return _attend_in_tree(query, key, value, block.tree, scaling)
+    bias = None if block.bias is None else block.bias.to(query.dtype)
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=bias, is_causal=bias is None, scale=scaling
+    )
+
+
+def _attend_in_tree(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, scaling: float | None) -> Tensor:
+    """Attend in calls for some queries each. Both passes make the mask of each call: all masks together may
+    take gigabytes."""
+    (nodes, ends), queries = tree, query.shape[2]
+    ancestors, size = len(nodes) - queries, max(1, BIAS_BYTES // (4 * len(nodes)))
+
+    def attend(query: Tensor, first: int, last: int) -> Tensor:
+        read = ancestors + last  # no later key is an ancestor
+        own = nodes[ancestors + first : read, None]
+        mask = (nodes[:read] <= own) & (own < ends[:read])
+        states = query[:, :, first:last], key[:, :, :read], value[:, :, :read]
+        return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling)
+
+    bounds = [*range(0, queries, size), queries]
+    parts = [
+        checkpoint(attend, query, first, last, use_reentrant=False, preserve_rng_state=False)
+        for first, last in pairwise(bounds)
+    ]
+    return torch.cat(parts, 2)
 
 
 def _gather(states: Tensor, nodes: Tensor) -> Tensor:

@@ -20,12 +20,21 @@ from torch import Tensor
 
 from stretto.rl.batch import Batch
 
-__all__ = ["AttentionBlock", "AttentionPlan", "PrefixTree", "VarlenBounds", "common_length", "split_batch"]
+__all__ = [
+    "BIAS_BYTES",
+    "AttentionBlock",
+    "AttentionPlan",
+    "PrefixTree",
+    "VarlenBounds",
+    "common_length",
+    "split_batch",
+]
 
 # T tokens of S sequences, U nodes of their tree. Q queries and K keys of a block.
 
 Integers = NDArray[np.int64]
 
+BIAS_BYTES = 1 << 26
 _CALL_PRODUCTS = 160_000
 """Fixed cost of an attention call on a CPU, in multiplications. Blocks are joined if that costs less."""
 
@@ -40,6 +49,9 @@ class AttentionBlock:
     bias: Tensor | None
     """(Q, K) float32: 0 where a query reads a key, else -inf. None for a chain, which is causal: the last
     query reads all keys. Only a varlen call computes a chain with ancestors."""
+    tree: Tensor | None = None
+    """(2, K) int64: the nodes that are keys, and the node after the subtree of each. Set where the row's
+    biases would take more than `BIAS_BYTES`: they grow with the square of the length."""
 
 
 class VarlenBounds(NamedTuple):
@@ -106,13 +118,20 @@ class PrefixTree:
         heads. With `varlen`, each branch is a block, for one varlen call."""
         blocks: list[AttentionBlock] = []
         keys: list[Integers] = []
+        room = BIAS_BYTES
         # If a call costs nothing, branches stay separate: a joined block has more pairs.
         for branches in self._join_branches(0 if varlen else _CALL_PRODUCTS // width):
             nodes = np.arange(branches[0].start, branches[-1].start + branches[-1].size)
             keys.append(np.concatenate([branches[0].before, nodes]))
-            chain = varlen or (len(branches) == 1 and not len(branches[0].before))
-            bias = None if chain else torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
-            blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias))
+            bias = tree = None
+            size = 4 * len(nodes) * len(keys[-1])
+            if not varlen and (len(branches) > 1 or len(branches[0].before)):
+                if size <= room:
+                    bias = torch.from_numpy(self._bias(nodes, keys[-1])).to(device)
+                    room -= size
+                else:
+                    tree = torch.from_numpy(np.stack([keys[-1], self._ends[keys[-1]]])).to(device)
+            blocks.append(AttentionBlock(len(nodes), len(keys[-1]), bias, tree))
         own_only = sum(map(len, keys)) == len(self.tokens)
         nodes_read = None if own_only else torch.from_numpy(np.concatenate(keys)).to(device)
         return AttentionPlan(blocks, nodes_read, VarlenBounds.of(blocks, device) if varlen else None)

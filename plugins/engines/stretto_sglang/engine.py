@@ -16,6 +16,7 @@ import msgspec
 from stretto.component import Context
 from stretto.engine import Sampling
 from stretto.errors import EngineError, WeightsError
+from stretto.launcher import ALLOCATOR_VARIABLES
 from stretto.serving.config import Flag, flags, interpreter_of
 from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
@@ -98,6 +99,8 @@ class SglangEngine(ServerEngine):
             env |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": _MODELS, "SGLANG_EXTERNAL_MM_PROCESSOR_PACKAGE": _MODELS}
         if config.gpus:
             opts["--enable-memory-saver"] = config.sleeps
+            if config.sleeps:  # its memory pool refuses expandable segments, which a user's shell may set
+                env |= dict.fromkeys(ALLOCATOR_VARIABLES, "")
             if config.share < 1:
                 opts["--mem-fraction-static"] = round(_GPU_SHARE * config.share, 3)
         else:

@@ -159,7 +159,7 @@ def _check_inference(config: TorchInferenceConfig, run: RunConfig) -> Iterable[P
         )
     if config.slots == 1 and run.steps:
         yield Problem("inference.slots", "is 1, so answers are sampled one after another", "warning")
-    yield from context_problems(config.context_length, run, extends=False)
+    yield from context_problems(config.context_length, run)
     needed = cache_bytes(run.model, _ITEM[config.compute_dtype]) * (config.context_length or 0)
     if config.cache_gb is not None and needed > config.cache_gb * 2**30:
         yield Problem(

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from stretto.errors import ConfigError, EngineError
 from stretto.machine.cores import available_memory
+from stretto.models.files import positions_of
 from stretto.models.finite import not_finite
 from stretto.training.device import compute_device, is_gpu
 from stretto.training.model import load_whole, names_in_files, reads_images
@@ -59,7 +60,7 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
-    length = _context(model.config, config.context_length)
+    length = _context(folder, config.context_length)
     sample_bytes, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
     slots = config.slots or slots_within(config, samples_in_flight, sample_bytes, memory)
     shapes = Shapes(slots, length)
@@ -196,8 +197,8 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).square().mean().sqrt() / expected.std())
 
 
-def _context(config: Any, length: int | None) -> int:
-    max_positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+def _context(folder: str, length: int | None) -> int:
+    max_positions = positions_of(folder)
     if length is not None and max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")
     return length or min(max_positions or LONGEST, LONGEST)

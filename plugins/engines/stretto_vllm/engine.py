@@ -17,6 +17,7 @@ import msgspec
 from stretto.component import Context
 from stretto.engine import Finish, Sampling
 from stretto.errors import EngineError, WeightsError
+from stretto.launcher import ALLOCATOR_VARIABLES
 from stretto.serving.config import Flag, flags, interpreter_of
 from stretto.serving.engine import ServerEngine
 from stretto.serving.images import ServerText
@@ -113,6 +114,8 @@ class VllmEngine(ServerEngine):
         }
         if config.gpus:
             opts["--enable-sleep-mode"] = config.sleeps
+            if config.sleeps:  # its memory pool refuses expandable segments, which a user's shell may set
+                env |= dict.fromkeys(ALLOCATOR_VARIABLES, "")
             opts["--gpu-memory-utilization"] = round(_GPU_SHARE * config.share, 3)
         else:
             # vLLM 0.32 on CPU crashes on a seeded sample whose prompt is computed in chunks.

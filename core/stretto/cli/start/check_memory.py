@@ -2,14 +2,18 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from stretto.assembly.assembly import Assembly
 from stretto.assembly.memory_changes import changes, fitting
+from stretto.assembly.placement import Placement
 from stretto.assembly.run_memory import Need, on_host, version_bytes
 from stretto.component import Problem
+from stretto.config import RunConfig
 from stretto.machine.cores import available_memory
+from stretto.models.files import folder_of_model, parameters_in
 from stretto.models.version_files import SHARED_MEMORY
+from stretto.training.config import ModelTrainingConfig
 
 _GIB = 2**30
 _MUCH = 0.8
@@ -33,6 +37,23 @@ def memory_lines(assembly: Assembly) -> Iterator[str]:
     if version := version_bytes(assembly.config, assembly.graph):
         free = shutil.disk_usage(SHARED_MEMORY).free
         yield f"           {SHARED_MEMORY}: {_VERSIONS * version / _GIB:.2g} GiB of {free / _GIB:.1f} free"
+
+
+def checkpoint_sizes(config: RunConfig, placement: Placement) -> Mapping[str, int]:
+    """Return group -> bytes of its models in a checkpoint; without groups whose models this machine lacks."""
+    sizes: dict[str, int] = {}
+    for name, group in placement.groups.items():
+        section, size = group.section, 0
+        for model in group.models:
+            folder = folder_of_model(config.source_of(model))
+            if not isinstance(section, ModelTrainingConfig) or folder is None:
+                break
+            if placement.graph.models[model].trainable:
+                has_states = section.optimizer == "adamw" and section.lora is None
+                size += 4 * parameters_in(folder) * (3 if has_states else 1)  # float32
+        else:
+            sizes |= {name: size} if size else {}
+    return sizes
 
 
 def _table(known: Sequence[Need]) -> Iterator[str]:
@@ -71,6 +92,7 @@ def memory_problems(assembly: Assembly, *, limited: bool) -> Iterator[Problem]:
         advice = _advice(assembly, sections, lambda needs: on_host(needs) <= memory)
         yield Problem("model", f"{text}; {advice}", "error" if size > memory and limited else "warning")
     yield from _shared_memory_problems(assembly)
+    yield from _disk_problems(assembly)
 
 
 def _advice(assembly: Assembly, sections: Sequence[str], fits: Callable[[Sequence[Need]], bool]) -> str:
@@ -84,6 +106,23 @@ def _advice(assembly: Assembly, sections: Sequence[str], fits: Callable[[Sequenc
     chosen = " ".join(change.override for change in fitting(assembly, found, fits))
     end = f"it fits with {chosen}" if chosen else "even together they do not make it fit"
     return f"{', '.join(map(str, found))}; {end}; `--no-memory-limit` starts it anyway"
+
+
+def _disk_problems(assembly: Assembly) -> Iterator[Problem]:
+    """Compare the checkpoints that a run has at most, with the one being written, with the free disk."""
+    config = assembly.config.checkpoint
+    number = config.keep + config.keep_best + 1 if config.every else 1
+    size = number * sum(checkpoint_sizes(assembly.config, assembly.placement).values())
+    place = next(
+        folder for folder in (assembly.folder, *assembly.folder.absolute().parents) if folder.is_dir()
+    )
+    if config.store is None and size > (free := shutil.disk_usage(place).free):
+        yield Problem(
+            "checkpoint",
+            f"{number} checkpoints take {size / _GIB:.1f} GiB, and {place} has {free / _GIB:.1f} free; set "
+            "`checkpoint.keep: 1`, `out` to a folder of another disk, or `checkpoint.store`",
+            "environment",
+        )
 
 
 def _shared_memory_problems(assembly: Assembly) -> Iterator[Problem]:

@@ -8,12 +8,11 @@ from stretto.assembly.placement import DEFAULT_GROUP, Placement
 from stretto.assembly.variants import own_sections, variants_of
 from stretto.assembly.worker_numbers import EVALUATOR
 from stretto.cli.start.check_chat import chat_lines
-from stretto.cli.start.check_memory import memory_lines
+from stretto.cli.start.check_memory import checkpoint_sizes, memory_lines
 from stretto.config import RunConfig
 from stretto.dataset import Dataset
 from stretto.errors import EngineError
 from stretto.launcher import Resources
-from stretto.models.files import folder_of_model, parameters_in
 from stretto.serving.config import ServerEngineConfig, interpreter_of
 from stretto.training.config import ModelTrainingConfig, lr_factor
 
@@ -149,26 +148,16 @@ def _placement_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
 
 def _copy_lines(config: RunConfig, placement: Placement) -> Iterator[str]:
     """Yield each group's memory for the copy of a checkpoint, if the group's models are on this machine."""
-    for group in placement.groups.values():
-        section, size = group.section, 0.0
-        for name in group.models:
-            folder = folder_of_model(config.source_of(name))
-            if not isinstance(section, ModelTrainingConfig) or folder is None:
-                break
-            if placement.graph.models[name].trainable:
-                parameters = parameters_in(folder)
-                trained_whole = section.optimizer == "adamw" and section.lora is None
-                size += parameters * 4e-9 * (3 if trained_whole else 1) / section.processes  # GB, float32
+    for name, whole in checkpoint_sizes(config, placement).items():
+        group = placement.groups[name]
+        size = whole * 1e-9 / group.section.processes  # GB
+        if size <= config.checkpoint.copy_gb:
+            yield f"           {group.path}: {size:.2g} GB copied in each process; no step waits"
         else:
-            if not size:
-                continue
-            if size <= config.checkpoint.copy_gb:
-                yield f"           {group.path}: {size:.2g} GB copied in each process; no step waits"
-            else:
-                yield (
-                    f"           {group.path}: {size:.2g} GB in each process, more than checkpoint.copy_gb "
-                    f"({config.checkpoint.copy_gb:g}): the next step waits"
-                )
+            yield (
+                f"           {group.path}: {size:.2g} GB in each process, more than checkpoint.copy_gb "
+                f"({config.checkpoint.copy_gb:g}): the next step waits"
+            )
 
 
 def _table(head: list[str], rows: list[list[str]]) -> list[str]:
