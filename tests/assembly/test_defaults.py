@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -39,8 +40,9 @@ SEVEN_B = {
     "num_hidden_layers": 28,
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": False,
 }
-SEVEN_B |= {"intermediate_size": 18944, "tie_word_embeddings": False}
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +106,7 @@ def test_a_large_model_gets_smaller_passes(tmp_path: Path) -> None:
 
 
 def test_slots_follow_the_room_for_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stretto.serving.config.parameters_in", lambda folder: 7_615_616_512)
+    monkeypatch.setattr("stretto.serving.config.parameters_in", Mock(return_value=7_615_616_512))
     server = (model(tmp_path, SEVEN_B), "inference=vllm", "inference.gpus=1", "inference.share=1")
     # 0.8 x 24 GiB - 14.19 GiB of weights = 5.01 GiB; a token has 2 x 28 x 4 x 128 x 2 bytes; 1,536 tokens.
     [slots] = chosen(decided(GSM8K, *server, gib=24), "inference.slots")
@@ -118,11 +120,11 @@ def test_trainers_and_engines_have_one_dtype(monkeypatch: pytest.MonkeyPatch) ->
     attached = decided(GSM8K, "inference=vllm", "inference.urls=[http://127.0.0.1:1]")
     assert chosen(attached, *DTYPES, "inference.slots") == ["bfloat16", "float32", 64]
     monkeypatch.setattr(gpus, "listed_gpus", lambda: (gpus.Gpu("0", "GPU-a", "Tesla T4", 15 * GIB),))
-    monkeypatch.setattr(gpus, "_answer", lambda *question: "GPU-a, 7.5\n")
+    monkeypatch.setattr(gpus, "_answer", Mock(return_value="GPU-a, 7.5\n"))
     old = decided(GSM8K)
     assert chosen(old, *DTYPES) == ["float32"] * 2
     assert dict(old.reasons)["training.dtype"] == "these GPUs do not compute in bfloat16"
-    monkeypatch.setattr(gpus, "_answer", lambda *question: "GPU-a, 12.0\n")
+    monkeypatch.setattr(gpus, "_answer", Mock(return_value="GPU-a, 12.0\n"))
     assert chosen(decided(GSM8K), *DTYPES) == ["bfloat16"] * 2
 
 
@@ -148,7 +150,7 @@ def test_what_was_decided_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     text = (tmp_path / "run" / "config.yaml").read_text()
     assert text.startswith("# training.dtype: with GPUs; the weights that are trained stay float32\n")
     assert yaml.safe_load(text)["training"]["micro_batch_tokens"] == 16384
-    monkeypatch.setattr(assembled, "_dtype_of_run", lambda config: ("float32", "another machine"))
+    monkeypatch.setattr(assembled, "_dtype_of_run", Mock(return_value=("float32", "another machine")))
     resumed = assemble_in_force(tmp_path / "run").composed
     assert msgspec.to_builtins(resumed.config) == msgspec.to_builtins(run.config)
     assert not resumed.reasons

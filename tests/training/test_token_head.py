@@ -19,6 +19,7 @@ from stretto.array import KeptTokens
 from stretto.rl.batch import Batch, Drawn
 from stretto.training import token_head
 from stretto.training.config import LoraConfig
+from stretto.training.memory import CHUNK_BYTES
 from tiny_sizes import IDS, tiny_sizes
 from training_engines import assert_equal_steps, batch_of, loaded_engine, off, squared, step_of
 
@@ -53,7 +54,7 @@ def model_of(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture(params=["kept", "recomputed"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of seven tokens, kept for the backward pass or computed again."""
-    monkeypatch.setitem(token_head.CHUNK_BYTES, False, 7 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(CHUNK_BYTES, False, 7 * 4 * VOCABULARY)
     if request.param == "recomputed":
         monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
@@ -167,7 +168,7 @@ def test_a_head_of_an_unknown_form_is_computed_whole(model_of: Callable[..., Pat
 
 
 def test_no_tensor_holds_all_logits(model_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(token_head.CHUNK_BYTES, False, 4 * 4 * VOCABULARY)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setitem(CHUNK_BYTES, False, 4 * 4 * VOCABULARY)
     monkeypatch.setattr(token_head, "_KEPT_BYTES", 0)
 
     def most(chunked: bool) -> int:
