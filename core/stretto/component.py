@@ -123,10 +123,11 @@ class Known(NamedTuple):
     """What is known of a run when the null keys of a section become numbers (`default_values`)."""
 
     run: RunConfig
-    memory: float
-    """Bytes of its device that a process of the section may use; infinite if not known."""
-    samples_in_flight: int
-    """Maximum number of samples that one inference engine has at the same time; 0 if not known."""
+    memory: Callable[[Any], float]
+    """Section of a role (`Resources`) -> bytes of its device that a process of it may use; infinite if not
+    known. Asking a GPU's driver takes seconds."""
+    samples_in_flight: Callable[[], int]
+    """Returns the maximum number of samples that one inference engine has at the same time; 0: not known."""
     dtype: str
     """dtype of the run's trainers and engines."""
     why: str

@@ -151,9 +151,12 @@ def test_what_was_decided_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert text.startswith("# training.dtype: with GPUs; the weights that are trained stay float32\n")
     assert yaml.safe_load(text)["training"]["micro_batch_tokens"] == 16384
     monkeypatch.setattr(assembled, "_dtype_of_run", Mock(return_value=("float32", "another machine")))
+    asked = Mock(return_value=())
+    monkeypatch.setattr(gpus, "listed_gpus", asked)
     resumed = assemble_in_force(tmp_path / "run").composed
     assert msgspec.to_builtins(resumed.config) == msgspec.to_builtins(run.config)
     assert not resumed.reasons
+    assert not asked.called, "the driver's answer takes seconds in each worker"
 
 
 def test_auto_still_asks_for_a_number() -> None:

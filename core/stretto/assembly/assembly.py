@@ -15,8 +15,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from datetime import date, datetime
-from functools import cached_property
-from operator import attrgetter
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -260,36 +259,39 @@ def _samples_in_flight(config: RunConfig, graph: Graph) -> int:
 def with_defaults(composed: Composed, gpu_bytes: int | None = None) -> Composed:
     """Return a run in which keys that are null have the values that follow from the device or from other
     keys. A run that began has none of these keys left."""
-    config, in_flight = composed.config, 0
-    if config.inference.gpus and getattr(config.inference, "slots", 0) is None:
+    given = composed
+
+    def in_flight() -> int:
+        config = given.config
+        context = Context(run=config.name, name=config.name, seed=config.seed, model=config.model)
         with suppress(StrettoError):  # the check shows why the algorithm cannot be made
-            context = Context(run=config.name, name=config.name, seed=config.seed, model=config.model)
-            algorithm: Algorithm = composed.make("algorithm", context)
-            in_flight = _samples_in_flight(config, graph_of(algorithm.calls(), algorithm.models))
-    dtype, why = _dtype_of_run(config)
+            algorithm: Algorithm = given.make("algorithm", context)
+            return _samples_in_flight(config, graph_of(algorithm.calls(), algorithm.models))
+        return 0
+
+    dtype, why = _dtype_of_run(composed)
     for path in composed.components:
         section = composed.section(path)
         if not isinstance(section, Resources | WorkflowConfig):
             continue
         variant = path.split(".")[1] if path.startswith("variants.") else ""
         run = run_of_variant(composed, variant).config if variant else composed.config
-        memory = device_memory(run, section, gpu_bytes) if isinstance(section, Resources) else math.inf
+        memory = partial(device_memory, run, gpu_bytes=gpu_bytes)
         values = section.default_values(Known(run, memory, in_flight, dtype, why))
         for key, (value, reason) in values.items():
             composed = composed.with_value(f"{path}.{key}", value, reason)
     return composed
 
 
-def _dtype_of_run(config: RunConfig) -> tuple[str, str]:
+def _dtype_of_run(composed: Composed) -> tuple[str, str]:
     """Return the dtype of trainers and engines that set none, and the reason."""
-    paths = [DEFAULT_GROUP, *(f"groups.{name}" for name in config.groups.__struct_fields__), "inference"]
-    computing = {path: attrgetter(path)(config) for path in paths}
+    computing = {path: composed.section(path) for path in (*_training_paths(composed), "inference")}
     if not any(section.gpus for section in computing.values()):
         return "float32", ""
     for path, section in computing.items():
         if (dtype := getattr(section, "dtype", None)) in ("float32", "bfloat16"):
             return dtype, f"as {path}.dtype"
-    if config.launcher.use == "local" and not computes_bfloat16(visible_gpus(os.environ)):
+    if composed.config.launcher.use == "local" and not computes_bfloat16(visible_gpus(os.environ)):
         return "float32", "these GPUs do not compute in bfloat16"
     return "bfloat16", "with GPUs; the weights that are trained stay float32"
 
@@ -353,10 +355,14 @@ def new_run_id(folder: Path) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_-]', '-', folder.name)}-{secrets.token_hex(3)}"
 
 
+def _training_paths(composed: Composed) -> list[str]:
+    return [DEFAULT_GROUP, *(f"groups.{name}" for name in composed.config.groups.__struct_fields__)]
+
+
 def _with_pass_sizes(composed: Composed, gpu_bytes: int | None) -> Composed:
     """Return the run with a number for each `micro_batch_tokens` that is 'auto' or null: as many as the
     memory has room for. Raise ConfigError for 'auto' if that is not known."""
-    for path in [DEFAULT_GROUP, *(f"groups.{name}" for name in composed.config.groups.__struct_fields__)]:
+    for path in _training_paths(composed):
         if (given := getattr(composed.section(path), _TOKENS, 0)) == "auto":
             composed = composed.with_value(f"{path}.{_TOKENS}", _pass_size(composed, path, gpu_bytes))
         elif given is None:

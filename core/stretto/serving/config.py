@@ -97,13 +97,13 @@ class ServerEngineConfig(InferenceConfig, frozen=True, kw_only=True, forbid_unkn
         folder, sample = folder_of_model(run.model), context * cache_bytes(run.model, item)
         weights = parameters_in(folder) * item // self.tensor_parallel if folder else 0
         slots, why = _SLOTS_UNKNOWN, "what its GPUs have, or the model needs, is not known here"
-        if known.memory < math.inf and sample and weights:
-            room = _CACHE_SHARE * known.memory - weights
+        if sample and weights and (memory := known.memory(self)) < math.inf:
+            room = _CACHE_SHARE * memory - weights
             # An answer has on average half of its length while it is decoded.
             slots = min(_MOST_SLOTS, max(_FEWEST_SLOTS, int(2 * room / sample * self.tensor_parallel)))
             why = f"{max(room, 0) / 2**30:.2g} GiB of cache for samples of {context:,} tokens"
-        if run.steps and 0 < known.samples_in_flight < slots:
-            slots, why = known.samples_in_flight, "the samples that the run may have in flight"
+        if run.steps and 0 < (in_flight := known.samples_in_flight()) < slots:
+            slots, why = in_flight, "the samples that the run may have in flight"
         return slots, why
 
     @property

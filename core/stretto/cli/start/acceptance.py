@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from operator import attrgetter
 from pathlib import Path
 
 from stretto.assembly.assembly import Assembly
@@ -25,7 +24,7 @@ def accepted(
     from stretto.cli.start.checks import faults_and_warnings  # slow; a fork server imports meanwhile
 
     composed = assembly.composed
-    chosen = (f"{key} is {attrgetter(key)(composed.config)}: {why}" for key, why in composed.reasons)
+    chosen = (f"{key} is {composed.section(key)}: {why}" for key, why in composed.reasons)
     for notice in (*composed.notices, *chosen):
         show("note", notice)
     faults, warnings = faults_and_warnings(assembly, starting=starting, **options)
