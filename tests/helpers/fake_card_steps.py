@@ -29,6 +29,7 @@ from stretto.training.engine import HFTraining
 from stretto_policy_gradients.grpo import GRPO, GRPOConfig
 from stretto_ppo import PPO, PPOConfig
 from stretto_torch import TorchTrainingConfig
+from training_engines import batch_of_one_prompt
 
 _SIZES = {
     "tiny": (64, 2, 4, 2, 128, 101, True),
@@ -83,17 +84,12 @@ def write_config(folder: Path, size: str) -> None:
 
 
 def batch_of(case: Case) -> Batch:
-    total = sum(case.lengths)
-    random = torch.Generator().manual_seed(1)
-    batch = Batch(case.lengths, {"tokens": torch.randint(2, 97, (total,), generator=random)}, {})
-    prompt = batch.positions() < case.shared
-    columns = {
-        "tokens": torch.where(prompt, batch.positions() % 90 + 2, batch["tokens"]),
-        "loss_mask": ~prompt & (batch.positions() > 0),
-    }
-    for name in ("advantages", "behaviour_logprobs", "reference_logprobs", "values", "returns"):
-        columns[name] = torch.randn(total, generator=random)
-    return Batch(case.lengths, columns, {"group": torch.arange(len(case.lengths)) // 8})
+    batch = batch_of_one_prompt(case.lengths, case.shared)
+    names = ("behaviour_logprobs", "reference_logprobs", "values", "returns")
+    columns = {name: torch.randn(batch.num_tokens) for name in names}
+    answers = batch.positions() >= max(1, case.shared)
+    group = torch.arange(len(case.lengths)) // 8
+    return batch.with_columns({**columns, "loss_mask": answers, "group": group})
 
 
 def run(case: Case, folder: Path) -> Done:

@@ -26,6 +26,7 @@ from stretto.training.prefix_tree import (
     AttentionPlan,
     PrefixTree,
     VarlenBounds,
+    reads,
     split_batch,
 )
 from stretto.training.token_head import ModelInputs, Wanted
@@ -129,8 +130,7 @@ def _attend_in_tree(query: Tensor, key: Tensor, value: Tensor, tree: Tensor, sca
 
     def attend(query: Tensor, first: int, last: int) -> Tensor:
         read = ancestors + last  # no later key is an ancestor
-        own = nodes[ancestors + first : read, None]
-        mask = (nodes[:read] <= own) & (own < ends[:read])
+        mask = reads(nodes[ancestors + first : read], nodes[:read], ends[:read])
         states = query[:, :, first:last], key[:, :, :read], value[:, :, :read]
         return F.scaled_dot_product_attention(*states, attn_mask=mask, scale=scaling)
 

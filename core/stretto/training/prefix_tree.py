@@ -27,6 +27,7 @@ __all__ = [
     "PrefixTree",
     "VarlenBounds",
     "common_length",
+    "reads",
     "split_batch",
 ]
 
@@ -35,6 +36,7 @@ __all__ = [
 Integers = NDArray[np.int64]
 
 BIAS_BYTES = 1 << 26
+"""Bytes of all biases of a row, at most."""
 _CALL_PRODUCTS = 160_000
 """Fixed cost of an attention call on a CPU, in multiplications. Blocks are joined if that costs less."""
 
@@ -138,8 +140,7 @@ class PrefixTree:
 
     def _bias(self, queries: Integers, keys: Integers) -> NDArray[np.float32]:
         """Return (Q, K): 0 where the key is the query or its ancestor, else -inf."""
-        reads = (keys <= queries[:, None]) & (queries[:, None] < self._ends[keys])
-        return np.where(reads, np.float32(0), np.float32(-np.inf))
+        return np.where(reads(queries, keys, self._ends[keys]), np.float32(0), np.float32(-np.inf))
 
     def _join_branches(self, call_pairs: int) -> Iterator[list[_Branch]]:
         """Yield the branches of each block. `call_pairs`: cost of a call, in pairs of query and key."""
@@ -155,6 +156,12 @@ class PrefixTree:
             branches.append(branch)
             queries += branch.size
         yield branches
+
+
+def reads(queries: Any, keys: Any, ends: Any) -> Any:
+    """Return (Q, K) bool: whether the key is the query or its ancestor. `ends`: the node after the subtree of
+    each key. Arrays, or tensors."""
+    return (keys <= queries[:, None]) & (queries[:, None] < ends)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from stretto.models.files import cache_bytes, modelling_imports, positions_of, t
 from stretto.serving.config import context_problems, default_context
 from stretto.training.config import ModelTrainingConfig, check_training
 
-__all__ = ["LONGEST", "TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
+__all__ = ["TorchInferenceConfig", "TorchTrainingConfig", "slots_within", "tokens_within"]
 
-LONGEST = 4096
+_LONGEST = 4096
 """Maximum number of tokens of a sample if the config does not set `context_length`."""
 _CACHE_SHARE = 1 / 8
 """Share of the device's memory that keys and values may take, unless one sample needs more."""
@@ -86,12 +86,16 @@ class TorchInferenceConfig(InferenceConfig, frozen=True, kw_only=True, forbid_un
         """`dtype`; its default without GPUs where no run has decided it."""
         return self.dtype or "float32"
 
+    def room(self, model: str) -> int:
+        """Return the number of tokens that a sample may have: `context_length`, or its default."""
+        return self.context_length or min(positions_of(model) or _LONGEST, _LONGEST)
+
     def memory(self, model: str, parameters: int, samples_in_flight: int, available: float) -> Memory | None:
         """See `InferenceConfig`."""
         token = cache_bytes(model, _ITEM[self.compute_dtype])
         if not token:
             return None
-        context = self.context_length or min(positions_of(model) or LONGEST, LONGEST)
+        context = self.room(model)
         slots = self.slots or slots_within(self, samples_in_flight, context * token, available)
         if self.cache_gb is None:
             cache = token * tokens_within(slots * context, context, token, available)

@@ -19,7 +19,7 @@ from stretto.models.finite import not_finite
 from stretto.training.device import compute_device, is_gpu
 from stretto.training.model import load_whole, names_in_files, reads_images
 from stretto.training.trial import Unsuitable, attempt
-from stretto_torch import LONGEST, TorchInferenceConfig, slots_within, tokens_within
+from stretto_torch import TorchInferenceConfig, slots_within, tokens_within
 from stretto_torch.decoder import Decoder
 from stretto_torch.decoder_fast import FastDecoder, check_suitable
 from stretto_torch.decoder_graphs import GraphDecoder
@@ -60,7 +60,7 @@ def load_model(folder: str, config: TorchInferenceConfig, samples_in_flight: int
     except (OSError, ValueError) as error:
         raise EngineError(f"cannot load the model {folder!r}: {error}") from error
     model.to(device).eval().requires_grad_(False)
-    length = _context(folder, config.context_length)
+    length = _context(folder, config)
     sample_bytes, memory = length * _bytes_of_a_token(model), _memory(model.device, config.share)
     slots = config.slots or slots_within(config, samples_in_flight, sample_bytes, memory)
     shapes = Shapes(slots, length)
@@ -197,11 +197,11 @@ def _relative(logits: Tensor, expected: Tensor) -> float:
     return float((logits - expected).square().mean().sqrt() / expected.std())
 
 
-def _context(folder: str, length: int | None) -> int:
-    max_positions = positions_of(folder)
-    if length is not None and max_positions is not None and length > max_positions:
+def _context(folder: str, config: TorchInferenceConfig) -> int:
+    length, max_positions = config.room(folder), positions_of(folder)
+    if max_positions is not None and length > max_positions:
         raise EngineError(f"inference.context_length is {length}; the model has {max_positions} positions")
-    return length or min(max_positions or LONGEST, LONGEST)
+    return length
 
 
 def _eos(model: Any) -> tuple[int, ...]:
